@@ -39,7 +39,7 @@ test: install lint types contracts pytest
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/check_prose.py server model_store clients bench
+	$(BIN)/python tools/check_prose.py server model_store clients bench tools
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -72,21 +72,21 @@ hostile: install
 
 # Minutes of wrong requests to a server of its own: FUZZ="--minutes 30 --seed 7 --output folder".
 fuzz: install
-	PYTHONPATH=server:model_store:clients:proto:tests:tools $(BIN)/python -m fuzz.fuzz $(FUZZ)
+	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -m fuzz.fuzz $(FUZZ)
 
 # An hour of load, overload, kills, hangs, restarts and rude clients, on a server of its own:
 # SOAK="--minutes 60 --seed 7 --output folder".
 soak: install
-	PYTHONPATH=server:model_store:clients:proto:tests:tools $(BIN)/python -W ignore -m soak.soak $(SOAK)
+	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m soak.soak $(SOAK)
 
 # A hundred changes of the version that answers, under full load: SWAPS="--swaps 100 --workers 2";
 # of NVIDIA's Triton, which is installed first: SWAPS="--server triton".
 swaps: install
-	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m soak.swaps $(SWAPS)
+	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m swaps.swaps $(SWAPS)
 
 # kill -9 at every moment of such changes: SWAPS="--kills 60".
 swaps-killed: install
-	PYTHONPATH=server:model_store:clients:proto:tests:tools $(BIN)/python -W ignore -m soak.killed_swaps $(SWAPS)
+	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m swaps.killed $(SWAPS)
 
 # The generated code beside the .proto files is committed; a test compares it.
 proto: install

@@ -11,92 +11,43 @@ with the sources on PYTHONPATH, as in the Makefile.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import logging
 import os
-import statistics
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-import gather_bandwidth
-import kernel
-import numpy as np
 import torch
-from lookup_cases import CASES, check, check_most_rows, mostly_zeros
+from gpu_timings import (
+    CheckOptions,
+    Row,
+    a_large_table,
+    copying,
+    gathering_rows,
+    loading,
+    looking_up,
+    serving,
+    several_at_once,
+)
+from lookup_cases import CASES, check, check_most_rows
 from nvml import driver_rows
-from running_servers import running
-from workloads import Request, Tables, Workload, workload
 
 from embedserve.engine.cuda_limits import ROWS_MAX
 from embedserve.engine.gpus import WORK_BYTES, gpus_for, resolve_devices
-from embedserve.engine.restore import restore
-from embedserve.engine.sharded import shard
-from embedserve_client import GrpcEmbedClient
-from embedserve_store import TableSpec
-from embedserve_store.memory.available_memory import available_bytes
 
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
-QUICK_TABLES = Tables("quick", 8, 1000, 64)
 QUICK_CASES = ("float32 row_wise", "int8 row_wise unpooled")
-COPY_BYTES, QUICK_COPY_BYTES = 256 << 20, 8 << 20
-COPIES = 5
-CHECKED = 3
-"""Results of a workload that are compared with exact sums."""
-LARGE_BYTES, QUICK_LARGE_BYTES = 20 * 10**9, 10**6
-"""Bytes of the table that is loaded onto a device."""
-LARGE_DIM = 64
-THREADS = (1, 2, 4)
-AT_ONCE = 8
-"""Distinct requests of a workload that several threads send."""
-ASKED_S, QUICK_ASKED_S = 5.0, 0.5
-CALLERS = 8
 
-Row = tuple[str, str]
-"""(measurement, result)."""
+Step = Callable[[CheckOptions], Iterable[Row]]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Options of a check.
-
-    Attributes:
-        devices: value of `embedserve serve --devices`.
-        folder: empty folder for output.
-    """
-
-    devices: str
-    is_quick: bool
-    folder: Path
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.devices == "cuda"
-
-    @property
-    def one_device(self) -> str:
-        """The devices for measurements on one device."""
-        return "cuda" if self.is_cuda else "cpu:1"
-
-    def workloads(self, *ids: str) -> list[Workload]:
-        if self.is_quick:
-            return [Workload("small", QUICK_TABLES, one) for one in ids]
-        return [workload(name, one) for name in ("small", "bulk") for one in ids]
-
-
-Step = Callable[[Asked], Iterable[Row]]
-
-
-def installed(asked: Asked) -> Iterator[Row]:
+def installed(asked: CheckOptions) -> Iterator[Row]:
     yield "Python", sys.version.split()[0]
     for name in PACKAGES:
         try:
@@ -120,7 +71,7 @@ def installed(asked: Asked) -> Iterator[Row]:
         )
 
 
-def right_answers(asked: Asked) -> Iterator[Row]:
+def right_answers(asked: CheckOptions) -> Iterator[Row]:
     """Checks every dtype under every sharding, over all GPUs: plain, weighted, one example, empty
     bags."""
     for case in CASES:
@@ -131,7 +82,7 @@ def right_answers(asked: Asked) -> Iterator[Row]:
         yield str(case), f"right, after {time.perf_counter() - start:.1f} s"
 
 
-def replicas(asked: Asked) -> Iterator[Row]:
+def replicas(asked: CheckOptions) -> Iterator[Row]:
     """Checks the same with all tables on each of several GPUs, through each of them."""
     count = gpus_for(asked.devices).count
     if count < 2:
@@ -146,7 +97,7 @@ def replicas(asked: Asked) -> Iterator[Row]:
         yield f"{case}, {count} GPUs", f"right, after {time.perf_counter() - start:.1f} s"
 
 
-def largest_ids(asked: Asked) -> Iterator[Row]:
+def largest_ids(asked: CheckOptions) -> Iterator[Row]:
     what = f"ids up to {ROWS_MAX - 1:,}"
     gpus = gpus_for(asked.devices)
     if asked.is_cuda and gpus.free_bytes[0] < 16 * ROWS_MAX + WORK_BYTES:
@@ -156,193 +107,8 @@ def largest_ids(asked: Asked) -> Iterator[Row]:
     yield what, "right"
 
 
-def loading(asked: Asked) -> Iterator[Row]:
-    """Measures sharding a model and attaching its rows, which are copied to GPUs and mapped on the
-    CPU."""
-    for work in asked.workloads("uniform"):
-        work.tables.make()
-        of_work = kernel.version_of(work)
-        of_work.tables.data[::4096].max()  # reads the rows into memory
-        start = time.perf_counter()
-        shard(of_work, of_work.plan, asked.one_device.split(":")[0], is_weighted=False)
-        seconds, nbytes = time.perf_counter() - start, of_work.manifest.nbytes
-        yield (
-            f"tables of {work.name}",
-            f"{nbytes / 1e9:.2f} GB in {seconds:.2f} s, {nbytes / seconds / 1e9:.1f} GB/s",
-        )
-
-
-def a_large_table(asked: Asked) -> Iterator[Row]:
-    """Measures the time from a version to a warm engine, with 20 GB of zeros that take no disk
-    space."""
-    nbytes = QUICK_LARGE_BYTES if asked.is_quick else LARGE_BYTES
-    what = f"{nbytes / 1e9:g} GB of float32"
-    free_bytes = gpus_for(asked.devices).free_bytes
-    if free_bytes and free_bytes[0] < nbytes + WORK_BYTES:
-        yield what, "left out: they do not fit on a GPU"
-        return
-    table = TableSpec("large", nbytes // (4 * LARGE_DIM), LARGE_DIM, ("id",), "sum", "float32")
-    last = {table.num_embeddings - 1: np.arange(LARGE_DIM, dtype=np.float32)}
-    of_zeros = mostly_zeros(asked.folder / "large", table, last)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
-    start = time.perf_counter()
-    engine = restore(of_zeros, asked.one_device)
-    seconds = time.perf_counter() - start
-    values = engine.lookup(np.array(list(last)), np.ones(1, np.int32))
-    np.testing.assert_array_equal(values, np.stack(list(last.values())))
-    yield (
-        what,
-        f"warm after {seconds:.2f} s, {nbytes / seconds / 1e9:.1f} GB/s; this process held "
-        f"{_most_held() / 1e9:.2f} GB at most",
-    )
-
-
-def _most_held() -> int:
-    """Returns the peak bytes of this host's memory, including mapped files."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) << 10
-
-
-def copying(asked: Asked) -> Iterator[Row]:
-    """Measures copies between host and GPU memory, the upper bound for lookups."""
-    nbytes = QUICK_COPY_BYTES if asked.is_quick else COPY_BYTES
-    host = torch.ones(nbytes, dtype=torch.uint8)
-    places = {"host": host}
-    if asked.is_cuda:
-        places |= {"pinned host": host.pin_memory(), "GPU": host.cuda()}
-    for source_name, source in places.items():
-        for target_name, target in places.items():
-            if asked.is_cuda and "GPU" not in (source_name, target_name):
-                continue
-            other = torch.empty_like(target, pin_memory=target.is_pinned())
-            rate = nbytes / _copy_seconds(source, other) / 1e9
-            yield f"copy, {source_name} to {target_name}", f"{rate:.1f} GB/s"
-
-
-def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Returns the seconds of the fastest of COPIES copies."""
-    taken = []
-    for _ in range(COPIES):
-        start = time.perf_counter()
-        target.copy_(source)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return min(taken)
-
-
-def gathering_rows(asked: Asked) -> Iterator[Row]:
-    """Measures FBGEMM's kernel alone: rows of 256 bytes from a table that no cache holds."""
-    size = gather_bandwidth.QUICK if asked.is_quick else gather_bandwidth.WHOLE
-    free = gpus_for(asked.devices).free_bytes or (available_bytes(),)
-    needed = 2 * size.table_bytes + size.gathered_bytes
-    if free[0] < needed:
-        yield "rows", f"left out: they need {needed / 1e9:.1f} GB, {free[0] / 1e9:.1f} are free"
-        return
-    yield from gather_bandwidth.gathered(torch.device("cuda:0" if asked.is_cuda else "cpu"), size)
-
-
-def looking_up(asked: Asked) -> Iterator[Row]:
-    """Compares the kernel alone with the engine, on one device, and with a copy in host memory."""
-    for work in asked.workloads("uniform", "zipf"):
-        engine = restore(kernel.version_of(work), asked.one_device)
-        for request in work.requests[:CHECKED]:
-            work.check(request, engine.lookup(request.ids, request.lengths.reshape(-1)))
-        del engine
-        found = kernel.measure(work, asked.one_device, rounds=1 if asked.is_quick else 5)
-        for name, ms in found.items():
-            yield f"{work.name} {work.ids}, {name}", f"{ms:.4f} ms"
-
-
-def several_at_once(asked: Asked) -> Iterator[Row]:
-    """Calls the engine from several threads, as the server does with two batches in flight."""
-    for work in asked.workloads("uniform"):
-        engine = restore(kernel.version_of(work), asked.one_device)
-        inputs = [(one.ids, one.lengths.reshape(-1)) for one in work.requests[:AT_ONCE]]
-        expected = [engine.lookup(*one) for one in inputs]
-        seconds = QUICK_ASKED_S if asked.is_quick else ASKED_S
-        for threads in THREADS:
-            with ThreadPoolExecutor(threads) as pool:
-                running = [
-                    pool.submit(_look_up_for, engine, inputs, expected, seconds)
-                    for _ in range(threads)
-                ]
-                taken = [one for each in running for one in each.result()]
-            rate, p50_us = len(taken) / seconds, statistics.median(taken) * 1e6
-            yield f"{work.name}, {threads} at once", f"{rate:,.0f} lookups/s, p50 {p50_us:.0f} us"
-
-
-def _look_up_for(
-    engine: Any,
-    inputs: Sequence[tuple[np.ndarray, np.ndarray]],
-    expected: Sequence[np.ndarray],
-    seconds: float,
-) -> list[float]:
-    """Looks up one input after another for ``seconds``, and checks the last result. Returns the
-    seconds of each lookup."""
-    taken: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        which = len(taken) % len(inputs)
-        start = time.perf_counter()
-        values = engine.lookup(*inputs[which])
-        taken.append(time.perf_counter() - start)
-    np.testing.assert_array_equal(values, expected[which])
-    return taken
-
-
-def unified_memory(asked: Asked) -> Iterator[Row]:
+def unified_memory(asked: CheckOptions) -> Iterator[Row]:
     yield "quant_uvm, quant_uvm_caching", "left out: tables are served from GPUs' own memory alone"
-
-
-def serving(asked: Asked) -> Iterator[Row]:
-    """Loads a server over loopback through gRPC, from one caller and then from several."""
-    for work in asked.workloads("uniform"):
-        log = asked.folder / f"{work.name}.log"
-        store = work.tables.store
-        with (
-            running(store, log, "--devices", asked.devices, is_warm=False) as server,
-            GrpcEmbedClient(server.grpc) as client,
-        ):
-            ask = _asking(client, work)
-            for request in work.requests[:CHECKED]:
-                work.check(request, ask(request))
-            alone = _ask_for(ask, work, QUICK_ASKED_S if asked.is_quick else ASKED_S)
-            yield f"{work.name}, one caller", f"p50 {statistics.median(alone) * 1e3:.3f} ms"
-            yield f"{work.name}, {CALLERS} callers", _at_once(ask, work, asked)
-
-
-def _asking(client: GrpcEmbedClient, work: Workload) -> Callable[[Request], Any]:
-    def ask(request: Request) -> Any:
-        ends = request.lengths.sum(axis=1).cumsum()[:-1]
-        per_feature = zip(np.split(request.ids, ends), request.lengths, strict=True)
-        features = dict(zip(work.tables.features, per_feature, strict=True))
-        return client.embed(features).values
-
-    return ask
-
-
-def _ask_for(ask: Callable[[Request], Any], work: Workload, seconds: float) -> list[float]:
-    """Sends one request after another for ``seconds``; returns the seconds of each."""
-    taken: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        ask(work.requests[len(taken) % len(work.requests)])
-        taken.append(time.perf_counter() - start)
-    return taken
-
-
-def _at_once(ask: Callable[[Request], Any], work: Workload, asked: Asked) -> str:
-    seconds = QUICK_ASKED_S if asked.is_quick else ASKED_S
-    with ThreadPoolExecutor(CALLERS) as pool:
-        of_all = list(pool.map(lambda _: _ask_for(ask, work, seconds), range(CALLERS)))
-    taken = sorted(one for of_one in of_all for one in of_one)
-    p99 = taken[int(0.99 * (len(taken) - 1))]
-    rate = len(taken) / seconds
-    answers = rate * work.answer_bytes / 1e9
-    return f"{rate:,.0f} requests/s, {answers:.3f} GB/s of answers, p99 {p99 * 1e3:.3f} ms"
 
 
 STEPS: tuple[Step, ...] = (
@@ -361,7 +127,7 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def run(asked: Asked, steps: Sequence[Step] = STEPS) -> int:
+def run(asked: CheckOptions, steps: Sequence[Step] = STEPS) -> int:
     """Runs the steps and prints their results. Returns the status: 1 if a step failed, which skips
     the steps after it."""
     rows: list[tuple[str, str, str]] = []
@@ -400,7 +166,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="embedserve-gpu-check-") as folder:
-        return run(Asked(options.devices, options.quick, Path(folder)))
+        return run(CheckOptions(options.devices, options.quick, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+from processes import memory_bytes
 
 DIM = 128
 BLOCK_ROWS = 1 << 16
@@ -231,10 +232,9 @@ def _memory(pid: int) -> tuple[int, int]:
     """Returns (private bytes, proportional set size in bytes); zeros for a process that has just
     ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        sizes = memory_bytes(pid)
     except OSError:
         return 0, 0
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]
 
 

@@ -12,9 +12,10 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 LOAD_CORE = "1"
 PACKAGES = {"wrk": "wrk", "h2load": "nghttp2-client", "redis-benchmark": "redis-tools"}
@@ -116,12 +117,18 @@ end
 def http(script: Path, port: int, connections: int, seconds: float) -> Figures:
     command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "10s"]
     output = run([*command, "-s", str(script), f"http://127.0.0.1:{port}"], seconds)
+    got = parse_wrk(output)
+    rate = got["requests"] / got["seconds"]
+    return Figures(rate, got["p50_ms"], got["p99_ms"], got["max_ms"], int(got["errors"]))
+
+
+def parse_wrk(output: str) -> dict[str, Any]:
+    """Returns the figures that a wrk script printed as JSON; exits if there are none."""
     found = re.search(r"^FIGURES (.*)$", output, re.MULTILINE)
     if found is None:
         sys.exit(f"wrk printed no figures:\n{output}")
-    got = json.loads(found[1])
-    rate = got["requests"] / got["seconds"]
-    return Figures(rate, got["p50_ms"], got["p99_ms"], got["max_ms"], int(got["errors"]))
+    figures: dict[str, Any] = json.loads(found[1])
+    return figures
 
 
 def framed(message: bytes) -> bytes:
@@ -177,23 +184,22 @@ def h2load(post: Post, log: Path, connections: int, streams: int, seconds: float
     # Responses that began before the measurement and ended in it, or the reverse, cancel out.
     whole = round(int(data[1]) / post.answer_bytes) + 2 * connections * streams
     errors = sum(wrong) + max(0, succeeded - whole)
-    times_us = sorted(_request_times(log))
-
-    def at(share: float) -> float | None:
-        return times_us[int(share * (len(times_us) - 1))] / 1e3 if times_us else None
-
-    return Figures(succeeded / seconds, at(0.5), at(0.99), at(1.0), errors)
+    times_ms = [ms for status, ms in read_log(log) if status == "200"]
+    p50, p99, most = (quantile(times_ms, share) if times_ms else None for share in (0.5, 0.99, 1.0))
+    return Figures(succeeded / seconds, p50, p99, most, errors)
 
 
-def _request_times(log: Path) -> list[int]:
-    """Returns the microseconds of each successful request. The columns of h2load's log are start,
+def read_log(log: Path) -> Iterator[tuple[str, float]]:
+    """Yields (status, milliseconds) of each request in a log of h2load, whose columns are start,
     status and time."""
-    times = []
     for line in log.read_text().splitlines():
         _, status, time_us = line.split("\t")[:3]
-        if status == "200":
-            times.append(int(time_us))
-    return times
+        yield status, int(time_us) / 1e3
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Returns the value below which a share of the values lies; there is at least one."""
+    return sorted(values)[int(share * (len(values) - 1))]
 
 
 def redis(port: int, keys: Sequence[str], rows: int, connections: int, seconds: float) -> Figures:

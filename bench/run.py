@@ -21,15 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import heads
 import kernel
 import load
-import operations
-import overload
 import report
 import targets
-import workers
 from measure import Row, measure
+from operations import heads, host, overload, workers
 from servers.base import Server
 from servers.constants import ConstantGrpc, ConstantHttp, ConstantProtocol
 from servers.embedserve import EmbedServe, EmbedServeBefore, EmbedServeGrpcio
@@ -40,10 +37,10 @@ from workloads import workload
 RESULTS = Path(__file__).parent / "results"
 OPERATIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "heads": heads.measure,
-    "pauses": operations.pauses,
+    "pauses": host.pauses,
     "workers": workers.measure,
-    "memory": operations.memory,
-    "tables": operations.tables,
+    "memory": host.memory,
+    "tables": host.tables,
     "overload": overload.measure,
 }
 

@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from load import pinned
 from servers.base import Server, Way
@@ -81,12 +80,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # processes that it left behind
     process.wait()
-
-
-def children(pid: int) -> list[int]:
-    """Returns the child processes of a server's process: its workers, if it has several."""
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
 
 
 def ask(server: Server, way: Way, workload: Workload, request: Request) -> bytes:

@@ -26,6 +26,7 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.add_note import add_note
+from embedserve_store.publishing.options import PublishOptions
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
@@ -50,6 +51,7 @@ __all__ = [
     "Plan",
     "PooledError",
     "Progress",
+    "PublishOptions",
     "PublishedVersion",
     "Rollback",
     "Shard",

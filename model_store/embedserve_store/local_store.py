@@ -13,9 +13,8 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError, missing_model, missing_version
 from embedserve_store.format.json_fields import parse_json
-from embedserve_store.format.manifest import CHECKED_FILES, Manifest
+from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
 from embedserve_store.format.manifest_checksum import check_sha256
-from embedserve_store.format.manifest_file import parse_manifest
 from embedserve_store.format.regular_file import stat_regular
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.tables_file import TablesFile

@@ -1,6 +1,7 @@
 """What all four clients do alike: vectors, models, errors, deadlines."""
 
 from concurrent.futures import ThreadPoolExecutor
+from inspect import getmembers, isfunction, signature
 from typing import Any
 
 import numpy as np
@@ -211,3 +212,23 @@ def test_threads_share_a_client(make: Any, rest_url: str, grpc_target: str) -> N
 
     for n, result in enumerate(results):
         np.testing.assert_array_equal(result["user"], pooled("user", [[n]]))
+
+
+@pytest.mark.parametrize(
+    ("sync", "asynchronous"),
+    [(EmbedClient, AsyncEmbedClient), (GrpcEmbedClient, AsyncGrpcEmbedClient)],
+)
+def test_sync_and_async_clients_have_the_same_methods_and_arguments(
+    sync: type, asynchronous: type
+) -> None:
+    def arguments(kind: type) -> dict[str, list[tuple[str, Any, Any]]]:
+        return {
+            name: [
+                (one.name, one.kind, one.default) for one in signature(method).parameters.values()
+            ]
+            for name, method in getmembers(kind, isfunction)
+            if not name.startswith("_") or name == "__init__"
+        }
+
+    assert arguments(sync) == arguments(asynchronous)
+    assert len(arguments(sync)) >= 5

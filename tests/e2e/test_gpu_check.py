@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from documents import ROOT
 from forkserver import PYTHON, run_warm
-from gpu_check import STEPS, Asked, Row, run
+from gpu_check import STEPS, run
+from gpu_timings import CheckOptions, Row
 
 CHECK_S_MAX = 300
 PYTHONPATH = ":".join(("server", "model_store", "clients", "proto", "tests", "bench"))
@@ -34,18 +35,18 @@ def test_cpu_ranks_go_through_all_of_it(tmp_path: Path) -> None:
 def test_nothing_is_done_after_a_wrong_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def first(asked: Asked) -> Iterator[Row]:
+    def first(asked: CheckOptions) -> Iterator[Row]:
         yield "devices", asked.devices
 
-    def second(asked: Asked) -> Iterator[Row]:
+    def second(asked: CheckOptions) -> Iterator[Row]:
         yield "a sum", "right"
         np.testing.assert_allclose(2, 3)
         yield "another", "never asked"
 
-    def third(asked: Asked) -> Iterator[Row]:
+    def third(asked: CheckOptions) -> Iterator[Row]:
         raise AssertionError("not to be done")
 
-    asked = Asked("cpu:1", is_quick=True, folder=tmp_path)
+    asked = CheckOptions("cpu:1", is_quick=True, folder=tmp_path)
     assert run(asked, [first]) == 0
     capsys.readouterr()
     assert run(asked, [first, second, third]) == 1

@@ -11,7 +11,7 @@ import pytest
 from running_servers import Running, run_warm_command, running
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from embedserve.commands.access_stats import measured_of
+from embedserve.commands.planning.access_stats import measured_of
 from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient
 from embedserve_store import ModelStore, publish

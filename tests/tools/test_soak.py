@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from soak.embeds import DIM, LIGHT, ROWS, Ask, asks, table
+from soak.embeds import DIM, LIGHT, ROWS, EmbedCase, asks, table
 from soak.faults import HANG, KILL, RESTART, Fault, Servers, held_ports, planned
 from soak.load import GRPCIO
 from soak.report import GRPCIO_LOST_MAX, Report, judge, print_table
@@ -165,7 +165,7 @@ def test_ports_of_the_connections_that_a_process_has() -> None:
 
 
 def test_answers_are_compared_exactly() -> None:
-    one: Ask = asks(Random(1), table(), LIGHT, 1)[0]
+    one: EmbedCase = asks(Random(1), table(), LIGHT, 1)[0]
     right = b'{"values":%b}' % str(one.values.tolist()).encode()
     assert one.is_answer(right)
     assert one.is_answer(right)

@@ -13,11 +13,12 @@ from random import Random
 import numpy as np
 import orjson
 import pytest
+from processes import descendants
 from servers.triton import Triton
-from soak.swapped import Codec, Request, Swapped, row_values
-from soak.swapped_embedserve import CODEC, Embedserve
-from soak.swapped_triton import TritonSwapped
-from soak.swaps import Swaps, memory_mb, print_report, processes_of
+from swaps.embedserve_server import CODEC, EmbedserveServer
+from swaps.server import Codec, Request, SwapServer, row_values
+from swaps.swaps import Swaps, memory_mb, print_report
+from swaps.triton_server import TritonServer
 
 from embedserve_proto import embedding_pb2 as pb
 
@@ -48,7 +49,7 @@ def triton_answer(version: int, values: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("codec", "answer"), [(CODEC, embedserve_answer), (TritonSwapped.rest, triton_answer)]
+    ("codec", "answer"), [(CODEC, embedserve_answer), (TritonServer.rest, triton_answer)]
 )
 def test_answers_are_compared_with_the_version_that_they_name(
     codec: Codec, answer: Callable[[int, bytes], bytes]
@@ -71,21 +72,21 @@ def test_memory_is_of_all_processes_below_whichever_thread_started_them() -> Non
     ) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()
-        assert len(processes_of(parent.pid)) == 2
+        assert len(descendants(parent.pid)) == 2
         assert memory_mb(parent.pid) > 0
         parent.communicate(b"\n")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("server", "workers"), [(Embedserve, 1), (Embedserve, 2), (TritonSwapped, 1)]
+    ("server", "workers"), [(EmbedserveServer, 1), (EmbedserveServer, 2), (TritonServer, 1)]
 )
 def test_a_few_swaps(
-    tmp_path: Path, server: Callable[[Path, argparse.Namespace], Swapped], workers: int
+    tmp_path: Path, server: Callable[[Path, argparse.Namespace], SwapServer], workers: int
 ) -> None:
     if shutil.which("wrk") is None:
         pytest.skip("wrk is not installed")
-    if server is TritonSwapped and Triton().missing():
+    if server is TritonServer and Triton().missing():
         pytest.skip("Triton is not installed")
     chosen = argparse.Namespace(
         rows=ROWS,

@@ -1,4 +1,4 @@
-"""The server that clauses ask, what its metadata say of the model, and checks that they share."""
+"""Provides the server under test to the clauses: its metadata, requests, and shared checks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BYTES_OF: dict[str, int] = {"INT64": 8, "INT32": 4, "FP32": 4, "FP16": 2, "BYTES
 
 
 @dataclass
-class Asked:
-    """The server, and what its metadata say of the model."""
+class ServerUnderTest:
+    """A server under test, with the metadata of its model."""
 
     http: httpx.Client
     grpc: grpc.Channel
@@ -39,12 +39,12 @@ class Asked:
         return answer.json()
 
     def check_ready(self, path: str) -> None:
-        """Any body will do: the protocol has none."""
+        """Checks the status only, because the protocol defines no body."""
         answer = self.http.get(path)
         assert answer.status_code == 200, f"{path} is answered {answer.status_code}"
 
     def inputs(self) -> list[dict[str, Any]]:
-        """Every input, as empty as it may be."""
+        """Returns every input with the smallest shape that is valid."""
         inputs = []
         for one in self.metadata["inputs"]:
             is_lengths = one["name"].endswith(".lengths")
@@ -74,11 +74,11 @@ class Asked:
 
 
 def shape_of(output: dict[str, Any]) -> list[int]:
-    """As the metadata say it, with the examples that are asked for."""
+    """Returns the shape of an output in the metadata, for EXAMPLES examples."""
     return [EXAMPLES if size == -1 else size for size in output["shape"]]
 
 
-def check_outputs(asked: Asked, outputs: list[dict[str, Any]]) -> None:
+def check_outputs(asked: ServerUnderTest, outputs: list[dict[str, Any]]) -> None:
     told = {one["name"]: one for one in asked.metadata["outputs"]}
     for one in outputs:
         assert one["name"] in told, f"output {one['name']!r} is not in the metadata"

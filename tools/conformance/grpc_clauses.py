@@ -1,4 +1,4 @@
-"""Clauses of gRPC, and of what it tells as REST does: each a function whose docstring says it."""
+"""Clauses of gRPC: functions whose docstrings state the clauses, as the report prints them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from conformance.asked import (
     ANSWER_S_MAX,
-    Asked,
+    ServerUnderTest,
     check_outputs,
     check_status,
 )
@@ -16,7 +16,7 @@ from conformance.asked import (
 from embedserve_proto import open_inference_pb2 as pb
 
 
-def health(asked: Asked) -> None:
+def health(asked: ServerUnderTest) -> None:
     """ServerLive, ServerReady and ModelReady"""
     assert asked.stub.ServerLive(pb.ServerLiveRequest(), timeout=ANSWER_S_MAX).live
     assert asked.stub.ServerReady(pb.ServerReadyRequest(), timeout=ANSWER_S_MAX).ready
@@ -24,7 +24,7 @@ def health(asked: Asked) -> None:
     assert asked.stub.ModelReady(request, timeout=ANSWER_S_MAX).ready
 
 
-def metadata(asked: Asked) -> None:
+def metadata(asked: ServerUnderTest) -> None:
     """ServerMetadata and ModelMetadata tell what REST tells"""
     server = asked.stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=ANSWER_S_MAX)
     assert server.name == asked.get("/v2")["name"]
@@ -37,7 +37,7 @@ def metadata(asked: Asked) -> None:
     check_status(grpc.StatusCode.NOT_FOUND, lambda: asked.stub.ModelMetadata(unknown))
 
 
-def check_message(asked: Asked, answer: pb.ModelInferResponse) -> None:
+def check_message(asked: ServerUnderTest, answer: pb.ModelInferResponse) -> None:
     outputs: list[dict[str, Any]] = [
         {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
         for one in answer.outputs
@@ -47,7 +47,7 @@ def check_message(asked: Asked, answer: pb.ModelInferResponse) -> None:
     assert sizes == [one["shape"][0] * one["shape"][1] * 4 for one in outputs]
 
 
-def infer(asked: Asked) -> None:
+def infer(asked: ServerUnderTest) -> None:
     """ModelInfer with raw and with typed contents, and not with both"""
     for is_raw in (True, False):
         message = asked.message(is_raw=is_raw, id="request 7")
@@ -59,7 +59,7 @@ def infer(asked: Asked) -> None:
     check_status(grpc.StatusCode.INVALID_ARGUMENT, lambda: asked.stub.ModelInfer(mixed))
 
 
-def errors(asked: Asked) -> None:
+def errors(asked: ServerUnderTest) -> None:
     """ModelInfer of an unknown model, version or output ends with its status"""
     for code, wrong in (
         (grpc.StatusCode.NOT_FOUND, pb.ModelInferRequest(model_name="no-such-model")),
@@ -71,7 +71,7 @@ def errors(asked: Asked) -> None:
         check_status(code, lambda message=message: asked.stub.ModelInfer(message))  # type: ignore[misc]
 
 
-def stream(asked: Asked) -> None:
+def stream(asked: ServerUnderTest) -> None:
     """ModelStreamInfer answers in order, and a wrong request by error_message in its place"""
 
     def messages() -> Iterator[pb.ModelInferRequest]:
@@ -85,7 +85,7 @@ def stream(asked: Asked) -> None:
     assert wrong.error_message
 
 
-def statistics(asked: Asked) -> None:
+def statistics(asked: ServerUnderTest) -> None:
     """statistics count inferences and executions, the same over REST and gRPC"""
     (before,) = asked.get(f"/v2/models/{asked.model}/stats")["model_stats"]
     asked.infer(asked.body())
@@ -97,7 +97,7 @@ def statistics(asked: Asked) -> None:
     assert told.inference_count == after["inference_count"]
 
 
-def configuration(asked: Asked) -> None:
+def configuration(asked: ServerUnderTest) -> None:
     """the configuration names the tensors of the metadata, the same over REST and gRPC"""
     told = asked.get(f"/v2/models/{asked.model}/config")
     for side, tensors in (("input", "inputs"), ("output", "outputs")):
@@ -112,7 +112,7 @@ def configuration(asked: Asked) -> None:
     ]
 
 
-def repository(asked: Asked) -> None:
+def repository(asked: ServerUnderTest) -> None:
     """the repository's index names the model as READY, the same over REST and gRPC"""
     answer = asked.http.post("/v2/repository/index")
     index = [one for one in answer.json() if one["name"] == asked.model]

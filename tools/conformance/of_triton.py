@@ -1,8 +1,9 @@
-"""Which clauses of open_inference.py NVIDIA's Triton keeps: where it does not, either is wrong.
+"""Checks which clauses of open_inference.py NVIDIA's Triton keeps. Where it does not, Triton
+or the clause is wrong.
 
     python tools/conformance/of_triton.py          # after make bench-peers
 
-Serves a model with the tensors of ours. Tells and ends as open_inference.py does.
+Serves a model with the same tensors as embedserve's. Reports and exits like open_inference.py.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> int:
 
 
 def repository(folder: Path) -> Path:
-    """Triton's, of the model."""
+    """Makes Triton's repository with the model, and returns its folder."""
     version = folder / MODEL / "1"
     version.mkdir(parents=True)
     shutil.copy(HERE / "triton" / "model.py", version)

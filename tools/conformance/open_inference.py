@@ -1,12 +1,12 @@
-"""Whether a server speaks the Open Inference Protocol, version 2: each clause asked for, over REST
-and gRPC, and a line for each.
+"""Checks whether a server follows the Open Inference Protocol, version 2. It sends a request for
+each clause over REST and gRPC, and prints a line for each.
 
     python tools/conformance/open_inference.py --model movies
 
-What a request may hold is told by the model's own metadata. Every input is sent empty, for two
-examples, so that any model of embedserve answers it; other servers need a model of such tensors
-(of_triton.py). With --shared-memory, what keys of its regions begin with, that is asked for, too.
-Ends with 1 where a clause is not kept.
+The model's own metadata define the requests. Every input is sent empty, for two examples, which any
+model of embedserve answers. Other servers need a model with such tensors (of_triton.py).
+--shared-memory PREFIX also checks shared memory, with regions whose keys begin so. Exits with 1 if
+a clause is violated.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import grpc
 import httpx
 from conformance import grpc_clauses as rpc
 from conformance import rest_clauses as rest
-from conformance.asked import ANSWER_S_MAX, Asked
+from conformance.asked import ANSWER_S_MAX, ServerUnderTest
 
-CLAUSES: tuple[Callable[[Asked], None], ...] = (
+CLAUSES: tuple[Callable[[ServerUnderTest], None], ...] = (
     rest.server_metadata,
     rest.health,
     rest.model_ready,
@@ -48,8 +48,8 @@ CLAUSES: tuple[Callable[[Asked], None], ...] = (
 )
 
 
-def said(asked: Asked, clause: Callable[[Asked], None]) -> str:
-    """What is wrong with it; "" if nothing is."""
+def said(asked: ServerUnderTest, clause: Callable[[ServerUnderTest], None]) -> str:
+    """Returns the reason why a clause is violated; "" if it is kept."""
     try:
         clause(asked)
     except grpc.RpcError as error:
@@ -59,7 +59,7 @@ def said(asked: Asked, clause: Callable[[Asked], None]) -> str:
     return ""
 
 
-def name_of(clause: Callable[[Asked], None]) -> str:
+def name_of(clause: Callable[[ServerUnderTest], None]) -> str:
     return clause.__name__ if clause.__module__ == rest.__name__ else f"rpc_{clause.__name__}"
 
 
@@ -75,7 +75,7 @@ def main() -> int:
         httpx.Client(base_url=f"http://{given.http}", timeout=ANSWER_S_MAX) as http,
         grpc.insecure_channel(given.grpc) as channel,
     ):
-        asked = Asked(http, channel, given.model, given.shared_memory)
+        asked = ServerUnderTest(http, channel, given.model, given.shared_memory)
         clauses = [one for one in CLAUSES if given.shared_memory or one is not rest.shared_memory]
         for clause in clauses:
             problem = said(asked, clause)

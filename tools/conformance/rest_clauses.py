@@ -1,4 +1,4 @@
-"""Clauses of REST: each a function whose docstring says it."""
+"""Clauses of REST: functions whose docstrings state the clauses, as the report prints them."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import json
 import os
 from pathlib import Path
 
-from conformance.asked import BYTES_OF, Asked, check_error, check_outputs
+from conformance.asked import BYTES_OF, ServerUnderTest, check_error, check_outputs
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
 SHARED_MEMORY = "/v2/systemsharedmemory"
 REGION_BYTES = 1 << 20
 
 
-def server_metadata(asked: Asked) -> None:
+def server_metadata(asked: ServerUnderTest) -> None:
     """GET /v2 tells name, version and extensions"""
     told = asked.get("/v2")
     assert {"name", "version", "extensions"} <= told.keys()
     assert all(isinstance(one, str) for one in told["extensions"])
 
 
-def health(asked: Asked) -> None:
+def health(asked: ServerUnderTest) -> None:
     """GET /v2/health/live and /v2/health/ready are answered 200"""
     asked.check_ready("/v2/health/live")
     asked.check_ready("/v2/health/ready")
 
 
-def model_ready(asked: Asked) -> None:
+def model_ready(asked: ServerUnderTest) -> None:
     """GET /v2/models/MODEL/ready is answered 200, of an unknown model 400 or 404"""
     asked.check_ready(f"/v2/models/{asked.model}/ready")
     answer = asked.http.get("/v2/models/no-such-model/ready")
     assert answer.status_code in (400, 404), f"status {answer.status_code}"
 
 
-def model_metadata(asked: Asked) -> None:
+def model_metadata(asked: ServerUnderTest) -> None:
     """GET /v2/models/MODEL tells name, versions, platform, inputs and outputs"""
     asked.metadata = asked.get(f"/v2/models/{asked.model}")
     assert asked.metadata["name"] == asked.model
@@ -44,8 +44,8 @@ def model_metadata(asked: Asked) -> None:
         assert all(size == -1 or size > 0 for size in one["shape"])
 
 
-def versions(asked: Asked) -> None:
-    """a version that is told is found under …/versions/VERSION, and another is not"""
+def versions(asked: ServerUnderTest) -> None:
+    """a version of the metadata is found under …/versions/VERSION, and another is not"""
     (version, *_) = asked.metadata["versions"]
     path = f"/v2/models/{asked.model}/versions"
     assert asked.get(f"{path}/{version}")["name"] == asked.model
@@ -56,7 +56,7 @@ def versions(asked: Asked) -> None:
     check_error(asked.infer(asked.body(), f"{path}/987654321/infer"), 400, 404)
 
 
-def infer_json(asked: Asked) -> None:
+def infer_json(asked: ServerUnderTest) -> None:
     """POST …/infer answers model_name and outputs as the metadata say, and gives the id back"""
     answer = asked.infer(asked.body(id="request 7"))
     assert answer.status_code == 200, answer.text
@@ -71,7 +71,7 @@ def infer_json(asked: Asked) -> None:
         assert len(one["data"]) == count, "data is not as many values as its shape says"
 
 
-def infer_selection(asked: Asked) -> None:
+def infer_selection(asked: ServerUnderTest) -> None:
     """the request's outputs select, and an unknown one is refused"""
     for one in asked.metadata["outputs"]:
         answer = asked.infer(asked.body(outputs=[{"name": one["name"]}]))
@@ -79,7 +79,7 @@ def infer_selection(asked: Asked) -> None:
     check_error(asked.infer(asked.body(outputs=[{"name": "no such output"}])), 400)
 
 
-def infer_binary(asked: Asked) -> None:
+def infer_binary(asked: ServerUnderTest) -> None:
     """tensors in binary behind the JSON, both ways, with Inference-Header-Content-Length"""
     inputs, data = [], b""
     for one in asked.inputs():
@@ -100,7 +100,7 @@ def infer_binary(asked: Asked) -> None:
     check_error(asked.infer(head + data, **{LENGTH_HEADER: str(len(head + data) + 1)}), 400)
 
 
-def infer_binary_per_output(asked: Asked) -> None:
+def infer_binary_per_output(asked: ServerUnderTest) -> None:
     """binary_data of an output, of a request whose inputs are JSON"""
     name = asked.metadata["outputs"][0]["name"]
     body = asked.body(outputs=[{"name": name, "parameters": {"binary_data": True}}])
@@ -111,7 +111,7 @@ def infer_binary_per_output(asked: Asked) -> None:
     assert told["parameters"]["binary_data_size"] == len(answer.content) - end
 
 
-def infer_errors(asked: Asked) -> None:
+def infer_errors(asked: ServerUnderTest) -> None:
     """wrong requests are answered 400 with {"error": "…"}"""
     for body in (b"", b"{", b"[]", {"inputs": 7}, {"inputs": [{"name": "x"}]}):
         check_error(asked.infer(body), 400)
@@ -124,7 +124,7 @@ def infer_errors(asked: Asked) -> None:
     check_error(asked.infer(asked.body(), "/v2/models/no-such-model/infer"), 400, 404)
 
 
-def shared_memory(asked: Asked) -> None:
+def shared_memory(asked: ServerUnderTest) -> None:
     """a region of shared memory is registered, told, read, written and unregistered"""
     assert "system_shared_memory" in asked.get("/v2")["extensions"]
     name = f"conformance-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""What the fuzzer starts from: right requests of every kind, with what answers them."""
+"""Seeds of the fuzzer: valid requests of every kind, with their responses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SERVICE = "/embedserve.v1.EmbeddingService"
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of input.
+    """A kind of input.
 
     Attributes:
-        name: as the table says it.
-        is_grpc_port: where it is sent.
-        seeds: right inputs, each whole.
-        wrap: makes of a seed, or of one that was changed, what is sent.
-        expected: what stands in the answer to each of the seeds.
+        name: name in the report.
+        is_grpc_port: whether it is sent to the gRPC port.
+        seeds: valid inputs, each complete.
+        wrap: turns a seed, or a mutated seed, into the bytes to send.
+        expected: bytes that the response to each seed contains.
     """
 
     name: str
@@ -57,7 +57,7 @@ def post_arrow(body: bytes) -> bytes:
 
 
 def grpc_call(message: bytes, method: bytes = b"Embed") -> bytes:
-    """A whole connection with one call, whatever the message."""
+    """Returns the bytes of a whole connection with one call, whatever the message."""
     return f.PREFACE + f.settings() + f.call(1, message, method)
 
 
@@ -100,7 +100,7 @@ def streams() -> list[bytes]:
 
 
 def infer() -> Asked:
-    """The ids as tensors of the Open Inference Protocol."""
+    """Returns the ids as tensors of the Open Inference Protocol."""
     return Asked(jagged({"user": [[one] for one in IDS]}))
 
 
@@ -110,7 +110,7 @@ def post_infer(body: bytes) -> bytes:
 
 
 def post_binary(body: bytes) -> bytes:
-    """With the length of a right one's JSON, whatever the body."""
+    """Returns a request with the JSON length of a valid request, whatever the body."""
     length = infer().binary_body()[1][LENGTH_HEADER]
     head = "POST /v2/models/m/infer HTTP/1.1\r\nHost: h\r\n"
     head += f"{LENGTH_HEADER}: {length}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -143,7 +143,7 @@ def predictions() -> list[bytes]:
 
 
 def heads() -> list[bytes]:
-    """Whole requests of HTTP/1, heads and all."""
+    """Returns the kinds that are whole requests of HTTP/1, with their headers."""
     body = json_bodies()[0]
     chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     return [
@@ -159,7 +159,7 @@ def heads() -> list[bytes]:
 
 
 def connections() -> list[bytes]:
-    """Whole connections of HTTP/2."""
+    """Returns the kinds that are whole connections of HTTP/2."""
     message = embed_request(IDS)
     call = f.call(1, message)
     return [
@@ -171,7 +171,7 @@ def connections() -> list[bytes]:
 
 
 def kinds(rows: np.ndarray) -> list[Kind]:
-    """All kinds; ``rows`` are what the server's table holds."""
+    """Returns all kinds; ``rows`` are the rows of the server's table."""
     values = rows[list(IDS)]
     as_json = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
     flat_json = orjson.dumps(values.reshape(-1), option=orjson.OPT_SERIALIZE_NUMPY)

@@ -1,8 +1,8 @@
-"""make fuzz: sends requests that were made wrong to a server, and looks after everybody else.
+"""make fuzz: sends malformed requests to a server, and checks that other clients are not affected.
 
-Between the wrong ones right ones go the same way, whose answers must be exact; a neighbour on
-connections of its own must be answered soon; nothing may fail in the server, and its memory must
-come back. Damaged store files must be refused. Prints a table, and draws time and memory.
+Valid requests are mixed in, and their responses must be exact. A neighbour on its own connections
+must get its responses in time. No request may fail inside the server, and its memory must come
+back. Damaged store files must be rejected. Prints a table, and draws latency and memory.
 
     make fuzz FUZZ="--minutes 30 --seed 7 --output folder"
 """
@@ -32,28 +32,31 @@ from pictures import Panel, draw
 
 OPEN_MAX = 48
 WAIT_S = 0.25
-"""After which a wrong request that has no answer yet is given up: most wait for more of it."""
+"""Seconds until a malformed request without a response is given up. For most of them the server
+waits for more bytes."""
 RIGHT_S_MAX = 20.0
 RIGHT_EVERY = 16
 SAMPLE_S = 2.0
 SETTLE_S = 3.0
 GROWTH_KIB_MAX = 64 << 10
 NEIGHBOUR_S_MAX = 2.0
-"""A bound, not a speed: both cores may be busy."""
+"""Seconds until the neighbour's response, at most. It is a bound, not a speed, because both cores
+may be busy."""
 RIGHT_FAILURES = {505: b"http/", 504: b"x-timeout-ms"}
-"""What a request is told that names another version of HTTP, or so few milliseconds that a busy
-server does not keep them; by what it holds, in lower case."""
+"""Statuses of 500 and above that are correct, each with the bytes of the requests that get it, in
+lower case. Such a request names another version of HTTP, or a timeout that a busy server exceeds.
+"""
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) |:status\x03(\d{3})")
 GRPC_STATUS = re.compile(rb"grpc-status[\1\2](\d{1,2})")
 STORE_SHARE = 0.1
-"""Of the time, for the files of a store."""
+"""Fraction of the time that is spent on store files."""
 SAID_MAX = 10
 SAID_CHARACTERS_MAX = 2000
 
 
 @dataclass
 class Attempt:
-    """One input that was sent, and what came of it so far."""
+    """An input that was sent, with its response so far."""
 
     sock: socket.socket
     kind: Kind
@@ -65,7 +68,7 @@ class Attempt:
 
 @dataclass
 class Sample:
-    """What the neighbour saw in a while."""
+    """Slowest response of the neighbour, and the server's memory, in one interval."""
 
     at_s: float
     slowest_ms: float
@@ -74,12 +77,13 @@ class Sample:
 
 @dataclass
 class Report:
-    """What was sent and what came of it.
+    """Inputs that were sent, and their outcomes.
 
     Attributes:
-        sent, right: inputs by kind, and those of them that were right.
-        outcomes: statuses of answers, by kind.
-        wrong: what must not be.
+        sent: inputs by kind.
+        right: valid inputs by kind.
+        outcomes: statuses of responses, by kind.
+        wrong: failures.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -95,7 +99,7 @@ class Report:
 
 
 class Fuzzer:
-    """Keeps some connections busy with inputs of all kinds."""
+    """Keeps several connections busy with inputs of all kinds."""
 
     def __init__(self, victim: Victim, neighbour: Neighbour, seed: int) -> None:
         self.report = Report()
@@ -108,7 +112,7 @@ class Fuzzer:
         self._count = 0
 
     def run(self, end_s: float, inputs_max: int) -> None:
-        """Until monotonic ``end_s``, or after so many inputs."""
+        """Runs until monotonic ``end_s``, or until ``inputs_max`` inputs were sent."""
         start_s = time.monotonic()
         before_kib = anonymous_kib(self._victim.pid)
         self._neighbour.begin()
@@ -201,7 +205,7 @@ class Fuzzer:
 
 
 def fuzz(folder: Path, *, seconds: float, inputs_max: int = sys.maxsize, seed: int = 0) -> Report:
-    """What came of wrong requests to a server of its own, whose log is kept in ``folder``."""
+    """Fuzzes a server of its own and returns the report. The server's log is kept in ``folder``."""
     with (
         running_victim(folder / "server.log", "defaults") as victim,
         Neighbour(victim.http_port, victim.grpc_port, victim.pid, table()) as neighbour,

@@ -1,4 +1,4 @@
-"""Bytes made wrong in the ways that parsers stumble over."""
+"""Mutates bytes in the ways that parsers fail at."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ AT_ONCE_MAX = 4
 
 
 def mutated(random: Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """``data`` with some changes, parts of ``others`` among them; never quite as it was."""
+    """Returns ``data`` with several changes, which may insert parts of ``others``; never ``data``
+    itself."""
     changed = data
     for _ in range(random.randrange(1, AT_ONCE_MAX + 1)):
         changed = random.choice(MUTATIONS)(random, changed or data, others)

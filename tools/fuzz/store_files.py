@@ -1,4 +1,4 @@
-"""Files of a published version, made wrong: opening and verifying it must say so."""
+"""Damages the files of a published version, and checks that opening or verifying it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE = (
 
 
 def publish(folder: Path) -> ModelStore:
-    """A store with a small model, whose files may be written to."""
+    """Publishes a small model, and makes its files writable."""
     rows = np.arange(200, dtype=np.float32).reshape(50, 4)
     save_file({"embedding_bags.t.weight": rows}, folder / "model.safetensors")
     (folder / "tables.yaml").write_text(TABLE)
@@ -34,10 +34,11 @@ def publish(folder: Path) -> ModelStore:
 
 
 def fuzz_store(store: ModelStore, end_s: float, inputs_max: int, random: Random) -> Counter[str]:
-    """How often each file was changed, until monotonic ``end_s`` or so many inputs.
+    """Returns how often each file was damaged until monotonic ``end_s``, or until the largest
+    number of inputs.
 
     Raises:
-        AssertionError: a change was not seen, or was not told by a StoreError.
+        AssertionError: a damage was not detected, or not reported as a StoreError.
     """
     changed: Counter[str] = Counter()
     files = sorted(store.load(MODEL).path.iterdir())

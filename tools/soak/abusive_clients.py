@@ -1,6 +1,6 @@
-"""Clients that no server should have to do with, some at a time, in a process of their own.
+"""Abusive clients, several at a time, in a process of their own.
 
-What they do is that of tests/hostile and tools/fuzz; here it goes on while others are served.
+They repeat the acts of tests/hostile and tools/fuzz while other clients are served.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hostile.test_http1 import PIPELINES, send
 from hostile.test_windows import greeting
 from soak.embeds import ROWS, table
 from soak.load import begin
-from soak.tally import Site
+from soak.tally import ClientContext
 
 HELD_MAX = 40
-"""Connections that are left open, the oldest closed for each new one."""
+"""Connections that stay open; each further connection closes the oldest."""
 PAUSE_S = 0.25
 REPORT_EVERY = 8
 SMALL_BUFFER = 4096
 LARGE_EXAMPLES = 16
-"""Of an answer of 128 KiB."""
+"""Examples of a request whose response has 128 KiB."""
 RESET = struct.pack("ii", 1, 0)
 MIB = 1 << 20
 
@@ -43,14 +43,14 @@ def flood(number: int) -> bytes:
     return FLOODS[number]()
 
 
-class Rude:
-    """What is done to the server that takes new connections.
+class AbusiveClients:
+    """Performs abusive acts on the server that accepts new connections.
 
     Attributes:
-        done: how often each was done; "cut" where the server, or its end, came between.
+        done: count of each act; "cut" counts acts that a closed connection ended.
     """
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: ClientContext) -> None:
         self.done: Counter[str] = Counter()
         self._site = site
         self._random = site.random
@@ -71,7 +71,7 @@ class Rude:
         ]
 
     def act(self) -> None:
-        """One of the acts, and a byte on each connection that drips."""
+        """Performs one act, and sends a byte on each slow connection."""
         one = self._random.choice(self._acts)
         try:
             one()
@@ -134,7 +134,7 @@ class Rude:
         sock.sendall(b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: 99999999999\r\n\r\n")
 
     def leave_answers_unread(self) -> None:
-        """A megabyte of them, with all the window there is or none."""
+        """Leaves a megabyte of responses unread, with the largest window or with none."""
         peer = self._peer(self._random.choice((GREETING, greeting(0))), SMALL_BUFFER)
         self._held.append(peer)
         for stream in range(1, 17, 2):
@@ -161,16 +161,16 @@ class Rude:
                 peer.send(f.call(stream, self._large()) + f.rst_stream(stream))
 
     def hang_up(self) -> None:
-        """With a reset, right after the request."""
+        """Resets the connection right after a request."""
         with self._socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             sock.sendall(post_protobuf(self._large()))
 
 
-def run(site: Site, main: Connection, seed: int) -> None:
-    """A process of them: sends what was done, and None in the end."""
+def run(site: ClientContext, main: Connection, seed: int) -> None:
+    """Runs in a process: sends the counts of acts, and None at the end."""
     site.random = Random(f"rude {seed}")
-    rude = Rude(site)
+    rude = AbusiveClients(site)
     begin(main)
     count = 0
     while not site.stop.wait(PAUSE_S):

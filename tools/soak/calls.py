@@ -1,6 +1,7 @@
-"""Clients of gRPC whose connections are known: single calls and streams, over frames of their own.
+"""gRPC clients with their own HTTP/2 frames, so that the connection of each call is known: single
+calls and streams.
 
-They keep to the server's windows, and to what GOAWAY says.
+They respect the server's flow-control windows and GOAWAY.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from time import monotonic
 from hostile import frames as f
 from hostile.frames import Frame
 from hpack import Decoder
-from soak.clients import ANSWER_S_MAX, Line, connected
-from soak.embeds import Ask, is_refusal
-from soak.tally import Site
+from soak.clients import ANSWER_S_MAX, ClientConnection, connected
+from soak.embeds import EmbedCase, is_refusal
+from soak.tally import ClientContext
 
 READ_BYTES = 1 << 18
 GIVEN_BYTES = 1 << 30
@@ -26,7 +27,7 @@ GREETING = (
     + f.settings((f.HEADER_TABLE_SIZE, 0), (f.INITIAL_WINDOW_SIZE, f.WINDOW_MAX))
     + f.window_update(0, GIVEN_BYTES)
 )
-"""Without a table, header blocks mean the same wherever they stand."""
+"""Settings without a header table: a header block then has the same meaning on every connection."""
 WINDOW = 65_535
 REFUSED, UNAVAILABLE = 8, 14
 AT_ONCE = 8
@@ -34,26 +35,26 @@ AT_ONCE = 8
 
 @dataclass
 class Call:
-    """A single call, or a stream, and what of it has no answer yet."""
+    """A single call or a stream, with its requests that have no response yet."""
 
     kind: str
     is_stream: bool
     window: int
-    waiting: deque[tuple[Ask, float]] = field(default_factory=deque)
+    waiting: deque[tuple[EmbedCase, float]] = field(default_factory=deque)
     received: bytearray = field(default_factory=bytearray)
     headers: dict[str, str] = field(default_factory=dict)
     sent: int = 0
 
 
-class CallLine(Line):
-    """A connection of HTTP/2.
+class GrpcConnection(ClientConnection):
+    """An HTTP/2 connection.
 
     Attributes:
-        calls: by stream, those under way.
+        calls: open calls, by stream.
     """
 
     def __init__(
-        self, site: Site, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, site: ClientContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         super().__init__(site, reader, writer)
         self.calls: dict[int, Call] = {}
@@ -69,18 +70,18 @@ class CallLine(Line):
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def open(cls, site: Site) -> CallLine | None:
+    async def open(cls, site: ClientContext) -> GrpcConnection | None:
         found = await connected(site, is_grpc=True)
         return None if found is None else cls(site, *found)
 
     def begin(self, kind: str, is_stream: bool) -> int:
-        """Opens a stream; its headers go out with its first request."""
+        """Opens a stream; its headers are sent with its first request."""
         stream, self._next = self._next, self._next + 2
         self.calls[stream] = Call(kind, is_stream, self._stream_window)
         return stream
 
-    def ask(self, stream: int, one: Ask) -> bool:
-        """Sends a request if the windows have room."""
+    def ask(self, stream: int, one: EmbedCase) -> bool:
+        """Sends a request if the windows have room. Returns whether it was sent."""
         call, message = self.calls[stream], f.message(one.message)
         if min(call.window, self._window) < len(message):
             if not call.sent:
@@ -99,18 +100,18 @@ class CallLine(Line):
         return True
 
     def end(self, stream: int) -> None:
-        """No more requests come on a stream."""
+        """Ends the requests of a stream."""
         if stream in self.calls:
             self.write(f.data(stream))
 
     def end_late(self) -> None:
-        """Cuts the connection if an answer of it is late."""
+        """Aborts the connection if one of its responses is late."""
         waiting = [call.waiting[0][1] for call in self.calls.values() if call.waiting]
         if waiting and monotonic() - min(waiting) > ANSWER_S_MAX:
             self._writer.transport.abort()
 
     async def finish(self) -> None:
-        """Waits for what is under way, and closes."""
+        """Waits for pending responses, and closes."""
         while self.calls and not self._reading.done():
             self.end_late()
             await asyncio.wait([self._reading], timeout=0.05)
@@ -207,7 +208,7 @@ class CallLine(Line):
                 self._site.answer(call.kind, asked_s, one, body)
 
     def _end(self, stream: int) -> None:
-        """The server has ended a stream by itself."""
+        """Handles a stream that the server has ended."""
         call = self.calls[stream]
         status, message = call.headers.get("grpc-status"), call.headers.get("grpc-message", "")
         tally = self._site.tally
@@ -226,27 +227,29 @@ class CallLine(Line):
             del self.calls[stream]
 
     def _return(self, stream: int) -> None:
-        """What has no answer was not taken."""
+        """Counts the pending requests of a stream as not taken by the server."""
         call = self.calls.pop(stream)
         self._site.tally.not_taken[call.kind] += len(call.waiting)
 
     def _leave(self, stream: int, why: str) -> None:
-        """What has no answer is lost."""
+        """Counts the pending requests of a stream as lost."""
         call = self.calls.pop(stream)
         if call.waiting:
             self.lose(call.kind, len(call.waiting), why)
 
 
-async def call_in_turn(site: Site, kind: str, asks: Sequence[Ask], rate: float) -> None:
-    """Single calls, some under way at a time, until the stop."""
-    line: CallLine | None = None
+async def call_in_turn(
+    site: ClientContext, kind: str, asks: Sequence[EmbedCase], rate: float
+) -> None:
+    """Makes single calls until the stop, several of them concurrently."""
+    line: GrpcConnection | None = None
     leaving: set[asyncio.Task[None]] = set()
     while not site.stop.is_set():
         if line is None or line.is_used_up or not line.is_usable:
             if line is not None:
                 leaving.add(task := asyncio.create_task(line.finish()))
                 task.add_done_callback(leaving.discard)
-            line = await CallLine.open(site)
+            line = await GrpcConnection.open(site)
             continue
         line.end_late()
         if len(line.calls) < AT_ONCE:
@@ -255,10 +258,12 @@ async def call_in_turn(site: Site, kind: str, asks: Sequence[Ask], rate: float) 
     await asyncio.gather(*leaving, *([line.finish()] if line else []))
 
 
-async def stream_in_turn(site: Site, kind: str, asks: Sequence[Ask], rate: float) -> None:
-    """One stream after the other, some requests under way at a time, until the stop."""
+async def stream_in_turn(
+    site: ClientContext, kind: str, asks: Sequence[EmbedCase], rate: float
+) -> None:
+    """Opens one stream after the other until the stop, with several pending requests each."""
     while not site.stop.is_set():
-        line = await CallLine.open(site)
+        line = await GrpcConnection.open(site)
         if line is None:
             return
         stream = 0

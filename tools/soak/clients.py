@@ -1,4 +1,4 @@
-"""Clients of REST over connections that stay open: one request at a time, pipelined, in a crowd."""
+"""REST clients over keep-alive connections: one request at a time, pipelined, or open-loop."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from collections.abc import Sequence
 from time import monotonic
 
 from server.raw_http import read_answer
-from soak.embeds import Ask
-from soak.tally import Loss, Site
+from soak.embeds import EmbedCase
+from soak.tally import ClientContext, Loss
 
 ANSWER_S_MAX = 60.0
-"""For an answer: past what a worker that hangs, and a busy machine, may take."""
+"""Seconds for a response; more than the time in which a hung worker is replaced on a busy machine.
+"""
 CONNECT_PAUSE_S = 0.02
 BUFFER_BYTES = 1 << 20
 LINE_REQUESTS = 300
-"""After which a client opens another connection: else all would be those of the workers that were
-not killed."""
+"""Requests after which a client opens another connection. Otherwise all connections would end up at
+the workers that were not killed."""
 LINES_MAX = 160
-"""Connections of the crowd; its requests are open-loop as long as some of them are idle."""
+"""Connections of the open-loop clients. The load is open-loop as long as some of them are idle."""
 TICK_S = 0.005
 
 
-class Line:
-    """A connection and what a loss on it is known by."""
+class ClientConnection:
+    """A connection, with the facts that identify a loss on it."""
 
     def __init__(
-        self, site: Site, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, site: ClientContext, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.is_open = True
         self._site = site
@@ -39,7 +40,7 @@ class Line:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it takes requests, as far as is known."""
+        """Returns whether the connection takes requests, as far as is known."""
         return self.is_open and not self._reader.at_eof() and not self._writer.is_closing()
 
     @property
@@ -62,9 +63,10 @@ class Line:
 
 
 async def connected(
-    site: Site, is_grpc: bool
+    site: ClientContext, is_grpc: bool
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """A connection to the server that takes new ones; None if there is none until the stop."""
+    """Connects to the server that accepts new connections. Returns None if there is none until the
+    stop."""
     while not site.stop.is_set():
         try:
             return await asyncio.open_connection(
@@ -75,19 +77,20 @@ async def connected(
     return None
 
 
-class RestLine(Line):
-    """A connection of HTTP/1."""
+class RestConnection(ClientConnection):
+    """An HTTP/1 connection."""
 
     @classmethod
-    async def open(cls, site: Site) -> RestLine | None:
+    async def open(cls, site: ClientContext) -> RestConnection | None:
         found = await connected(site, is_grpc=False)
         return None if found is None else cls(site, *found)
 
-    async def ask(self, kind: str, asks: Sequence[Ask], is_json: bool = False) -> int:
-        """Sends all at once, and reads the answers; closes itself when it is told to.
+    async def ask(self, kind: str, asks: Sequence[EmbedCase], is_json: bool = False) -> int:
+        """Sends all requests at once, and reads the responses. Closes the connection if the server
+        requests it.
 
         Returns:
-            how many were answered with values.
+            the number of responses with values.
         """
         site, left, asked_s, answered = self._site, len(asks), monotonic(), 0
         site.tally.sent[kind] += left
@@ -119,15 +122,21 @@ class RestLine(Line):
 
 
 async def ask_in_turn(
-    site: Site, kind: str, asks: Sequence[Ask], at_once: int, rate: float, is_json: bool
+    site: ClientContext,
+    kind: str,
+    asks: Sequence[EmbedCase],
+    at_once: int,
+    rate: float,
+    is_json: bool,
 ) -> None:
-    """One packet of requests after the other, ``rate`` of them a second, until the stop."""
-    line: RestLine | None = None
+    """Sends one batch of pipelined requests after the other until the stop, ``rate`` batches a
+    second."""
+    line: RestConnection | None = None
     while not site.stop.is_set():
         if line is None or line.is_used_up or not line.is_usable:
             if line is not None:
                 line.close()
-            line = await RestLine.open(site)
+            line = await RestConnection.open(site)
             continue
         await line.ask(kind, site.random.choices(asks, k=at_once), is_json)
         await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
@@ -135,19 +144,20 @@ async def ask_in_turn(
         line.close()
 
 
-class Crowd:
-    """Asks at a rate whether or not it is answered, over as many connections as that needs."""
+class OpenLoopClients:
+    """Sends requests at a rate that does not depend on the responses, over as many connections as
+    needed."""
 
-    def __init__(self, site: Site, kind: str, asks: Sequence[Ask]) -> None:
+    def __init__(self, site: ClientContext, kind: str, asks: Sequence[EmbedCase]) -> None:
         self._site = site
         self._kind = kind
         self._asks = asks
-        self._idle: deque[RestLine] = deque()
+        self._idle: deque[RestConnection] = deque()
         self._busy: set[asyncio.Task[None]] = set()
         self._answered = 0
 
     async def measure(self, seconds: float, at_once: int) -> float:
-        """Requests a second that are answered when ``at_once`` are always under way."""
+        """Returns the responses per second with ``at_once`` requests always pending."""
         start_s = monotonic()
         while monotonic() < start_s + seconds:
             while len(self._busy) < at_once:
@@ -159,9 +169,9 @@ class Crowd:
         return answered / took_s
 
     async def overload(self, times: float, capacity: float) -> None:
-        """In the phases of overload, so many times what is answered, until the stop.
+        """Sends ``times`` the capacity during overload phases, until the stop.
 
-        That is ``capacity`` a second, or more where more was answered in some second.
+        The capacity is ``capacity`` requests a second, or more if a second had more responses.
         """
         site = self._site
         looked_s, due = monotonic(), 0.0
@@ -192,14 +202,14 @@ class Crowd:
         task.add_done_callback(self._busy.discard)
 
     async def _ask_one(self) -> None:
-        line: RestLine | None = None
+        line: RestConnection | None = None
         while self._idle and line is None:
             found = self._idle.popleft()  # the one that was idle longest: none is idle for long
             if found.is_usable:
                 line = found
             else:
                 found.close()
-        line = line or await RestLine.open(self._site)
+        line = line or await RestConnection.open(self._site)
         if line is None:
             return
         one = self._site.random.choice(self._asks)

@@ -1,4 +1,4 @@
-"""What the clients of the soak ask, and what answers it exactly."""
+"""Requests of the soak, with their exact responses."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from embedserve_proto import embedding_pb2 as pb
 
 MODEL = "m"
 ROWS, DIM = 4000, 2048
-"""More than a core's caches hold."""
+"""Rows and columns of the table, which exceeds a core's caches."""
 TABLE = (
     f"tables: [{{name: t, num_embeddings: {ROWS}, embedding_dim: {DIM}, feature_names: [user], "
     "pooling: sum}]"
 )
 FIGURE = 4099
-"""Values of the table are below: sums of some thousands of them are exact."""
+"""Upper bound of the values, so that sums of thousands of them are exact in float32."""
 LIGHT, LARGE = (1, 2), (4, 2000)
-"""Examples, and ids of each. A large request is some milliseconds of lookup in 16 kB, so that
-asking costs much less than answering."""
+"""(examples, ids of each). A large request has 16 kB and takes milliseconds to look up, so that
+sending costs much less than answering."""
 LIGHT_COUNT, LARGE_COUNT = 64, 16
 REFUSED = "RESOURCE_EXHAUSTED"
 REFUSAL_BYTES_MAX = 1000
 
 
 def table() -> np.ndarray:
-    """[ROWS, DIM] float32 of whole numbers."""
+    """Returns the table, float32 [ROWS, DIM], whole numbers."""
     rows, columns = np.arange(ROWS)[:, None], np.arange(DIM)[None, :]
     return ((rows * 7 + columns * 3) % FIGURE).astype(np.float32)
 
 
 def publish(folder: Path) -> Path:
-    """The store with the table."""
+    """Publishes the table, and returns its store."""
     save_file({"embedding_bags.t.weight": table()}, folder / "model.safetensors")
     (folder / "tables.yaml").write_text(TABLE)
     names = (folder / "model.safetensors", folder / "tables.yaml", folder / "store")
@@ -49,13 +49,13 @@ def publish(folder: Path) -> Path:
 
 
 @dataclass
-class Ask:
-    """A request in its forms, and the check of its answers.
+class EmbedCase:
+    """A request in all formats, and the check of its responses.
 
     Attributes:
-        json, protobuf: whole requests of HTTP/1.
-        message: of gRPC.
-        values: float32, [examples, DIM].
+        json, protobuf: HTTP/1 requests with their headers.
+        message: gRPC message.
+        values: expected values, float32 [examples, DIM].
     """
 
     json: bytes
@@ -65,7 +65,8 @@ class Ask:
     _right: set[bytes] = field(default_factory=set)
 
     def is_answer(self, body: bytes) -> bool:
-        """Whether ``body``, JSON or a message, holds the values; what did is not read again."""
+        """Returns whether ``body``, JSON or a message, has the expected values. Correct bodies are
+        cached."""
         if body in self._right:
             return True
         try:
@@ -86,24 +87,26 @@ def _values(body: bytes) -> np.ndarray:
 
 
 def is_refusal(body: bytes) -> bool:
-    """Of a message on a stream."""
+    """Returns whether a message of a stream is a rejection."""
     if len(body) > REFUSAL_BYTES_MAX:
         return False
     answer = pb.EmbedResponse.FromString(body)
     return answer.error.code == REFUSED
 
 
-def asks(random: Random, rows: np.ndarray, size: tuple[int, int], count: int) -> Sequence[Ask]:
-    """So many different ones."""
+def asks(
+    random: Random, rows: np.ndarray, size: tuple[int, int], count: int
+) -> Sequence[EmbedCase]:
+    """Returns ``count`` different requests of a size."""
     return [_ask(random, rows, *size) for _ in range(count)]
 
 
-def _ask(random: Random, rows: np.ndarray, examples: int, bag: int) -> Ask:
+def _ask(random: Random, rows: np.ndarray, examples: int, bag: int) -> EmbedCase:
     ids = [[random.randrange(ROWS) for _ in range(bag)] for _ in range(examples)]
     message = pb.EmbedRequest(
         keys=["user"], ids=[one for row in ids for one in row], lengths=[bag] * examples
     ).SerializeToString()
-    return Ask(
+    return EmbedCase(
         json=post(orjson.dumps({"features": {"user": ids}})),
         protobuf=post(message, "Content-Type: application/x-protobuf"),
         message=message,

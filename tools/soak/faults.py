@@ -1,4 +1,4 @@
-"""What befalls the server: a worker killed, a worker that hangs, a restart nobody may notice."""
+"""Faults: kills a worker, hangs a worker, or restarts the server without an interruption."""
 
 from __future__ import annotations
 
@@ -14,43 +14,46 @@ from pathlib import Path
 from random import Random
 from threading import Event
 
+from processes import children
 from running_servers import Running, running
 from soak.tally import Loss, Phases
 
 HANG_S = 5
 DRAIN_S = 5
 QUEUE_EXAMPLES = 48
-"""So few that overload is refused within a fraction of a second."""
+"""Examples in the server's queue; few, so that overload is rejected within a fraction of a second.
+"""
 OPTIONS = (
     *("--allowed-host", "*"),  # callers send names of their own
     *("--workers", 2, "--worker-hang-s", HANG_S, "--drain-s", DRAIN_S),
     *("--queue-examples-max", QUEUE_EXAMPLES),
 )
 WHOLE_S_MAX = 240.0
-"""Until a worker is replaced: it may have to wait for 30 s, and imports torch on busy cores."""
+"""Seconds until a worker is replaced, at most. The supervisor may wait 30 s, and the worker imports
+torch on busy cores."""
 POLL_S = 0.02
 BEFORE_S = 1.0
-"""A connection may be opened so long before its worker accepts it."""
+"""Seconds between the opening of a connection and its acceptance by a worker, at most."""
 CLOSED_S = 0.1
-"""After its process was reaped, in which the kernel may still hand connections to its sockets: some
-were reset that had been opened nine milliseconds later."""
+"""Seconds after the end of a process in which the kernel may still assign connections to its
+sockets. Connections that were opened nine milliseconds later have been reset."""
 AFTER_S = 10.0
-"""In which a client notices that its connection has ended."""
+"""Seconds within which a client notices that its connection has ended."""
 ESTABLISHED = "01"
 KILL, HANG, RESTART = "kill", "hang", "restart"
 
 
 @dataclass
 class Fault:
-    """One that was done.
+    """A fault that was injected.
 
     Attributes:
         kind: KILL, HANG or RESTART.
-        is_overload: in which kind of phase.
-        held: ports of the clients whose connections the worker had.
-        gone_s: when its process was no more.
-        whole_s: when all workers served again, or the server before had ended.
-        lost: requests that clients lost with it, by their kind.
+        is_overload: whether the phase was one of overload.
+        held: client ports of the worker's connections.
+        gone_s: time when the worker's process had ended.
+        whole_s: time when all workers served again, or the previous server had ended.
+        lost: requests that clients lost with the worker, by kind.
     """
 
     kind: str
@@ -62,7 +65,8 @@ class Fault:
     lost: dict[str, int] = field(default_factory=dict)
 
     def explains(self, loss: Loss) -> bool:
-        """Whether the worker held it: its connection, or one that it had not accepted yet."""
+        """Returns whether the worker caused the loss: it had the connection, or had not accepted it
+        yet."""
         if self.kind == RESTART or not self.at_s - BEFORE_S <= loss.at_s <= self.gone_s + AFTER_S:
             return False
         is_new = not loss.answered and self.at_s - BEFORE_S <= loss.opened_s
@@ -74,7 +78,8 @@ class Fault:
 def planned(
     random: Random, counts: dict[str, int], phases: Phases, seconds: float
 ) -> list[tuple[float, str]]:
-    """When to do what: each kind in overload and in calm by turns, else at any time."""
+    """Returns the times and kinds of faults. Each kind alternates between overload and calm; the
+    times are random."""
     plan = []
     turns = max(int(seconds / phases.each_s), 2)
     for first, (kind, count) in enumerate(counts.items(), 1):
@@ -84,12 +89,8 @@ def planned(
     return sorted(plan)
 
 
-def worker_pids(pid: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def held_ports(pid: int) -> frozenset[int]:
-    """Ports of the clients whose connections a process has."""
+    """Returns the client ports of a process's connections."""
     inodes, ports = set(), set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -103,12 +104,12 @@ def held_ports(pid: int) -> frozenset[int]:
 
 
 class Servers:
-    """The server that takes new connections, and for a while the one before it.
+    """The server that accepts new connections and, during a restart, its predecessor.
 
     Attributes:
-        now: those that run, the newest last.
-        stopped: exit codes of those that have ended.
-        logs: of all.
+        now: running servers, the newest last.
+        stopped: exit codes of ended servers.
+        logs: logs of all servers.
     """
 
     def __init__(self, store: Path, folder: Path, route: SynchronizedArray[int]) -> None:
@@ -121,7 +122,7 @@ class Servers:
         self._route = route
 
     def start(self) -> None:
-        """Another server, which is ready and takes new connections from now on."""
+        """Starts another server, and routes new connections to it once it is ready."""
         self.logs.append(self._folder / f"server-{len(self.logs)}.log")
         context = ExitStack()
         server = context.enter_context(running(self._store, self.logs[-1], *OPTIONS))
@@ -130,28 +131,23 @@ class Servers:
         self._route[:] = [int(one.rpartition(":")[2]) for one in (server.http, server.grpc)]
 
     def stop_oldest(self) -> None:
-        """Returns when it has drained and ended."""
+        """Stops the oldest server, and returns once it has drained and ended."""
         self._contexts.pop(0).close()
         self.stopped.append(self.now[0].process.returncode)
         del self.now[0]
 
     def pids(self) -> list[int]:
-        """Of all processes, as far as they have not just ended."""
-        found = []
-        for server in list(self.now):
-            try:
-                found += [server.process.pid, *worker_pids(server.process.pid)]
-            except OSError:
-                continue
-        return found
+        """Returns the process ids of all servers and their workers."""
+        pids = [server.process.pid for server in self.now]
+        return [one for pid in pids for one in (pid, *children(pid))]
 
 
 class Faults:
-    """Does what is planned, one after the other.
+    """Injects planned faults, one after the other.
 
     Attributes:
-        done: so far.
-        stop: set where no more is to be done.
+        done: faults so far.
+        stop: set to inject no more.
     """
 
     def __init__(self, servers: Servers, phases: Phases, random: Random) -> None:
@@ -167,8 +163,10 @@ class Faults:
         }
 
     def run(self, plan: Sequence[tuple[float, str]]) -> None:
-        """Raises:
-        TimeoutError: the server is not whole again.
+        """Injects the faults of a plan.
+
+        Raises:
+            TimeoutError: the server did not recover.
         """
         for at_s, kind in plan:
             if self.stop.wait(max(0.0, at_s - time.monotonic())):
@@ -181,14 +179,14 @@ class Faults:
 
     def _kill(self, fault: Fault) -> None:
         server = self._servers.now[-1]
-        pid = self._random.choice(worker_pids(server.process.pid))
+        pid = self._random.choice(children(server.process.pid))
         os.kill(pid, signal.SIGSTOP)  # what it holds does not change meanwhile
         fault.held = held_ports(pid)
         self._await_another(fault, server, pid, signal.SIGKILL)
 
     def _hang(self, fault: Fault) -> None:
         server = self._servers.now[-1]
-        pid = self._random.choice(worker_pids(server.process.pid))
+        pid = self._random.choice(children(server.process.pid))
         os.kill(pid, signal.SIGSTOP)
         fault.held = held_ports(pid)
         self._await_another(fault, server, pid)
@@ -200,7 +198,7 @@ class Faults:
         if number is not None:
             os.kill(pid, number)
         fault.gone_s = fault.at_s + WHOLE_S_MAX
-        _wait(lambda: pid not in worker_pids(server.process.pid), "the worker has not ended")
+        _wait(lambda: pid not in children(server.process.pid), "the worker has not ended")
         fault.gone_s = time.monotonic()
         _wait(
             lambda: server.log.read_text().count("is ready again") > again,

@@ -1,4 +1,4 @@
-"""The processes that clients run in: the load, and a calm neighbour whose answers are timed."""
+"""Client processes of the soak: the load, and a calm neighbour whose latencies are measured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import grpc
 import uvloop
 from server.channels import OWN_CONNECTION
 from soak.calls import call_in_turn, stream_in_turn
-from soak.clients import ANSWER_S_MAX, LINE_REQUESTS, Crowd, ask_in_turn
-from soak.embeds import LARGE, LARGE_COUNT, LIGHT, LIGHT_COUNT, Ask, asks, table
-from soak.tally import Loss, Phases, Site, Tally
+from soak.clients import ANSWER_S_MAX, LINE_REQUESTS, OpenLoopClients, ask_in_turn
+from soak.embeds import LARGE, LARGE_COUNT, LIGHT, LIGHT_COUNT, EmbedCase, asks, table
+from soak.tally import ClientContext, Loss, Phases, Tally
 
 REPORT_S = 1.0
 OVERLOAD = 5.0
-"""Times the capacity that was measured; what is reported is what was sent."""
+"""Offered load during overload, as a multiple of the measured capacity. The report has the load
+that was really sent."""
 MEASURED_S = 4.0
 MEASURED_AT_ONCE = 16
 GRPCIO = "gRPC, grpcio"
@@ -26,13 +27,13 @@ GRPCIO_CLIENTS = 4
 EACH = 4
 PIPELINED = 8
 RATE = 15.0
-"""Of one client; they are about 30, one of them pipelining."""
+"""Requests per second of a client. There are about 30 clients, one of them pipelining."""
 TOLD = ("draining before the stop", "Connection refused", "GOAWAY")
-"""What grpcio says of calls that were not taken."""
+"""Texts in grpcio's errors for calls that the server did not take."""
 
 
-async def call_by_grpcio(site: Site, asks: list[Ask], rate: float) -> None:
-    """One call after the other by grpcio, which knows by itself what to do about GOAWAY."""
+async def call_by_grpcio(site: ClientContext, asks: list[EmbedCase], rate: float) -> None:
+    """Makes one call after the other with grpcio, which handles GOAWAY itself."""
     while not site.stop.is_set():
         target = f"127.0.0.1:{site.route[1]}"
         async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
@@ -43,8 +44,10 @@ async def call_by_grpcio(site: Site, asks: list[Ask], rate: float) -> None:
                 await asyncio.sleep(site.random.uniform(0.5, 1.5) / rate)
 
 
-async def _call(site: Site, embed: grpc.aio.UnaryUnaryMultiCallable, one: Ask) -> bool:
-    """Whether the channel goes on."""
+async def _call(
+    site: ClientContext, embed: grpc.aio.UnaryUnaryMultiCallable, one: EmbedCase
+) -> bool:
+    """Makes one call. Returns whether the channel can be used further."""
     loop = asyncio.get_running_loop()
     asked_s = loop.time()
     site.tally.sent[GRPCIO] += 1
@@ -66,11 +69,11 @@ async def _call(site: Site, embed: grpc.aio.UnaryUnaryMultiCallable, one: Ask) -
     return True
 
 
-async def load(site: Site, main: Connection) -> None:
-    """Light requests of every kind throughout, and large ones where there is overload."""
+async def load(site: ClientContext, main: Connection) -> None:
+    """Sends light requests of every kind all the time, and large requests during overload."""
     rows = table()
     light = list(asks(site.random, rows, LIGHT, LIGHT_COUNT))
-    crowd = Crowd(site, LARGE_KIND, asks(site.random, rows, LARGE, LARGE_COUNT))
+    crowd = OpenLoopClients(site, LARGE_KIND, asks(site.random, rows, LARGE, LARGE_COUNT))
     capacity = await crowd.measure(MEASURED_S, MEASURED_AT_ONCE)
     site.phases = begin(main, capacity)
     site.taken()
@@ -87,8 +90,8 @@ async def load(site: Site, main: Connection) -> None:
     await _together(clients, site, main)
 
 
-async def neighbour(site: Site, main: Connection) -> None:
-    """Some light requests a second, each on a connection that stays."""
+async def neighbour(site: ClientContext, main: Connection) -> None:
+    """Sends some light requests a second, each on a connection that stays open."""
     light = asks(site.random, table(), LIGHT, LIGHT_COUNT)
     site.phases = begin(main)
     clients: list[Coroutine[None, None, None]] = []
@@ -101,7 +104,7 @@ async def neighbour(site: Site, main: Connection) -> None:
 
 
 async def _together(
-    clients: list[Coroutine[None, None, None]], site: Site, main: Connection
+    clients: list[Coroutine[None, None, None]], site: ClientContext, main: Connection
 ) -> None:
     asking = asyncio.gather(*clients)
     while not asking.done():
@@ -111,15 +114,15 @@ async def _together(
 
 
 def begin(main: Connection, capacity: float = 0.0) -> Phases:
-    """Says that this process could begin; waits until all can."""
+    """Reports that this process is ready, and waits until all processes are."""
     main.send(capacity)
     phases = main.recv()
     assert isinstance(phases, Phases)
     return phases
 
 
-def run(role: str, site: Site, main: Connection, seed: int) -> None:
-    """A process of clients: sends its counts every second, and None in the end."""
+def run(role: str, site: ClientContext, main: Connection, seed: int) -> None:
+    """Runs in a process of clients: sends its counts every second, and None at the end."""
     site.tally, site.random = Tally(), Random(f"{role} {seed}")
     roles = {"load": load, "neighbour": neighbour}
     uvloop.run(roles[role](site, main))

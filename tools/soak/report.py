@@ -1,4 +1,4 @@
-"""What came of a soak: what must not be, one table, one picture."""
+"""Evaluates a soak: failures, a table, and a picture."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from soak.tally import Phases, Tally
 from soak.watch import EVERY_S, Watch, drift
 
 GRPCIO_LOST_MAX = 2 * GRPCIO_CLIENTS
-"""With one worker: each client has one call under way, and may meet the dying socket with the
-next. Of what grpcio sends the connection is not known."""
+"""Calls that grpcio's clients may lose with one worker. Each client has one pending call, and its
+next call may meet the dying socket. The connections of these calls are not known."""
 P99_TIMES_MAX, P99_MORE_MS = 3.0, 20.0
-"""Of the last quarter, against the second: the machine may be busy with something else."""
+"""Bound of the last quarter's p99 relative to the second quarter's, because the machine may have
+other work."""
 GROWTH_MB_MAX = 48.0
-"""Of a worker."""
+"""MiB by which a worker may grow."""
 OVERLOAD_MIN, OVERLOAD_S_MIN = 4.0, 60.0
-"""Times what was answered of it, once there was that much."""
+"""Offered load relative to the answered load, at least, once there were that many seconds of
+overload."""
 YOUNG = int(60 / EVERY_S)
-"""Samples of a process until it has met all there is."""
+"""Samples of a process until it has met every kind of load."""
 SAID_MAX = 20
 SAID_CHARACTERS_MAX = 500
 
 
 @dataclass
 class Report:
-    """What was asked, what befell the server, and what was measured.
+    """Load, faults and measurements of a soak.
 
     Attributes:
-        planned: faults by kind.
-        capacity: large requests a second that the server answers.
-        rude: what rude clients did.
-        wrong: what must not be.
+        planned: number of faults by kind.
+        capacity: large requests per second that the server answers.
+        rude: counts of abusive acts.
+        wrong: failures.
     """
 
     phases: Phases
@@ -53,12 +55,12 @@ class Report:
 
     @property
     def offered(self) -> float:
-        """Large requests a second, while there was overload."""
+        """Large requests per second that were sent during overload."""
         return self.tally.sent[LARGE_KIND] / max(self.tally.overload_s, 1e-9)
 
     @property
     def taken(self) -> float:
-        """Those of them that were answered."""
+        """Large requests per second that were answered during overload."""
         return self.tally.answered[LARGE_KIND] / max(self.tally.overload_s, 1e-9)
 
     @property
@@ -66,11 +68,11 @@ class Report:
         return [(fault.at_s, fault.whole_s) for fault in self.faults]
 
     def p99s(self, is_overload: bool) -> list[float]:
-        """The neighbour's, in undisturbed samples of those phases."""
+        """Returns the neighbour's p99 in ms of each undisturbed sample of the phases."""
         return [sample.p99_ms for sample in self.watch.of_phase(is_overload, self.spans)]
 
     def worker_mb(self, is_overload: bool) -> list[float]:
-        """The median worker's memory, in the same samples."""
+        """Returns the median worker's memory in MiB, of the same samples."""
         return [
             median(sorted(sample.memory_mb.values())[-2:])
             for sample in self.watch.of_phase(is_overload, self.spans)
@@ -78,8 +80,8 @@ class Report:
         ]
 
     def growth_mb(self) -> float:
-        """The most that any process grew from the second quarter of its life to the last, its
-        first minute left out."""
+        """Returns the largest growth of a process in MiB, from the second quarter of its life to
+        the last, without its first minute."""
         lives: dict[int, list[float]] = {}
         for sample in self.watch.samples:
             for pid, nbytes in sample.memory_mb.items():
@@ -89,7 +91,7 @@ class Report:
 
 
 def judge(report: Report) -> None:
-    """Adds to ``report.wrong`` all that must not be, and says of each loss whose it is."""
+    """Adds all failures to ``report.wrong``, and assigns each loss to its fault."""
     report.watch.finish()
     report.wrong += [*_losses(report), *_counts(report), *_logs(report), *_trends(report)]
     for what, count in Counter(report.tally.wrong).items():

@@ -1,8 +1,9 @@
-"""make soak: load, overload, kills, hangs, restarts and rude clients at once, for an hour or hours.
+"""make soak: load, overload, kills, hangs, restarts and abusive clients at once, for an hour or
+more.
 
-Clients in processes of their own count what they sent and what came of it. Nothing may be lost but
-what a killed worker held, nothing may be wrong, memory and the waits of a calm neighbour must stay
-as they are. Prints one table, and draws waits, memory and rates over time.
+Client processes count their requests and the outcomes. Only requests held by a killed worker may be
+lost, and no response may be wrong. Memory and the latencies of a calm neighbour must stay stable.
+Prints one table, and draws latencies, memory and rates over time.
 
     make soak SOAK="--minutes 60 --seed 7 --output folder"
 """
@@ -26,7 +27,7 @@ from soak import abusive_clients, load
 from soak.embeds import publish
 from soak.faults import HANG, KILL, RESTART, Faults, Servers, planned
 from soak.report import Report, draw_report, judge, print_table
-from soak.tally import Phases, Site, Tally
+from soak.tally import ClientContext, Phases, Tally
 from soak.watch import EVERY_S, Watch
 
 AN_HOUR = {KILL: 20, HANG: 10, RESTART: 20}
@@ -34,24 +35,24 @@ PHASE_S_MAX = 30.0
 PHASES_MIN = 4
 START_S_MAX = 240.0
 END_S_MAX = 180.0
-"""For clients that were told to stop: they wait for their last answers."""
+"""Seconds for clients to stop, which wait for their last responses."""
 WAIT_S = 0.2
 LOSSES_MAX = 10_000
 
 
 def an_hours_share(minutes: float) -> dict[str, int]:
-    """How many faults of each kind; one at least."""
+    """Returns the number of faults of each kind, at least one."""
     return {kind: max(1, round(count * minutes / 60)) for kind, count in AN_HOUR.items()}
 
 
 class Clients:
-    """The processes of clients, and what they send.
+    """The client processes.
 
     Attributes:
-        tally, rude: what they counted so far.
+        tally, rude: counts so far.
     """
 
-    def __init__(self, context: SpawnContext, site: Site, seed: int) -> None:
+    def __init__(self, context: SpawnContext, site: ClientContext, seed: int) -> None:
         self._context = context
         self._site = site
         self._seed = seed
@@ -59,7 +60,7 @@ class Clients:
         self._open: list[Connection] = []
 
     def start(self) -> float:
-        """Returns the capacity that was measured, once all could begin."""
+        """Starts all processes, and returns the measured capacity once they are ready."""
         capacity = self._start("load", self._site)
         self._start("neighbour", replace(self._site, is_timed=True))
         self._start("rude", self._site)
@@ -69,7 +70,7 @@ class Clients:
         for process in self._open:
             process.send(phases)
 
-    def _start(self, role: str, site: Site) -> float:
+    def _start(self, role: str, site: ClientContext) -> float:
         ours, theirs = self._context.Pipe()
         arguments = (site, theirs, self._seed)
         if role == "rude":
@@ -91,7 +92,7 @@ class Clients:
         return bool(self._open)
 
     def hear(self, report: Report) -> None:
-        """Adds what comes within a moment."""
+        """Adds the counts that arrive within a moment."""
         for ready in wait(self._open, WAIT_S):
             assert isinstance(ready, Connection)
             try:
@@ -115,10 +116,10 @@ class Clients:
 
 
 def soak(folder: Path, seconds: float, seed: int, counts: dict[str, int]) -> Report:
-    """What came of so many faults in so many seconds, or more where they take longer."""
+    """Runs the soak for ``seconds``, or longer if the faults take longer. Returns the report."""
     context = multiprocessing.get_context("spawn")
     random = Random(seed)
-    site = Site(context.Array("i", 2), context.Event(), Phases(0.0, 1.0), random)
+    site = ClientContext(context.Array("i", 2), context.Event(), Phases(0.0, 1.0), random)
     with _servers(folder, site) as servers, _clients(context, site, seed) as clients:
         capacity = clients.start()
         each_s = min(PHASE_S_MAX, seconds / PHASES_MIN)
@@ -149,7 +150,7 @@ def _watch(
     plan: list[tuple[float, str]],
     seconds: float,
 ) -> None:
-    """Until the time is over and all faults are done, or too much is lost."""
+    """Waits until the time is over and all faults are done, or until too many requests are lost."""
 
     def act() -> None:
         try:
@@ -177,7 +178,7 @@ def _watch(
 
 
 @contextmanager
-def _servers(folder: Path, site: Site) -> Iterator[Servers]:
+def _servers(folder: Path, site: ClientContext) -> Iterator[Servers]:
     servers = Servers(publish(folder), folder, site.route)
     try:
         servers.start()
@@ -188,7 +189,7 @@ def _servers(folder: Path, site: Site) -> Iterator[Servers]:
 
 
 @contextmanager
-def _clients(context: SpawnContext, site: Site, seed: int) -> Iterator[Clients]:
+def _clients(context: SpawnContext, site: ClientContext, seed: int) -> Iterator[Clients]:
     clients = Clients(context, site, seed)
     try:
         yield clients

@@ -1,4 +1,4 @@
-"""What clients count, and send from their processes to the main program."""
+"""Counts of the clients, as their processes send them to the main program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiprocessing.synchronize import Event
 from random import Random
 from time import monotonic
 
-from soak.embeds import Ask
+from soak.embeds import EmbedCase
 
 WRONG_MAX = 20
 SAID_BYTES = 200
@@ -20,10 +20,10 @@ class Loss:
     """Requests that were sent on one connection and never answered.
 
     Attributes:
-        at_s: when that was known; monotonic, as all times of the soak.
-        port: the client's; 0 where it is not known.
-        opened_s: when the connection was.
-        answered: how many requests the connection had answered before.
+        at_s: time when the loss was noticed; monotonic, as all times of the soak.
+        port: client port; 0 if it is not known.
+        opened_s: time when the connection was opened.
+        answered: responses on the connection before.
     """
 
     kind: str
@@ -37,15 +37,15 @@ class Loss:
 
 @dataclass
 class Tally:
-    """Counts by the kind of client.
+    """Counts by kind of client.
 
     Attributes:
-        sent: is the sum of the four that follow, and of what is under way.
-        refused: since the queue was full.
-        not_taken: clients were told to ask elsewhere, and may.
-        latencies: (when asked, seconds) of answered requests, of clients that are timed.
-        overload_s: for how long there was overload.
-        unsent: of overload, for want of a connection.
+        sent: sum of answered, refused, not taken, lost and pending requests.
+        refused: rejections by a full queue.
+        not_taken: requests that the server did not take, which the client may repeat elsewhere.
+        latencies: (start, seconds) of answered requests, of clients that are timed.
+        overload_s: seconds of overload.
+        unsent: requests of the overload that found no free connection.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Phases:
-    """Calm and overload in turn, calm first."""
+    """Alternating phases of calm and overload, calm first."""
 
     start_s: float
     each_s: float
@@ -87,13 +87,13 @@ class Phases:
 
 
 @dataclass
-class Site:
-    """What the clients of one process share.
+class ClientContext:
+    """State shared by the clients of one process.
 
     Attributes:
-        route: the HTTP and the gRPC port of the server that takes new connections, as a load
-            balancer knows it.
-        stop: set when clients are to ask no more.
+        route: HTTP and gRPC port of the server that accepts new connections, as a load balancer
+            knows it.
+        stop: set to end all clients.
     """
 
     route: SynchronizedArray[int]
@@ -104,7 +104,7 @@ class Site:
     tally: Tally = field(default_factory=Tally)
 
     def taken(self) -> Tally:
-        """The counts since it was asked last."""
+        """Returns the counts since the last call."""
         tally, self.tally = self.tally, Tally()
         return tally
 
@@ -113,7 +113,7 @@ class Site:
         if retry_after is None:
             self.tally.say_wrong(f"{kind}: refused without a time to ask again")
 
-    def answer(self, kind: str, asked_s: float, one: Ask, body: bytes) -> None:
+    def answer(self, kind: str, asked_s: float, one: EmbedCase, body: bytes) -> None:
         self.tally.answered[kind] += 1
         if not one.is_answer(body):
             self.tally.say_wrong(f"{kind}: a wrong answer: {body[:SAID_BYTES]!r}")

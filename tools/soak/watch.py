@@ -1,4 +1,4 @@
-"""What is measured while the soak runs: memory of the server's processes, the neighbour's waits."""
+"""Samples memory of the server's processes and the neighbour's latencies."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from hostile.canary_client import anonymous_kib
+from load import quantile
 from soak.faults import Servers
 from soak.tally import Phases, Tally
 
 EVERY_S = 2.0
 QUIET_S = 1.0
-"""Past a fault, before the neighbour's waits are its own again."""
+"""Seconds after a fault in which the neighbour's latencies are not counted."""
 SAMPLES_MIN = 24
-"""Fewer tell nothing of a trend."""
+"""Samples from which a trend can be computed."""
 
 
 @dataclass
 class Sample:
-    """Some seconds.
+    """Measurements of EVERY_S seconds.
 
     Attributes:
         memory_mb: anonymous memory of each process of the server.
-        waits_ms: of the neighbour's answered requests, sorted in the end.
-        answered, refused: of all clients.
+        waits_ms: latencies of the neighbour's answered requests, sorted at the end.
+        answered, refused: requests of all clients.
     """
 
     memory_mb: dict[int, float] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class Sample:
 
     @property
     def p99_ms(self) -> float:
-        return self.waits_ms[int(0.99 * len(self.waits_ms))] if self.waits_ms else float("nan")
+        return quantile(self.waits_ms, 0.99) if self.waits_ms else float("nan")
 
     @property
     def slowest_ms(self) -> float:
@@ -42,10 +43,10 @@ class Sample:
 
 
 class Watch:
-    """Samples, one for every few seconds since the start.
+    """Samples of every EVERY_S seconds since the start.
 
     Attributes:
-        samples: in the order of time.
+        samples: samples in the order of time.
     """
 
     def __init__(self, servers: Servers, phases: Phases) -> None:
@@ -54,7 +55,7 @@ class Watch:
         self._phases = phases
 
     def look(self, at_s: float) -> None:
-        """Takes the memory as it is now."""
+        """Records the present memory."""
         memory = self._at(at_s).memory_mb
         for pid in self._servers.pids():
             try:
@@ -81,7 +82,7 @@ class Watch:
         return self.samples[number]
 
     def of_phase(self, is_overload: bool, faults: Sequence[tuple[float, float]]) -> list[Sample]:
-        """Samples that lie in phases of that kind, and in none of the ``faults`` (from, to)."""
+        """Returns the samples within phases of that kind that no fault (from, to) touches."""
         found = []
         for number, sample in enumerate(self.samples):
             start_s = self._phases.start_s + number * EVERY_S
@@ -94,7 +95,7 @@ class Watch:
 
 
 def drift(values: Sequence[float]) -> tuple[float, float] | None:
-    """Medians of the second and of the last quarter; None of too few."""
+    """Returns the medians of the second and of the last quarter; None for too few values."""
     count = len(values)
     if count < SAMPLES_MIN:
         return None

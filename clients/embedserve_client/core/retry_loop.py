@@ -1,7 +1,7 @@
 """Runs a client operation with retries.
 
-An operation is a generator of calls. Calls are data of either protocol, so that the sync and the
-async client share the operations and differ only in the sending.
+An operation is a generator of calls. Calls are data of either protocol. `run` and `run_async` send
+them and sleep between attempts; they share everything else.
 """
 
 import asyncio
@@ -33,6 +33,13 @@ class Operation(Generic[T]):
     timeout_s: float | None
 
 
+@dataclass(frozen=True)
+class Pause:
+    """A step between two attempts: the seconds to sleep."""
+
+    seconds: float
+
+
 def one_call(make: Callable[[float | None], Any], timeout_s: float | None) -> Operation[T]:
     """Returns an operation that consists of one call; ``make`` builds it from its time limit."""
 
@@ -43,65 +50,63 @@ def one_call(make: Callable[[float | None], Any], timeout_s: float | None) -> Op
     return Operation(steps, timeout_s)
 
 
-def answer(question: Operation[T], retries: int, send: Callable[[Any], Any]) -> T:
+def attempts(operation: Operation[T], retries: int) -> Steps[T]:
+    """Yields the calls of up to ``retries`` + 1 attempts, with a Pause before each retry."""
+    state, left_s = RetryState(retries, operation.timeout_s), operation.timeout_s
+    while True:
+        try:
+            return (yield from operation.steps(left_s))
+        except EmbedServeClientError as error:
+            pause_s = state.pause_s(error)
+            if pause_s is None:
+                raise
+        yield Pause(pause_s)
+        left_s = state.left_s()
+
+
+def run(operation: Operation[T], retries: int, send: Callable[[Any], Any]) -> T:
     """Runs an operation to its result. Retries up to ``retries`` times.
 
     Args:
         send: sends a call and returns its result, or raises its error.
     """
-    tries, left_s = RetryState(retries, question.timeout_s), question.timeout_s
-    while True:
-        try:
-            return _walk(question.steps(left_s), send)
-        except EmbedServeClientError as error:
-            pause_s = tries.pause_s(error)
-            if pause_s is None:
-                raise
-        time.sleep(pause_s)
-        left_s = tries.left_s()
-
-
-def _walk(steps: Steps[T], send: Callable[[Any], Any]) -> T:
+    steps = attempts(operation, retries)
     try:
-        call = next(steps)
+        step = next(steps)
         while True:
             try:
-                answer = send(call)
+                answer = None
+                if isinstance(step, Pause):
+                    time.sleep(step.seconds)
+                else:
+                    answer = send(step)
             except BaseException as error:
-                call = steps.throw(error)
+                step = steps.throw(error)
             else:
-                call = steps.send(answer)
+                step = steps.send(answer)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
-async def answer_async(
-    question: Operation[T], retries: int, send: Callable[[Any], Awaitable[Any]]
+async def run_async(
+    operation: Operation[T], retries: int, send: Callable[[Any], Awaitable[Any]]
 ) -> T:
-    """Runs an operation to its result in the event loop; see `answer`."""
-    tries, left_s = RetryState(retries, question.timeout_s), question.timeout_s
-    while True:
-        try:
-            return await _walk_async(question.steps(left_s), send)
-        except EmbedServeClientError as error:
-            pause_s = tries.pause_s(error)
-            if pause_s is None:
-                raise
-        await asyncio.sleep(pause_s)
-        left_s = tries.left_s()
-
-
-async def _walk_async(steps: Steps[T], send: Callable[[Any], Awaitable[Any]]) -> T:
+    """Runs an operation to its result in the event loop; see `run`."""
+    steps = attempts(operation, retries)
     try:
-        call = next(steps)
+        step = next(steps)
         while True:
             try:
-                answer = await send(call)
+                answer = None
+                if isinstance(step, Pause):
+                    await asyncio.sleep(step.seconds)
+                else:
+                    answer = await send(step)
             except BaseException as error:
-                call = steps.throw(error)
+                step = steps.throw(error)
             else:
-                call = steps.send(answer)
+                step = steps.send(answer)
     except StopIteration as end:
         result: T = end.value
         return result

@@ -1,23 +1,15 @@
-"""gRPC clients: one channel, for unary calls and streams.
+"""gRPC clients: one channel, for unary calls and streams; `stream` implements the streams."""
 
-The clients send the calls that `grpc_requests` builds, and retry them. `grpc_requests` also reads
-the responses. `stream` implements the streams.
-"""
-
-from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
+from embedserve_client.client import AsyncBaseClient, BaseClient
 from embedserve_client.core.addresses import target_of
-from embedserve_client.core.batch import Features, Weights
 from embedserve_client.core.deadline import check_timeout
-from embedserve_client.core.models import ModelInfo, ModelList
-from embedserve_client.core.result import EmbedResult, OutputDType
 from embedserve_client.core.retries import check_retries
-from embedserve_client.core.retry_loop import answer, answer_async
 from embedserve_client.core.security import File, Files, channel_credentials, headers_of
 from embedserve_client.grpc.calls import Rpc, channel_options, grpc_errors
 from embedserve_client.grpc.requests import GrpcRequests
@@ -34,7 +26,7 @@ DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_RECEIVE_BYTES_MAX = 64 * 2**20
 
 
-class GrpcEmbedClient:
+class GrpcEmbedClient(BaseClient):
     """Client for lookups over gRPC. Threads may share it.
 
     Use it as a context manager, or call `close`.
@@ -59,6 +51,8 @@ class GrpcEmbedClient:
         shared_memory: as for `EmbedClient`; streams always use the channel.
     """
 
+    _operations: GrpcRequests
+
     def __init__(
         self,
         target: str,
@@ -74,44 +68,8 @@ class GrpcEmbedClient:
     ) -> None:
         timeout_s, self._retries = check_timeout(timeout_s), check_retries(retries)
         self._metadata = tuple(headers_of(token).items())
-        if credentials is None and (ca is not None or certificate is not None):
-            credentials = channel_credentials(ca, certificate)
-        self._channel = _open_channel(grpc, target, receive_bytes_max, credentials)
-        self._questions = GrpcRequests(self._channel, timeout_s, shared_memory)
-
-    def embed(
-        self,
-        features: Features,
-        *,
-        weights: Weights | None = None,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        output_dtype: OutputDType = "float32",
-        output_keys: Sequence[str] = (),
-        routing_key: str | None = None,
-    ) -> EmbedResult:
-        """Returns the vectors of a batch.
-
-        Args:
-            features: ids of each feature, by feature name; `Features` lists the accepted formats.
-            weights: weights of the ids, in the shape of the ids, for any of the features. Other
-                features get weights of 1. A KeyedJaggedTensor carries its own.
-            model: NAME, or NAME@VERSION or NAME@ALIAS for one of its versions. None selects the
-                server's default model.
-            timeout_s: time limit of the call in seconds, including retries; None uses the client's.
-            output_dtype: "float32" or "float16". float16 halves the bytes; values beyond 65504
-                become infinite.
-            output_keys: keys to return; empty returns all keys of the model.
-            routing_key: identifier of the caller, 1 to 256 printable ASCII characters. Equal keys
-                get the same version while several versions share the model's traffic.
-
-        Raises:
-            EmbedServeClientError: the call failed; the module `errors` lists its subclasses.
-        """
-        question = self._questions.embed(
-            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
-        )
-        return answer(question, self._retries, self._send)
+        self._channel = _open_channel(grpc, target, receive_bytes_max, credentials, ca, certificate)
+        self._operations = GrpcRequests(self._channel, timeout_s, shared_memory)
 
     def embed_stream(
         self, items: Iterable[StreamItem], *, timeout_s: float | None = None
@@ -129,46 +87,26 @@ class GrpcEmbedClient:
         Closing it cancels the rest.
         """
         open_call = partial(
-            self._questions.stub.EmbedStream,
+            self._operations.stub.EmbedStream,
             timeout=check_timeout(timeout_s),
             metadata=self._metadata,
         )
-        return stream_answers(open_call, items, self._questions.answers)
-
-    def models(self) -> ModelList:
-        """Returns all served models."""
-        return answer(self._questions.models(), self._retries, self._send)
-
-    def model(self, name: str) -> ModelInfo:
-        """Returns a served model; raises UnknownModel if there is none of that name."""
-        return answer(self._questions.model(name), self._retries, self._send)
+        return stream_answers(open_call, items, self._operations.answers)
 
     def _send(self, call: Rpc[T]) -> T:
         with grpc_errors(call.read_error):
             message = call.begin(self._metadata)
         return call.read(message)
 
-    def close(self) -> None:
-        """Closes the channel and removes the client's shared-memory files. Calls in flight are
-        cancelled."""
+    def _disconnect(self) -> None:
         self._channel.close()
-        self._questions.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
-class AsyncGrpcEmbedClient:
+class AsyncGrpcEmbedClient(AsyncBaseClient):
     """Client for lookups over gRPC, bound to the event loop that creates it; arguments as for
     `GrpcEmbedClient`."""
+
+    _operations: GrpcRequests
 
     def __init__(
         self,
@@ -185,44 +123,10 @@ class AsyncGrpcEmbedClient:
     ) -> None:
         timeout_s, self._retries = check_timeout(timeout_s), check_retries(retries)
         self._metadata = tuple(headers_of(token).items())
-        if credentials is None and (ca is not None or certificate is not None):
-            credentials = channel_credentials(ca, certificate)
-        self._channel = _open_channel(grpc.aio, target, receive_bytes_max, credentials)
-        self._questions = GrpcRequests(self._channel, timeout_s, shared_memory)
-
-    async def embed(
-        self,
-        features: Features,
-        *,
-        weights: Weights | None = None,
-        model: str | None = None,
-        timeout_s: float | None = None,
-        output_dtype: OutputDType = "float32",
-        output_keys: Sequence[str] = (),
-        routing_key: str | None = None,
-    ) -> EmbedResult:
-        """Returns the vectors of a batch.
-
-        Args:
-            features: ids of each feature, by feature name; `Features` lists the accepted formats.
-            weights: weights of the ids, in the shape of the ids, for any of the features. Other
-                features get weights of 1. A KeyedJaggedTensor carries its own.
-            model: NAME, or NAME@VERSION or NAME@ALIAS for one of its versions. None selects the
-                server's default model.
-            timeout_s: time limit of the call in seconds, including retries; None uses the client's.
-            output_dtype: "float32" or "float16". float16 halves the bytes; values beyond 65504
-                become infinite.
-            output_keys: keys to return; empty returns all keys of the model.
-            routing_key: identifier of the caller, 1 to 256 printable ASCII characters. Equal keys
-                get the same version while several versions share the model's traffic.
-
-        Raises:
-            EmbedServeClientError: the call failed; the module `errors` lists its subclasses.
-        """
-        question = self._questions.embed(
-            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+        self._channel = _open_channel(
+            grpc.aio, target, receive_bytes_max, credentials, ca, certificate
         )
-        return await answer_async(question, self._retries, self._send)
+        self._operations = GrpcRequests(self._channel, timeout_s, shared_memory)
 
     def embed_stream(
         self,
@@ -233,45 +137,32 @@ class AsyncGrpcEmbedClient:
         """Yields the results of many requests over one stream; see `GrpcEmbedClient.embed_stream`.
         The items may be an async iterable, and are read in the event loop."""
         open_call = partial(
-            self._questions.stub.EmbedStream,
+            self._operations.stub.EmbedStream,
             timeout=check_timeout(timeout_s),
             metadata=self._metadata,
         )
-        return stream_answers_async(open_call, items, self._questions.answers)
-
-    async def models(self) -> ModelList:
-        """Returns all served models."""
-        return await answer_async(self._questions.models(), self._retries, self._send)
-
-    async def model(self, name: str) -> ModelInfo:
-        """Returns a served model; raises UnknownModel if there is none of that name."""
-        return await answer_async(self._questions.model(name), self._retries, self._send)
+        return stream_answers_async(open_call, items, self._operations.answers)
 
     async def _send(self, call: Rpc[T]) -> T:
         with grpc_errors(call.read_error):
             message = await call.begin(self._metadata)
         return call.read(message)
 
-    async def close(self) -> None:
-        """Closes the channel and removes the client's shared-memory files. Calls in flight are
-        cancelled."""
+    async def _disconnect(self) -> None:
         await self._channel.close()
-        self._questions.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
 
-def _open_channel(flavour: Any, target: str, receive_bytes_max: int, credentials: Any) -> Any:
+def _open_channel(
+    flavour: Any,
+    target: str,
+    receive_bytes_max: int,
+    credentials: Any,
+    ca: File | None,
+    certificate: Files | None,
+) -> Any:
     """Opens a channel of grpc or of grpc.aio, which use the same function names."""
+    if credentials is None and (ca is not None or certificate is not None):
+        credentials = channel_credentials(ca, certificate)
     options = channel_options(receive_bytes_max, target)
     target, is_encrypted = target_of(target)
     if is_encrypted and credentials is None:

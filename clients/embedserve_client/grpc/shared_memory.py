@@ -37,7 +37,7 @@ _REFUSAL_CODES = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEME
 
 
 class GrpcSharedMemory:
-    """Builds the gRPC calls; implements `shm_protocol.PlacedCalls`."""
+    """Builds the gRPC calls; implements `shm.protocol.PlacedCalls`."""
 
     bytes_min = 512 << 10
 

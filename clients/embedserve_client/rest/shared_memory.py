@@ -27,7 +27,7 @@ from embedserve_client.shm.regions import Region
 
 
 class RestSharedMemory:
-    """Builds the REST calls; implements `shm_protocol.PlacedCalls`."""
+    """Builds the REST calls; implements `shm.protocol.PlacedCalls`."""
 
     bytes_min = 256 << 10
 

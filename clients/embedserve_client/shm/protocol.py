@@ -1,8 +1,8 @@
 """Inference requests with tensors in shared memory, independent of the transport.
 
 Follows Triton's system shared memory extension of the Open Inference Protocol. A file is registered
-once; each request then names the location of every tensor in it. `rest_shared_memory` makes the
-REST calls, and `grpc_shared_memory` makes the gRPC calls.
+once; each request then names the location of every tensor in it. `rest.shared_memory` makes the
+REST calls, and `grpc.shared_memory` makes the gRPC calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

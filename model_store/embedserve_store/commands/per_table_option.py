@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from embedserve_store.plans.plan import Plan, read_plan
+
 
 def parse_per_table_option(text: str) -> str | dict[str, str]:
     """Returns the single value in ``text``, or the value of each table in it.
@@ -24,3 +28,13 @@ def parse_per_table_option(text: str) -> str | dict[str, str]:
             raise ValueError(f"{text!r} names table {table!r} twice")
         choice[table] = name
     return choice
+
+
+def parse_sharding(text: str) -> str | dict[str, str] | Plan:
+    """Parses --sharding: ``row_wise``, ``user=row_wise,movie=table_wise``, or a path of plan.json.
+
+    Raises:
+        StoreError: the file is not a readable plan.
+        ValueError: a table is named twice or without a type.
+    """
+    return read_plan(Path(text)) if text.endswith(".json") else parse_per_table_option(text)

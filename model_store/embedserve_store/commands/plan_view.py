@@ -111,6 +111,7 @@ def _tables_grid(
 def where(table: TablePlan) -> str:
     """Returns a short description of a table's placement on the ranks.
 
+    >>> from embedserve_store.plans.plan import Shard
     >>> where(TablePlan("row_wise", (Shard(0, 0, 4, 0, 8), Shard(1, 4, 4, 0, 8))))
     '2 x 4 rows'
     """

@@ -9,23 +9,20 @@ from pathlib import Path
 
 from embedserve_store import PublishedVersion, publish, read_description
 from embedserve_store.commands.inspect import compared_lines
-from embedserve_store.commands.per_table_option import parse_per_table_option
-from embedserve_store.commands.sharding import parse_sharding
+from embedserve_store.commands.per_table_option import parse_per_table_option, parse_sharding
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS
 from embedserve_store.plans.constraints import read_constraints
 from embedserve_store.publishing.pooled_error import PooledError
-from embedserve_store.terminal.console import hush_torch, say, table_progress
+from embedserve_store.terminal.console import hush_torch, say, table_progress, transfer_progress
 from embedserve_store.terminal.sigterm import sigterm_interrupts
 from embedserve_store.terminal.sizes import human_bytes, parse_bytes
-from embedserve_store.terminal.stores import transfer_progress
 
 SKIPPED_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class PublishOptions:
-    """Command line options of `embedserve publish`, besides the checkpoint, description, store and
-    model."""
+class PublishFlags:
+    """Command line flags of `embedserve publish`, not parsed yet; besides --model."""
 
     prefix: str = ""
     dtype: str | None = None
@@ -43,7 +40,7 @@ class PublishOptions:
 
 
 def publish_checkpoint(
-    checkpoint: Path, description: Path, store: str, model: str, options: PublishOptions
+    checkpoint: Path, description: Path, store: str, model: str, flags: PublishFlags
 ) -> None:
     """Publishes a version, and reports what was published and which checkpoint entries were
     skipped.
@@ -53,25 +50,25 @@ def publish_checkpoint(
         ValueError: an option cannot be parsed.
     """
     hush_torch()
-    memory = options.device_memory
+    memory = flags.device_memory
     with sigterm_interrupts(), table_progress() as progress, transfer_progress() as uploading:
         published = publish(
             checkpoint,
             store,
             model=model,
             tables=read_description(description),
-            prefix=options.prefix,
-            dtype=parse_per_table_option(options.dtype) if options.dtype else None,
-            sharding=parse_sharding(options.sharding) if options.sharding else None,
-            world_size=options.world_size,
-            constraints=read_constraints(options.constraints) if options.constraints else None,
+            prefix=flags.prefix,
+            dtype=parse_per_table_option(flags.dtype) if flags.dtype else None,
+            sharding=parse_sharding(flags.sharding) if flags.sharding else None,
+            world_size=flags.world_size,
+            constraints=read_constraints(flags.constraints) if flags.constraints else None,
             device_memory_bytes=parse_bytes(memory) if memory else None,
-            max_error=options.max_error,
-            expected=options.expected,
-            accept_unchecked=options.accept_unchecked,
-            accept_draft=options.accept_draft,
-            layout_changed=options.layout_changed,
-            meta=_parse_meta(options.meta),
+            max_error=flags.max_error,
+            expected=flags.expected,
+            accept_unchecked=flags.accept_unchecked,
+            accept_draft=flags.accept_draft,
+            layout_changed=flags.layout_changed,
+            meta=_parse_meta(flags.meta),
             progress=progress,
             upload_progress=uploading,
         )

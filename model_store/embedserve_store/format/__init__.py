@@ -1,6 +1,6 @@
 """Defines the files of a version, and of its aliases and notes.
 
-manifest.py, manifest_file.py and manifest_checksum.py define manifest.json. table_spec.py and
+manifest.py and manifest_checksum.py define manifest.json. table_spec.py and
 id_rule.py define a table in it, and json_fields.py reads fields of any JSON. layout.py defines the
 layout of a model that callers depend on. coverage.py records the comparison with the training
 model. tables_file.py defines tables.safetensors, row_layout.py the bytes of a row, and

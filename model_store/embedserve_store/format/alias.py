@@ -7,13 +7,12 @@ after a change. The files also record the author, time and reason of each change
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.json_fields import parse_json, typed
-from embedserve_store.format.manifest_checksum import check_seal, sealed_json
+from embedserve_store.format.json_fields import typed
+from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
 
 FORMAT_VERSION = 2
@@ -97,13 +96,7 @@ def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> 
     Raises:
         StoreError: the file is damaged, or belongs to another model, alias or number.
     """
-    data = parse_json(text, where)
-    if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
-        found = data.get("format_version") if isinstance(data, dict) else json.dumps(data)[:40]
-        raise StoreError(
-            f"{where}: format_version is {found!r}, this embedserve reads {FORMAT_VERSION}"
-        )
-    check_seal(text, where)
+    data = parse_sealed(text, where, FORMAT_VERSION)
     version = data.get("version")
     alias = Alias(
         model=typed(data, "model", str, where),

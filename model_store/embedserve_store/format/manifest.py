@@ -13,7 +13,8 @@ from typing import Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.id_rule import IdRule
-from embedserve_store.format.json_fields import typed
+from embedserve_store.format.json_fields import parse_json, typed
+from embedserve_store.format.manifest_checksum import check_seal
 from embedserve_store.format.table_spec import (
     TableSpec,
     answer_keys,
@@ -163,3 +164,17 @@ def _files_from_json(data: dict[str, Any], where: str) -> dict[str, str]:
     for name in CHECKED_FILES:
         typed(data, name, str, f"{where}: files")
     return {name: data[name] for name in CHECKED_FILES}
+
+
+def parse_manifest(text: bytes, where: str) -> Manifest:
+    """Returns the manifest in the bytes of manifest.json, after checking its seal.
+
+    Args:
+        where: name of the file in errors.
+
+    Raises:
+        StoreError: the text is not JSON, is not a manifest, or has changed since it was published.
+    """
+    manifest = Manifest.from_json(parse_json(text, where), where)
+    check_seal(text, where)
+    return manifest

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.version_folder import to_json_bytes
 
 SEAL = "sha256"
@@ -28,6 +29,23 @@ def sealed_json(data: Mapping[str, Any]) -> bytes:
     blank = to_json_bytes(unsealed | {SEAL: BLANK})
     before, _, after = blank.rpartition(BLANK.encode())
     return before + hashlib.sha256(blank).hexdigest().encode() + after
+
+
+def parse_sealed(text: bytes, where: str, format_version: int) -> dict[str, Any]:
+    """Returns the JSON object in ``text``, after a check of its format version and its seal.
+
+    Raises:
+        StoreError: the text is damaged, or of another format version. The message begins with
+            ``where``.
+    """
+    data = parse_json(text, where)
+    found = data.get("format_version") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or found != format_version:
+        raise StoreError(
+            f"{where}: format_version is {found!r}, this embedserve reads {format_version}"
+        )
+    check_seal(text, where)
+    return data
 
 
 def is_sealed(text: bytes) -> bool:

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.json_fields import parse_json, typed
-from embedserve_store.format.manifest_checksum import check_seal, sealed_json
+from embedserve_store.format.json_fields import typed
+from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
 
 FORMAT_VERSION = 2
@@ -69,13 +69,7 @@ def parse_note(text: bytes, model: str, version: int, number: int, where: str) -
     Raises:
         StoreError: the file is damaged, or belongs to another model, version or number.
     """
-    data = parse_json(text, where)
-    found = data.get("format_version") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or found != FORMAT_VERSION:
-        raise StoreError(
-            f"{where}: format_version is {found!r}, this embedserve reads {FORMAT_VERSION}"
-        )
-    check_seal(text, where)
+    data = parse_sealed(text, where, FORMAT_VERSION)
     note = Note(
         model=typed(data, "model", str, where),
         version=typed(data, "version", int, where),

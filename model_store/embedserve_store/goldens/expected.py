@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
-from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.goldens.goldens_file import Bags, read_safetensors
 
 NAMES = ("features", "keys", "length_per_key")
 """Names of the fields in the file's metadata; each field is a JSON list."""
@@ -81,7 +81,7 @@ def read_expected(path: str | os.PathLike[str]) -> Expected:
     Raises:
         StoreError: the file cannot be read, or does not have these tensors and metadata.
     """
-    tensors, metadata = _read(Path(path))
+    tensors, metadata = read_safetensors(Path(path))
     features, keys = (_names(metadata, name, path) for name in ("features", "keys"))
     dims = _list(metadata, "length_per_key", int, path)
     needed = {"ids": np.int64, "lengths": np.int32, "answers": np.float32}
@@ -97,18 +97,6 @@ def read_expected(path: str | os.PathLike[str]) -> Expected:
     read = Expected(features, keys, tuple(dims), bags, tensors["answers"], checksums)
     _check(read, path)
     return read
-
-
-def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, TypeError) as error:  # TypeError: numpy does not have the dtype
-        raise StoreError(f"{path}: not a safetensors file that can be read: {error}") from error
 
 
 def _checksums(tensors: dict[str, NDArray[Any]], path: object) -> dict[str, NDArray[np.uint64]]:

@@ -83,7 +83,7 @@ def load_goldens(path: Path, manifest: Manifest, translator: IdTranslator) -> Go
         StoreError: the file is missing or damaged, or its features, ids or dims do not match the
             manifest.
     """
-    tensors = _read_tensors(path)
+    tensors, _ = read_safetensors(path)
     needed = {"ids", "lengths", "source_answers", "stored_answers"}
     needed |= {"weights"} if manifest.is_weighted else set()
     if tensors.keys() != needed:
@@ -96,16 +96,19 @@ def load_goldens(path: Path, manifest: Manifest, translator: IdTranslator) -> Go
     return Goldens(bags, tensors["source_answers"], tensors["stored_answers"])
 
 
-def _read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
+def read_safetensors(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Returns the tensors and the metadata of a file. Raises StoreError if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
 
     try:
-        return load(path.read_bytes())
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-    except SafetensorError as error:
-        raise StoreError(f"{path}: not a safetensors file, or truncated: {error}") from error
+        raise StoreError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (SafetensorError, TypeError) as error:  # TypeError: numpy does not have the dtype
+        raise StoreError(
+            f"{path}: not a safetensors file that can be read, or truncated: {error}"
+        ) from error
 
 
 def _check_tensors(tensors: dict[str, NDArray[Any]], manifest: Manifest, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import time
 from collections.abc import Iterator
@@ -34,11 +35,17 @@ def populate(version: ModelVersion, available: int) -> None:
     machine's disk this took 0.2 s of CPU time, while reading a byte of each page took 20 s. It took
     0.8 s for tables in memory in small pages. The thread keeps its priority: at a lower priority it
     would be preempted within such a call.
+
+    Raises:
+        StoreError: the file was changed in place.
     """
     if version.tables.data.nbytes > SHARE * available:
         return
     for piece in _pieces(version.tables):
-        if _madvise(piece, MADV_POPULATE_READ):  # Linux before 5.14, or the file was truncated
+        error = _madvise(piece, MADV_POPULATE_READ)
+        if error:
+            version.tables.check_unchanged()  # to read a truncated range would end the process
+        if error == errno.EINVAL:  # Linux before 5.14
             piece[:: mmap.PAGESIZE].max()
 
 
@@ -72,8 +79,7 @@ def _pieces(tables: TablesFile) -> Iterator[NDArray[np.uint8]]:
 
 
 def _madvise(piece: NDArray[np.uint8], advice: int) -> int:
-    """Calls madvise(2) on ``piece``; returns 0 on success."""
-    madvise = ctypes.CDLL(None).madvise  # mmap.madvise would hold the GIL
+    """Calls madvise(2) on ``piece``; returns 0, or the number of the error."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise  # mmap.madvise would hold the GIL
     address, size = ctypes.c_void_p(piece.ctypes.data), ctypes.c_size_t(piece.nbytes)
-    done: int = madvise(address, size, advice)
-    return done
+    return ctypes.get_errno() if madvise(address, size, advice) else 0

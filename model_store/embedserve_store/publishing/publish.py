@@ -15,11 +15,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.coverage import COMPARED
-from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.layout import layout_changes
 from embedserve_store.format.manifest import (
     FROM_DESCRIPTION,
@@ -35,11 +34,11 @@ from embedserve_store.format.table_spec import (
     check_tables,
     check_weighted,
 )
-from embedserve_store.format.tables_file import Progress
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.model_store import ModelStore
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.expected_answers import coverage_of, expected_goldens
+from embedserve_store.publishing.options import PublishOptions, check_option_names
 from embedserve_store.publishing.publish_source import (
     Choice,
     ModelSource,
@@ -47,11 +46,10 @@ from embedserve_store.publishing.publish_source import (
     make_source,
     with_dtypes,
 )
-from embedserve_store.publishing.resolve_ids import Vocabularies, resolve_ids
+from embedserve_store.publishing.resolve_ids import resolve_ids
 from embedserve_store.publishing.version_writer import (
     Draft,
     PublishedVersion,
-    Source,
     write_version,
 )
 from embedserve_store.remote.remote_files import TransferProgress, UnreachableError
@@ -76,23 +74,7 @@ def publish(
     *,
     model: str,
     tables: Description | Sequence[TableSpec] | None = None,
-    prefix: str = "",
-    is_weighted: bool | None = None,
-    dtype: Choice | None = None,
-    ids: Mapping[str, IdRule] | None = None,
-    vocabularies: Vocabularies | None = None,
-    sharding: Choice | Plan | None = None,
-    world_size: int | None = None,
-    constraints: Constraints | None = None,
-    device_memory_bytes: int | None = None,
-    max_error: float | None = None,
-    expected: str | os.PathLike[str] | Expected | None = None,
-    accept_unchecked: bool = False,
-    accept_draft: bool = False,
-    layout_changed: bool = False,
-    meta: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-    upload_progress: TransferProgress | None = None,
+    **options: Unpack[PublishOptions],
 ) -> PublishedVersion:
     """Publishes embedding tables as the next version of ``model``.
 
@@ -107,103 +89,76 @@ def publish(
         tables: description of what a state dict or checkpoint does not hold, such as features and
             pooling. Required for these sources, not allowed for a module. Keys of a state dict end
             in ``embedding_bags.<table>.weight`` or ``embeddings.<table>.weight``.
-        prefix: dotted path that selects a collection if there are several. It starts at the
-            beginning of the keys (for a module: of its state dict's keys). It names the collection
-            itself, or a module that holds only that collection. "." is the top level.
-        is_weighted: whether callers pass weights. None: as the module or description specifies.
-        dtype: dtype in which rows are stored (float32, float16, int8 or int4), for all tables or by
-            table. None: as the tables specify, float32 by default.
-        ids: rule by table that maps callers' ids to rows. Tables left out keep their own rule.
-        vocabularies: vocabulary by table, which implies the rule "map". A vocabulary is a file, an
-            int64 array or a sequence of ids (the position is the row), or a mapping from id to row.
-        sharding: table_wise, row_wise, column_wise, data_parallel or auto, for all tables or by
-            table, or a complete Plan. None: as the description specifies, else what the constraints
-            allow, else table_wise.
-        world_size: number of ranks to plan for. None: the Plan's number, or 1 without a Plan.
-        constraints: torchrec's ParameterConstraints, by table.
-        device_memory_bytes: memory of each rank, which the plan must fit.
-        max_error: largest relative L2 error of a table's pooled vectors; a larger error is
-            rejected.
-        expected: outputs of the training model, as write_expected writes them. The source's rows,
-            pooled as described, must give the same outputs. The outputs become the goldens.
-        accept_unchecked: also publish if the inputs of ``expected`` cannot verify the description
-            of a feature. Examples are a feature without an id, and a feature without a bag of two
-            ids.
-        accept_draft: also publish a description with unchecked guesses of `embedserve describe`.
-        layout_changed: also publish changes that callers of the previous version would notice:
-            other keys, order, widths, tables, pooling, id rules or weights.
-        meta: strings stored in the manifest, such as the id of the training run.
-        progress: callback for each block of rows written.
-        upload_progress: callback for bytes uploaded to a remote store.
+        options: see `PublishOptions`.
 
     Raises:
         InvalidModelError: the model cannot be published. The store is unchanged.
         StoreError: the source cannot be read or the store cannot be written. The store is
             unchanged.
     """
-    described = tables if isinstance(tables, Description) else None
-    if described is not None and not accept_draft:
-        check_no_draft(described)
-    made = make_source(source, tables, prefix, dtype)
-    if is_weighted is not None:
-        made = replace(made, is_weighted=is_weighted)
-    draft = make_draft(
-        made,
-        model,
-        ids=ids or {},
-        vocabularies={**(described.vocabularies if described else {}), **(vocabularies or {})},
-        sharding=_wanted_sharding(made.tables, sharding, described, constraints or {}),
-        world_size=world_size,
-        constraints=constraints,
-        device_memory_bytes=device_memory_bytes,
-    )
-    if expected is not None:
-        draft = _held_to(draft, expected, accept_unchecked)
-    draft = replace(draft, max_error=max_error, progress=progress)
+    check_option_names(options)
+    if isinstance(tables, Description) and not options.get("accept_draft"):
+        check_no_draft(tables)
+    draft = make_draft(source, model, tables, options)
+    if (expected := options.get("expected")) is not None:
+        draft = _held_to(draft, expected, options.get("accept_unchecked", False))
     where = os.fspath(store)
     if where.split("/")[0].endswith(":") and not is_url(where):
         raise InvalidModelError(f"store is {where!r}: give a URL as a str, a Path loses a slash")
-    draft = _with_provenance(draft, source, Path(where) / model, meta or {})
-    if not layout_changed:
+    draft = _with_provenance(draft, source, Path(where) / model, options.get("meta") or {})
+    if not options.get("layout_changed"):
         _check_layout(draft.manifest, where)
     if is_url(where):
-        return _publish_remote(draft, where, upload_progress)
+        return _publish_remote(draft, where, options.get("upload_progress"))
     return _publish(draft, Path(where) / model)
 
 
 def make_draft(
-    source: Source,
+    source: ModelSource,
     model: str,
-    *,
-    ids: Mapping[str, IdRule],
-    vocabularies: Vocabularies,
-    sharding: Choice | Plan,
-    world_size: int | None,
-    constraints: Constraints | None,
-    device_memory_bytes: int | None,
+    tables: Description | Sequence[TableSpec] | None,
+    options: PublishOptions,
 ) -> Draft:
     """Builds a Draft after all checks that need no rows."""
     from embedserve_store.plans.planner import make_plan
     from embedserve_store.sources.checkpoint import check_rows
 
+    described = tables if isinstance(tables, Description) else None
+    made = make_source(source, tables, options.get("prefix", ""), options.get("dtype"))
+    if (is_weighted := options.get("is_weighted")) is not None:
+        made = replace(made, is_weighted=is_weighted)
+    constraints = options.get("constraints")
+    sharding = _wanted_sharding(made.tables, options.get("sharding"), described, constraints or {})
     _check_model_name(model)
-    _check_description(source.tables, model, source.is_weighted)
-    for table in source.tables:
-        check_rows(table, source.rows[table.name])
+    _check_description(made.tables, model, made.is_weighted)
+    for table in made.tables:
+        check_rows(table, made.rows[table.name])
     plan = make_plan(
-        source.tables,
+        made.tables,
         sharding=sharding,
-        world_size=world_size,
+        world_size=options.get("world_size"),
         constraints=constraints,
-        device_memory_bytes=device_memory_bytes,
+        device_memory_bytes=options.get("device_memory_bytes"),
     )
-    tables, id_maps = resolve_ids(source.tables, ids, vocabularies)
-    _check_description(tables, model)
-    provenance = _provenance(source.kind) | {
-        GOLDENS: FROM_TRAINING if source.ebc is not None else FROM_DESCRIPTION
+    vocabularies = {
+        **(described.vocabularies if described else {}),
+        **(options.get("vocabularies") or {}),
     }
-    manifest = Manifest(model, 0, tables, source.is_weighted, provenance)
-    return Draft(source, manifest, id_maps, plan, None, None, None)
+    specs, id_maps = resolve_ids(made.tables, options.get("ids") or {}, vocabularies)
+    _check_description(specs, model)
+    provenance = _provenance(made.kind) | {
+        GOLDENS: FROM_TRAINING if made.ebc is not None else FROM_DESCRIPTION
+    }
+    manifest = Manifest(model, 0, specs, made.is_weighted, provenance)
+    return Draft(
+        made,
+        manifest,
+        id_maps,
+        plan,
+        None,
+        options.get("max_error"),
+        options.get("progress"),
+    )
 
 
 def _with_provenance(

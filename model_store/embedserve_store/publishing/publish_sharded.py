@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.plan import Plan
 from embedserve_store.plans.sharding_types import AUTO
+from embedserve_store.publishing.options import PublishOptions, check_option_names
 from embedserve_store.publishing.publish import as_store_error, check_options, publish
+from embedserve_store.publishing.publish_source import Choice
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.remote.remote_store import is_url
 from embedserve_store.sources.description import Description
@@ -30,8 +33,7 @@ def publish_sharded(
     store: str | os.PathLike[str],
     *,
     model: str,
-    prefix: str = "",
-    **options: Any,
+    **options: Unpack[PublishOptions],
 ) -> PublishedVersion | None:
     """Publishes the tables of a sharded ``module`` as the next version of ``model``.
 
@@ -41,10 +43,8 @@ def publish_sharded(
     Args:
         module: a DistributedModelParallel, or any module that holds a sharded
             EmbeddingBagCollection or EmbeddingCollection.
-        prefix: as in ``publish``.
-        options: the options of ``publish`` except ``tables``, which ``module`` itself describes.
-            Without ``sharding``, tables are sharded as in training, over other ranks if
-            ``world_size`` differs.
+        options: see `PublishOptions`. Without ``sharding``, tables are sharded as in training, over
+            other ranks if ``world_size`` differs.
 
     Returns:
         The published version on rank 0, None on the other ranks.
@@ -55,68 +55,89 @@ def publish_sharded(
         StoreError: on all ranks, in the cases of ``publish``. A layout that differs from the
             previous version's is found only after the shards were saved.
     """
-    from embedserve_store.sources.live_dmp import describe_sharded, save_tables
+    from embedserve_store.sources.live_dmp import describe_sharded
 
+    check_option_names(options)
     if is_url(os.fspath(store)):
         raise InvalidModelError(
             f"{store}: the ranks save their shards in the store, so publish into a folder that all "
             "of them see, then upload the version (embedserve_store.remote.upload.upload_version)"
         )
-    tables, is_weighted, found = describe_sharded(module, prefix)
-    options = _with_own_plan(options, tables, module, prefix)
+    tables, is_weighted, prefix = describe_sharded(module, options.get("prefix", ""))
+    sharding = _sharding_of(options, tables, module)
     # The options are the same on every rank, so all ranks raise and none waits for the others.
     check_options(
         tables,
         store,
         model=model,
         dtype=options.get("dtype") or "float32",
-        sharding=options["sharding"],
+        sharding=sharding,
         world_size=options.get("world_size"),
     )
-    folder = Path(store) / model
-    published, problem, name = None, "", ""
+    description = Description(tables, is_weighted)
+    options = {**options, "prefix": prefix, "sharding": sharding}
     with ExitStack() as stack:
-        if rank() == 0:
-            try:
-                with as_store_error(folder):
-                    # The folder is locked and hidden. If this publisher dies, the next
-                    # publisher removes it.
-                    name = stack.enter_context(staging_folder(folder)).name
-            except StoreError as error:
-                problem = str(error)
-        _raise_from_first_rank(problem)
-        shards = folder / _from_first_rank(name)
+        shards = _shared_folder(stack, Path(store) / model)
+        return _save_and_publish(module, shards, store, model, description, options)
+
+
+def _shared_folder(stack: ExitStack, folder: Path) -> Path:
+    """Returns, on all ranks, a new folder for the shards, which rank 0 removes at the end.
+
+    It is locked and hidden. If this publisher dies, the next publisher removes it.
+    """
+    problem, name = "", ""
+    if rank() == 0:
         try:
             with as_store_error(folder):
-                save_tables(module, shards, found)
-                if rank() == 0:
-                    described = Description(tables, is_weighted)
-                    published = publish(
-                        shards, store, model=model, tables=described, prefix=found, **options
-                    )
+                name = stack.enter_context(staging_folder(folder)).name
         except StoreError as error:
             problem = str(error)
-        _raise_from_first_rank(problem)
+    _raise_from_first_rank(problem)
+    return folder / _from_first_rank(name)
+
+
+def _save_and_publish(
+    module: torch.nn.Module,
+    shards: Path,
+    store: str | os.PathLike[str],
+    model: str,
+    description: Description,
+    options: PublishOptions,
+) -> PublishedVersion | None:
+    """Saves this rank's shards. Rank 0 then publishes them and returns the version."""
+    from embedserve_store.sources.live_dmp import save_tables
+
+    published, problem = None, ""
+    try:
+        with as_store_error(Path(store) / model):
+            save_tables(module, shards, options["prefix"])
+            if rank() == 0:
+                published = publish(shards, store, model=model, tables=description, **options)
+    except StoreError as error:
+        problem = str(error)
+    _raise_from_first_rank(problem)
     return published
 
 
-def _with_own_plan(
-    options: dict[str, Any], tables: tuple[TableSpec, ...], module: torch.nn.Module, prefix: str
-) -> dict[str, Any]:
-    """Returns ``options`` with the training plan of ``module`` as sharding if none is given."""
+def _sharding_of(
+    options: PublishOptions, tables: tuple[TableSpec, ...], module: torch.nn.Module
+) -> Choice | Plan:
+    """Returns the sharding in ``options``; without one, the training plan of ``module``."""
     from embedserve_store.plans.planner_request import own_constraints
     from embedserve_store.sources.live_dmp import plan_of
 
-    if options.get("sharding") is not None:
-        return options
-    plan = plan_of(module, prefix)
+    sharding = options.get("sharding")
+    if sharding is not None:
+        return sharding
+    plan = plan_of(module, options.get("prefix", ""))
     is_kept = options.get("world_size") in (None, plan.world_size)
     if is_kept and not options.get("constraints"):
-        return options | {"sharding": plan}
+        return plan
     types = {name: table.sharding_type for name, table in plan.tables.items()}
     constrained = own_constraints(tables, options.get("constraints") or {})
     allowed = {name: AUTO for name, one in constrained.items() if one.sharding_types}
-    return options | {"sharding": types | allowed}
+    return types | allowed
 
 
 def _raise_from_first_rank(problem: str) -> None:

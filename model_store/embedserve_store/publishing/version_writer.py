@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,9 +149,16 @@ def _write_tables(draft: Draft, staging: Path) -> Manifest:
 
 
 def check_errors(errors: Mapping[str, PooledError], manifest: Manifest, max_error: float) -> None:
-    """Raises InvalidModelError if the largest relative L2 error of a table exceeds
-    ``max_error``."""
-    worst = max(errors, key=lambda name: errors[name].relative_l2)
+    """Raises InvalidModelError if the largest relative L2 error of a table exceeds ``max_error``.
+
+    An error that is not a number, because sums of rows overflow, counts as the largest.
+    """
+
+    def size(name: str) -> tuple[bool, float]:
+        relative_l2 = errors[name].relative_l2
+        return isnan(relative_l2), relative_l2
+
+    worst = max(errors, key=size)
     if not errors[worst].relative_l2 <= max_error:
         dtype = next(table.dtype for table in manifest.tables if table.name == worst)
         raise InvalidModelError(

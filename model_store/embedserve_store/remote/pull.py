@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.manifest import CHECKED_FILES, Manifest
-from embedserve_store.format.manifest_file import parse_manifest
+from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
 from embedserve_store.format.tables_file import header_bytes
 from embedserve_store.local_store import SMALL_FILE_BYTES_MAX, LocalStore
 from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress

@@ -6,17 +6,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from embedserve_store import Progress as TableProgress
+from embedserve_store.remote.remote_files import TransferProgress
 from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
 
@@ -46,30 +42,56 @@ def step_progress(what: str) -> Iterator[Callable[[int, int, float], None]]:
         yield report
 
 
+class _Bars:
+    """Progress bars that appear with their first report, because an empty display would leave an
+    empty line."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=console)
+        self._tasks: dict[str, TaskID] = {}
+
+    def update(self, name: str, completed: int, total: int, done: str) -> None:
+        self._progress.start()
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total, done="")
+        self._progress.update(self._tasks[name], completed=completed, done=done)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._tasks:
+            self._progress.stop()
+
+
 @contextlib.contextmanager
 def table_progress() -> Iterator[TableProgress]:
     """Shows a progress bar of rows for each table, with the bytes of all tables so far and their
     rate. Yields progress(table, rows_done, rows_total, bytes_done)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
-    progress = Progress(*columns, TimeRemainingColumn(), console=console)
-    tasks: dict[str, TaskID] = {}
     start: tuple[float, int] | None = None
 
     def report(table: str, rows_done: int, rows_total: int, bytes_done: int) -> None:
         nonlocal start
-        progress.start()  # not earlier: without a row it would leave an empty line
-        if table not in tasks:
-            tasks[table] = progress.add_task(table, total=rows_total, done="")
         now_s = time.monotonic()
         # The rate counts from the first report; the time before it went to imports.
         start = start or (now_s, bytes_done)
         done = f"{rows_done:,} of {rows_total:,} rows, {human_bytes(bytes_done)}"
         if now_s > start[0]:
             done += f", {human_bytes((bytes_done - start[1]) / (now_s - start[0]))}/s"
-        progress.update(tasks[table], completed=rows_done, done=done)
+        bars.update(table, rows_done, rows_total, done)
 
-    try:
+    with _Bars() as bars:
         yield report
-    finally:
-        if tasks:
-            progress.stop()
+
+
+@contextlib.contextmanager
+def transfer_progress() -> Iterator[TransferProgress]:
+    """Shows a progress bar in bytes for each file; prints nothing if no file is transferred."""
+
+    def report(file: str, bytes_done: int, bytes_total: int) -> None:
+        done = f"{human_bytes(bytes_done)} of {human_bytes(bytes_total)}"
+        bars.update(file, bytes_done, bytes_total, done)
+
+    with _Bars() as bars:
+        yield report

@@ -6,12 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
 from embedserve_store import ModelStore, ModelVersion
-from embedserve_store.remote.remote_files import TransferProgress
-from embedserve_store.terminal.console import console
-from embedserve_store.terminal.sizes import human_bytes
+from embedserve_store.terminal.console import transfer_progress
 
 
 def load_version(store: str, cache: Path | None, model: str, version: str | None) -> ModelVersion:
@@ -29,24 +25,3 @@ def opened(store: str, cache: Path | None) -> Iterator[ModelStore]:
     """Yields the store. Within the block, loading shows the progress of downloads."""
     with transfer_progress() as progress:
         yield ModelStore(store, cache, progress)
-
-
-@contextlib.contextmanager
-def transfer_progress() -> Iterator[TransferProgress]:
-    """Shows a progress bar in bytes for each file; prints nothing if no file is transferred."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
-    progress = Progress(*columns, TimeRemainingColumn(), console=console)
-    tasks: dict[str, TaskID] = {}
-
-    def report(file: str, bytes_done: int, bytes_total: int) -> None:
-        progress.start()
-        if file not in tasks:
-            tasks[file] = progress.add_task(file, total=bytes_total, done="")
-        done = f"{human_bytes(bytes_done)} of {human_bytes(bytes_total)}"
-        progress.update(tasks[file], completed=bytes_done, done=done)
-
-    try:
-        yield report
-    finally:
-        if tasks:
-            progress.stop()

@@ -28,7 +28,8 @@ def inspect_store(
     store: Store,
     model: Annotated[str, typer.Argument(help="Show the versions of this model.")] = "",
     version: Annotated[
-        str, typer.Argument(help="Show the tables and plan of this version, a number or an alias.")
+        str,
+        typer.Argument(help="Show the tables and plan of this version, a number or an alias."),
     ] = "",
     cache: Cache = None,
 ) -> None:
@@ -58,8 +59,9 @@ def diff(
     versions: Annotated[
         list[str],
         typer.Argument(
-            help="STORE MODEL A B for two versions of a model, or STORE/MODEL/VERSION twice. A "
-            "store is a folder or a URL, a version is a number or an alias.",
+            help="STORE MODEL A B for two versions of a model, or STORE/MODEL/VERSION "
+            "twice. A store is a folder or a URL, a version is a number or an "
+            "alias.",
         ),
     ],
     cache: Cache = None,
@@ -88,15 +90,16 @@ def alias(
     share: Annotated[
         float,
         typer.Option(
-            help="Percent of the requests without a version that servers which follow the alias "
-            "answer with this version. The rest goes to the version of their first --model."
+            help="Percent of the requests without a version that servers which follow "
+            "the alias answer with this version. The rest goes to the version of "
+            "their first --model."
         ),
     ] = 0.0,
     shadow: Annotated[
         float,
         typer.Option(
-            help="Percent of the other batches that these servers also look up in this version, "
-            "to compare the results (embedserve shadow)."
+            help="Percent of the other batches that these servers also look up in this "
+            "version, to compare the results (embedserve shadow)."
         ),
     ] = 0.0,
     remove: Annotated[bool, switch("--remove", help="Remove the alias.")] = False,

@@ -113,7 +113,7 @@ def test_a_version_shows_its_stored_plan(store: Path) -> None:
 def test_a_stored_plan_is_shown_without_importing_torch(store: Path) -> None:
     code = (
         "import sys; "
-        "from embedserve.commands.plan import PlanOptions, plan_version; "
+        "from embedserve.commands.planning.plan import PlanOptions, plan_version; "
         "plan_version(sys.argv[1], None, 'shop', None, PlanOptions(device_memory='1GB')); "
         "assert 'torch' not in sys.modules"
     )

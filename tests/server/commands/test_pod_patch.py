@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from embedserve.batching.batcher import AT_ONCE
 from embedserve.commands.cli import app
-from embedserve.commands.pod_patch import CUDA_BYTES, PodOptions, PodRows, pod_patch
+from embedserve.commands.planning.pod_patch import CUDA_BYTES, PodOptions, PodRows, pod_patch
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.processes.memory_bounds import PROCESS_BYTES, WORK_BYTES, memory_bytes_max
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +37,34 @@ def test_pages_are_mapped(tmp_path: Path, start: int) -> None:
     assert mapped_kb(tmp_path / "rows") == 0
     populate(version_of(tables), 2 * SIZE)
     assert mapped_kb(tmp_path / "rows") >= SIZE // 1024
+
+
+@pytest.mark.parametrize("start", [0, 16], ids=["by the kernel", "as before Linux 5.14"])
+def test_a_truncated_file_is_an_error_and_ends_no_process(tmp_path: Path, start: int) -> None:
+    """Reads in a process of its own, which a read behind the end of the file would kill."""
+    code = f"""
+import os
+from types import SimpleNamespace
+from mapped import map_tables
+from pathlib import Path
+from embedserve_store.errors import StoreError
+from embedserve_store.memory.mapped_tables import populate
+
+tables = map_tables(Path({str(tmp_path / "rows")!r}), {SIZE}, {start})
+os.truncate(tables.path, {SIZE // 2})
+try:
+    populate(SimpleNamespace(tables=tables), {2 * SIZE})
+except StoreError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "changed in place since it was opened" in done.stdout
 
 
 def test_what_does_not_fit_is_not_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 from torchrec import EmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.row_layout import encode_rows
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.publishing.pooled_error import PooledError, cosines, pooled_error
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.tables_writer import write_tables
+from embedserve_store.publishing.version_writer import check_errors
 from embedserve_store.sources.rows import TensorRows
 
 
@@ -47,6 +50,22 @@ def test_the_lowest_cosine_is_that_of_the_worst_bag(tmp_path: Path) -> None:
     assert error.cosine_min == pytest.approx(-1.0)
     assert -1 < error.cosine < 1
     assert error.max_abs == pytest.approx(2 * rows[1].max().item())
+
+
+@pytest.mark.parametrize("names", [("t", "u"), ("u", "t")])
+def test_an_error_that_is_not_a_number_is_not_within_the_limit(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """Sums of rows overflow float32, though each row is finite."""
+    large = torch.full((50, 8), 3e38)
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = error_of(table_of(large), large, large, tmp_path / "t")
+    assert np.isnan(error.relative_l2)
+    rows = torch.rand(50, 8)
+    exact = error_of(table_of(rows), rows, rows, tmp_path / "u")
+    manifest = Manifest("m", 1, (replace(table_of(rows), name="t"),), False)
+    with pytest.raises(InvalidModelError, match=r"table 't'.* error of nan"):
+        check_errors({one: error if one == "t" else exact for one in names}, manifest, 0.5)
 
 
 def test_rows_of_zeros_are_exact(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import check_options, publish
+from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources import live
 from embedserve_store.sources.description import read_description
@@ -400,3 +401,13 @@ def test_a_table_beyond_all_memory_is_refused_by_name(tmp_path: Path) -> None:
     tables = [TableSpec("t", 9 * 10**18, 4, ("t",), "sum", "float32")]
     with pytest.raises(StoreError, match="table 't': num_embeddings is 9000000000000000000"):
         check_options(tables, tmp_path, model="m", dtype="int8", sharding="row_wise", world_size=1)
+
+
+@pytest.mark.parametrize("publish", [publish, publish_sharded])
+def test_an_unknown_option_is_a_type_error(
+    publish: Any, ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sharing'"):
+        publish(ebc, tmp_path / "store", model="m", sharing="row_wise")
+
+    assert not (tmp_path / "store").exists()

@@ -1,4 +1,4 @@
-"""Sums of rows, by Triton's Python backend: what open_inference.py asks Triton itself."""
+"""Model for Triton's Python backend that adds up rows; of_triton.py serves it."""
 
 from __future__ import annotations
 

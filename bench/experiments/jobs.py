@@ -1,6 +1,6 @@
 """Throughput of batch jobs: embed_in_batches on `bulk`, by client and number of requests in flight.
 
-    python bench/jobs.py [--rounds 5]
+    PYTHONPATH=bench python bench/experiments/jobs.py [--rounds 5]
 
 The baseline sends one request after another. The server runs on one core, the client on the other.
 Clients take turns, and the medians are reported.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from embedserve.commands.access_stats import AccessStats
+from embedserve.commands.planning.access_stats import AccessStats
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.access_counts import (
     imbalance,

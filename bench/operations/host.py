@@ -12,6 +12,7 @@ from typing import Any
 import load
 import running
 from measure import bodies_of
+from processes import children, memory_bytes
 from servers.base import Server
 from servers.constants import ConstantHttp
 from servers.embedserve import EmbedServe
@@ -69,19 +70,12 @@ def memory() -> dict[str, Any]:
         way = server.ways[1]
         for request in work.requests * 8:
             running.ask(server, way, work, request)
-        sizes = [_memory(child) for child in running.children(process.pid)]
+        sizes = [memory_bytes(child) for child in children(process.pid)]
     return {
         "table_mb": work.tables.count * work.tables.rows * work.tables.dim * 4 / 1e6,
-        "private_mb": [private / 1e6 for private, _ in sizes],
-        "pss_mb": [pss / 1e6 for _, pss in sizes],
+        "private_mb": [(one["Private_Clean"] + one["Private_Dirty"]) / 1e6 for one in sizes],
+        "pss_mb": [one["Pss"] / 1e6 for one in sizes],
     }
-
-
-def _memory(pid: int) -> tuple[int, int]:
-    """Returns (private bytes, proportional set size in bytes)."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    return sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Pss"]
 
 
 def tables() -> dict[str, Any]:

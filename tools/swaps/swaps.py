@@ -1,12 +1,12 @@
-"""make swaps: changes the version that answers, again and again, under full load.
+"""make swaps: changes the served version repeatedly, under full load.
 
-Publishes some versions of a model of eight tables, serves them with `--follow alias` on one core,
-and moves the alias; each tenth time back to where it was. With `--canary` another alias has a share
-and is in the shadow, and moves, too. wrk asks as fast as it is answered, from the other core, and
-compares every answer with those that the versions give to its request; beside it some callers of
-REST and gRPC ask requests of their own at a steady pace, compare each answer with the rows of the
-version that it names, and note how long it took. Prints what came of it, and draws waits and memory
-over time. With `--server triton` the same is done to NVIDIA's Triton, as soak.swapped_triton says.
+Publishes several versions of a model with eight tables, serves them with `--follow alias` on one
+core, and moves the alias. Every tenth move goes back. With `--canary` another alias has a share and
+a shadow, and moves, too. From the other core wrk sends requests as fast as it gets responses, and
+compares every response with the versions' known responses. Some callers of REST and gRPC send
+requests at a steady pace, compare each response with the rows of the version that it names, and
+measure latency. Prints the results, and draws latencies and memory over time. With `--server
+triton` it measures NVIDIA's Triton instead (swaps.triton_server).
 
     make swaps SWAPS="--swaps 100 --workers 2 --output folder"
     make swaps SWAPS="--swaps 100 --server triton --output folder"
@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,31 +30,33 @@ from random import Random
 from statistics import median
 from time import monotonic
 
+from load import LOAD_CORE, need, parse_wrk, pinned, quantile
 from pictures import Panel, draw
+from processes import descendants, memory_bytes
+from running import SERVER_CORE
 from running_servers import free_port
-from soak.steady import Seen, ask_grpc, ask_rest
-from soak.swapped import Request, Swapped
-from soak.swapped_embedserve import Embedserve
-from soak.swapped_triton import TritonSwapped
+from swaps.callers import CallResults, ask_grpc, ask_rest
+from swaps.embedserve_server import EmbedserveServer
+from swaps.server import Request, SwapServer
+from swaps.triton_server import TritonServer
 
-SERVERS = {"embedserve": Embedserve, "triton": TritonSwapped}
-SERVER_CORE, LOAD_CORE = 0, 1
+SERVERS = {"embedserve": EmbedserveServer, "triton": TritonServer}
 ROLLBACK_EVERY = CANARY_EVERY = 10
-"""Switches; the canary moves between two rollbacks."""
+"""Switches between two rollbacks. The canary moves halfway between."""
 WRK_CONNECTIONS = 32
 CALLERS = 4
-"""Of each protocol."""
+"""Steady callers of each protocol."""
 REQUESTS = 64
 MEMORY_EVERY = 10
-"""Switches."""
+"""Switches between two samples of memory."""
 READY_S_MAX = 300.0
 BEGIN_S = 2.0
-"""Until wrk and the server have got used to each other."""
+"""Seconds of load before the first measured switch."""
 SWITCH_S_MAX = 30.0
 CALM_S = 1.0
-"""Before the first switch to each version."""
+"""Seconds before the first switch to each version."""
 AFTER_S = 0.2
-"""Past the first answer of the next version, in which a wait counts as one of the switch."""
+"""Seconds after the next version's first response that still count as part of the switch."""
 WRK = """
 local body = "%s"
 local known = {%s}
@@ -80,13 +79,10 @@ end
 """
 
 
-def pinned(core: int, arguments: Sequence[object]) -> list[str]:
-    return ["taskset", "-c", str(core), *map(str, arguments)]
-
-
 @dataclass(frozen=True)
 class Switch:
-    """One: when it was asked for, when the version was seen first, and when both were over."""
+    """A switch: when it was requested, when the version was seen first, and when the switch was
+    over."""
 
     version: int
     at_s: float
@@ -95,7 +91,7 @@ class Switch:
 
 
 def forget(tables: Path) -> None:
-    """Drops a version's rows, which nobody has mapped, from the page cache."""
+    """Drops a version's rows, which no process has mapped, from the page cache."""
     opened = os.open(tables, os.O_RDONLY)
     try:
         os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -103,39 +99,27 @@ def forget(tables: Path) -> None:
         os.close(opened)
 
 
-def processes_of(pid: int) -> list[int]:
-    """A process and all below it, whichever of its threads started them."""
-    found = [pid]
-    for one in found:  # which grows
-        for children in Path(f"/proc/{one}/task").glob("*/children"):
-            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
-                found += map(int, children.read_text().split())
-    return found
-
-
 def memory_mb(pid: int) -> float:
-    """Anonymous memory of a process and all below it."""
+    """Returns the MiB of anonymous memory of a process and all processes below it."""
     total = 0
-    for one in processes_of(pid):
+    for one in descendants(pid):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
-            for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Anonymous:"):
-                    total += int(line.split()[1])
-    return total / 1024
+            total += memory_bytes(one)["Anonymous"]
+    return total / 2**20
 
 
 class Swaps:
-    """A server whose version is changed, and what was seen of its switches.
+    """Changes the version of a server, and records the switches.
 
     Attributes:
-        memory: (when, MB of all its processes), between two switches.
-        first_waits: seconds that steady callers waited during the first switch to each version,
-            and between two of these, before wrk loads the server.
-        load: what wrk counted.
+        memory: (time, MiB of all its processes) between two switches.
+        first_waits: latencies of steady callers during the first switch to each version, and
+            between these switches, before wrk loads the server.
+        load: figures of wrk.
     """
 
-    def __init__(self, folder: Path, server: Swapped, chosen: argparse.Namespace) -> None:
-        self.seen = Seen()
+    def __init__(self, folder: Path, server: SwapServer, chosen: argparse.Namespace) -> None:
+        self.seen = CallResults()
         self.switches: list[Switch] = []
         self.memory: list[tuple[float, float]] = []
         self.start_s = 0.0
@@ -183,7 +167,7 @@ class Swaps:
         return f"http://127.0.0.1:{self._ports[0]}{path}"
 
     async def _swap(self, pid: int) -> None:
-        asking = self._start_callers()
+        callers = self._start_callers()
         versions = self._versions
         for version in (*versions[1:], versions[0]):  # so that every answer is known to wrk
             await asyncio.sleep(CALM_S)
@@ -208,22 +192,20 @@ class Swaps:
             if number % CANARY_EVERY == CANARY_EVERY // 2:
                 canary = versions[number % len(versions)]
                 await asyncio.to_thread(self._server.move_canary, canary)
-            for task in asking:
+            for task in callers:
                 if task.done():
                     task.result()
         await asyncio.sleep(self._chosen.every_s)
         await self._note_memory(pid)
         wrk.send_signal(signal.SIGINT)  # at which it says what it counted
         output, _ = await wrk.communicate()
-        found = re.search(rb"^FIGURES (.*)$", output, re.MULTILINE)
-        if found is None:
-            sys.exit(f"wrk printed no figures: {output!r}")
-        self.load = json.loads(found[1])
-        for task in asking:
+        self.load = parse_wrk(output.decode())
+        for task in callers:
             task.cancel()
 
     def waits(self) -> tuple[list[float], list[float]]:
-        """Seconds that steady callers waited, of requests during switches and of all others."""
+        """Returns the latencies of steady callers in seconds: of requests during switches, and of
+        all others."""
         during: list[float] = []
         calm: list[float] = []
         for at_s, wait_s in self.seen.waits:
@@ -232,7 +214,7 @@ class Swaps:
         return during, calm
 
     def _start_callers(self) -> list[asyncio.Task[None]]:
-        askings = self._server.askings
+        targets = self._server.targets
         protocols = zip((ask_rest, ask_grpc), self._ports, (self._rest, self._grpc), strict=True)
         return [
             asyncio.create_task(
@@ -242,7 +224,7 @@ class Swaps:
                     requests,
                     self.seen,
                     Random(f"{ask.__name__} {caller}"),
-                    askings[caller % len(askings)],
+                    targets[caller % len(targets)],
                 )
             )
             for ask, port, requests in protocols
@@ -250,11 +232,11 @@ class Swaps:
         ]
 
     async def _note_memory(self, pid: int) -> None:
-        """The kernel takes its time for it."""
+        """Samples the memory in a thread, because the kernel takes long to add it up."""
         self.memory.append((monotonic(), await asyncio.to_thread(memory_mb, pid)))
 
     async def _move(self, version: int) -> None:
-        """Returns once the version was seen."""
+        """Switches to a version, and returns once it was seen."""
         self.seen.first_s.pop(version, None)
         if self._chosen.cold:
             await asyncio.to_thread(forget, self._server.tables(version))
@@ -278,8 +260,8 @@ class Swaps:
         script = self._folder / "wrk.lua"
         script.write_text(WRK % (quoted(first.message), known, headers))
         seconds = int(self._chosen.swaps * (self._chosen.every_s + SWITCH_S_MAX) + 60)
-        url = self._url(self._server.askings[-1].path)
-        asked = ["wrk", "-t1", f"-c{WRK_CONNECTIONS}", f"-d{seconds}s", "-s", script, url]
+        url = self._url(self._server.targets[-1].path)
+        asked = ["wrk", "-t1", f"-c{WRK_CONNECTIONS}", f"-d{seconds}s", "-s", str(script), url]
         return await asyncio.create_subprocess_exec(
             *pinned(LOAD_CORE, asked), stdout=asyncio.subprocess.PIPE
         )
@@ -292,9 +274,8 @@ async def _until(is_so: Callable[[], bool]) -> None:
 
 
 def milliseconds(waits: Sequence[float]) -> str:
-    """p50, p99 and the longest."""
-    ordered = sorted(waits)
-    marks = (ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))], ordered[-1])
+    """Formats p50, p99 and the maximum."""
+    marks = [quantile(waits, share) for share in (0.5, 0.99, 1.0)]
     return "p50 {:.1f}, p99 {:.1f}, longest {:.1f} ms".format(*(1e3 * mark for mark in marks))
 
 
@@ -329,7 +310,7 @@ def draw_report(swaps: Swaps, path: Path) -> None:
     for at_s, wait in swaps.seen.waits:
         waits[max(0, int(at_s - start_s))].append(1e3 * wait)
     nan = float("nan")
-    p99s = [sorted(one)[int(0.99 * len(one))] if one else nan for one in waits]
+    p99s = [quantile(one, 0.99) if one else nan for one in waits]
     memory = [nan] * count
     for at_s, value in swaps.memory:
         memory[min(count - 1, int(at_s - start_s))] = value
@@ -365,14 +346,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--output", type=Path, help="folder for the log and the picture")
     chosen = parser.parse_args()
-    for tool in ("wrk", "taskset"):
-        if shutil.which(tool) is None:
-            sys.exit(f"{tool} is missing")
+    need("wrk")
     folder = chosen.output or Path(tempfile.mkdtemp(prefix="swaps-"))
     folder.mkdir(parents=True, exist_ok=True)
     if chosen.store:
         chosen.store.mkdir(parents=True, exist_ok=True)
-    os.sched_setaffinity(0, {LOAD_CORE})
+    os.sched_setaffinity(0, {int(LOAD_CORE)})
     with tempfile.TemporaryDirectory(prefix="swaps-") as where:
         swaps = Swaps(folder, SERVERS[chosen.server](chosen.store or Path(where), chosen), chosen)
         swaps.run()

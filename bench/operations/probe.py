@@ -3,7 +3,7 @@
 It is a separate process with a higher priority than the load on the same core. It thus measures the
 latency of the server, not the time that the core is busy.
 
-    python bench/probe.py PORT PATH BODY PAUSE_S
+    python bench/operations/probe.py PORT PATH BODY PAUSE_S
 
 It prints a line per call until it is terminated: the status and the milliseconds.
 """

@@ -1,18 +1,20 @@
-"""NVIDIA's Triton, which is told what to load, for `make swaps`: as the benchmark runs it
-(bench/servers/triton.py: Python backend, one instance, dynamic batching, one HTTP thread).
+"""NVIDIA's Triton for `make swaps`, configured as in the benchmark (bench/servers/triton.py: Python
+backend, one instance, dynamic batching, one HTTP thread).
 
-What was chosen so that it serves as well as it can while the version changes:
+These choices let it serve as well as it can while the version changes:
 
-- Its repository has all versions of one model. A move writes another number into the model's
-  `version_policy`, and asks for a load (explicit model control). Triton then loads that version
-  beside the one that answers, and lets go of that one only afterwards; a request that names no
-  version is answered by the highest that is loaded, and the answer says which.
-- The load is asked for over gRPC: over REST it holds the one thread of REST until it is done, and
-  whoever asks by REST waits for seconds.
-- A version's rows are one file in its folder, which the script maps: nothing is read or copied
-  before it is needed, and versions share the page cache as embedserve's do. What a load then takes
-  is the start of a process, which Triton's Python backend has for each version, and mostly its
-  import of torch, whose kernel pools; embedserve's processes import it once.
+- The repository has all versions of one model. A switch writes another number into the model's
+  `version_policy`, and requests a load (explicit model control). Triton then loads that version
+  beside the serving version, which it unloads afterwards. A request without a version gets the
+  highest loaded version, and the response names it.
+- The load is requested over gRPC. Over REST the load would block Triton's one REST thread until it
+  is done, and REST callers would wait for seconds.
+- The rows of a version are one file in its folder, which the script maps. No row is read or copied
+  before it is needed, and versions share the page cache as embedserve's do. The rest of a load is
+      the
+  start of a process for each version, mostly its import of torch for the pooling kernel.
+      embedserve's
+  processes import torch once.
 """
 
 from __future__ import annotations
@@ -31,16 +33,17 @@ from servers.open_inference import (
     infer_headers,
 )
 from servers.triton import LOAD, MODEL, Triton, add_version, tensors_of
-from soak.swapped import DIM, TABLES, Asking, Codec, Swapped, row_values
+from swaps.server import DIM, TABLES, CallTarget, Codec, SwapServer, row_values
 from workloads import Request as Jagged
 
 _, BINARY, GRPC = Triton.ways
 JOINED = "joined.npy"
-"""As bench/servers/scripts/pooling.py has it, which imports torch."""
+"""Name of the file with the rows. bench/servers/scripts/pooling.py has the same, but imports torch.
+"""
 
 
 def jagged(ids: Sequence[np.ndarray]) -> Jagged:
-    """One example, of as many features as there are tables."""
+    """Returns one example, with a feature for each table."""
     lengths = np.array([[one.size] for one in ids], np.int32)
     return Jagged(lengths, np.concatenate(ids))
 
@@ -67,14 +70,14 @@ def decode_grpc(body: bytes) -> tuple[int, np.ndarray]:
     return version, values.ravel()
 
 
-class TritonSwapped(Swapped):
-    """Installs its environment where it is missing, which takes minutes."""
+class TritonServer(SwapServer):
+    """Installs Triton's environment if it is missing, which takes minutes."""
 
     rest = Codec(encode_rest, decode_rest, headers)
     grpc = Codec(encode_grpc, decode_grpc)
     method = GRPC.path
     ready_path = "/v2/health/ready"
-    askings = (Asking(BINARY.path, b"", is_followed=True),)
+    targets = (CallTarget(BINARY.path, b"", is_followed=True),)
 
     def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
         self._repository = folder / "repository"
@@ -103,7 +106,7 @@ class TritonSwapped(Swapped):
         return {**self._triton.environment(), "PYTHONPATH": ""}
 
     async def move(self, version: int) -> None:
-        """Returns once the version is loaded."""
+        """Loads a version, and returns once it is loaded."""
         self._configure(version)
         async with grpc.aio.insecure_channel(self._address) as channel:
             await channel.unary_unary(LOAD)(grpc_load(MODEL))

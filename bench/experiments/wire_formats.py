@@ -1,6 +1,7 @@
 """CPU time of the server per request, by wire format.
 
-    python bench/wire_formats.py [--workload bulk] [--rounds 15] [--requests 20]
+    PYTHONPATH=bench python bench/experiments/wire_formats.py \\
+        [--workload bulk] [--rounds 15] [--requests 20]
 
 A server on core 0 serves one client on core 1, which sends one request after another and reads
 every response completely. Formats take turns. The reported ratio is the median, over rounds, of a
@@ -15,11 +16,11 @@ import http.client
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 import pyarrow as pa
+from processes import cpu_seconds
 from running import PORT, SERVER_CORE, running
 from servers.embedserve import MESSAGE, PROTOBUF, EmbedServe
 from workloads import Request, Workload, workload
@@ -87,14 +88,7 @@ def values_of(form: Form, work: Workload, answer: bytes) -> np.ndarray:
     return np.concatenate(flat, axis=1)
 
 
-def processor_s(pid: int) -> float:
-    """Returns the CPU seconds of all threads of a process, from the kernel's nanosecond
-    counters."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(one.read_text().split()[0]) for one in tasks) / 1e9
-
-
-class Asker:
+class WireClient:
     """One connection, and the bodies in one format."""
 
     def __init__(self, form: Form, work: Workload) -> None:
@@ -111,12 +105,12 @@ class Asker:
         return content
 
 
-def measure(pid: int, asker: Asker, requests: int) -> float:
+def measure(pid: int, asker: WireClient, requests: int) -> float:
     """Returns the server's CPU milliseconds per request."""
-    before_s = processor_s(pid)
+    before_s = cpu_seconds(pid)
     for at in range(requests):
         asker.ask(at)
-    return (processor_s(pid) - before_s) / requests * 1000
+    return (cpu_seconds(pid) - before_s) / requests * 1000
 
 
 def main() -> None:
@@ -129,7 +123,7 @@ def main() -> None:
     work.tables.make()
     os.sched_setaffinity(0, {CLIENT_CORE})
     with running(EmbedServe(), work, SERVER_CORE) as server:
-        askers = [Asker(form, work) for form in FORMS]
+        askers = [WireClient(form, work) for form in FORMS]
         check(askers, work)
         taken: dict[str, list[float]] = {form.name: [] for form in FORMS}
         for turn in range(chosen.rounds):
@@ -143,7 +137,7 @@ def main() -> None:
               f"{ratio:.3f} of protobuf's")  # fmt: skip
 
 
-def check(askers: list[Asker], work: Workload) -> None:
+def check(askers: list[WireClient], work: Workload) -> None:
     """Checks that all formats get the same values, and warms them up."""
     expected = values_of(REFERENCE, work, askers[0].ask(0))
     for asker in askers:

@@ -1,4 +1,4 @@
-"""embedserve, which follows an alias, for `make swaps`."""
+"""embedserve for `make swaps`, following an alias."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from running_servers import command
 from safetensors.numpy import save_file
-from soak.swapped import DIM, TABLES, Asking, Codec, Swapped, row_values
+from swaps.server import DIM, TABLES, CallTarget, Codec, SwapServer, row_values
 
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_store import set_alias
@@ -38,11 +38,11 @@ CODEC = Codec(encode, decode, lambda message: {"Content-Type": PROTOBUF, "Accept
 
 
 LAYOUTS = (("table_wise", 1), ("row_wise", 4), ("column_wise", 2))
-"""Shardings with their numbers of ranks, in which versions take turns with ``--layouts``."""
+"""(sharding, ranks) that versions alternate between with ``--layouts``."""
 
 
 def publish(store: Path, version: int, rows: int, sharding: str, ranks: int) -> None:
-    """Publishes in a child, so that this process does not import torch."""
+    """Publishes a version in a child process, so that this process does not import torch."""
     weights = {
         f"embedding_bags.t{table}.weight": row_values(version, table, np.arange(rows))
         for table in range(TABLES)
@@ -67,19 +67,20 @@ def publish(store: Path, version: int, rows: int, sharding: str, ranks: int) -> 
     checkpoint.unlink()
 
 
-class Embedserve(Swapped):
-    """Half of its callers name the alias, the others no model; with a canary these meet it, too."""
+class EmbedserveServer(SwapServer):
+    """Half of the callers name the alias, the others no model. With a canary the latter meet it,
+    too."""
 
     rest = grpc = CODEC
     method = "/embedserve.v1.EmbeddingService/Embed"
     ready_path = "/health/ready"
-    askings = (
-        Asking(
+    targets = (
+        CallTarget(
             f"/models/{MODEL}@{ALIAS}/embed",
             pb.EmbedRequest(model=f"{MODEL}@{ALIAS}").SerializeToString(),
             is_followed=True,
         ),
-        Asking("/embed", b"", is_followed=False),
+        CallTarget("/embed", b"", is_followed=False),
     )
 
     def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
@@ -108,7 +109,8 @@ class Embedserve(Swapped):
         return serve
 
     async def move(self, version: int) -> None:
-        """In a thread: those who ask are timed by this process, and do not wait for the disk."""
+        """Moves the alias in a thread, because this process times the callers and must not wait for
+        the disk."""
         await asyncio.to_thread(set_alias, self._store, MODEL, ALIAS, version)
 
     def move_canary(self, version: int) -> None:

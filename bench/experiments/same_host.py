@@ -1,6 +1,6 @@
 """Latency of `bulk` for a caller on the same host: TCP, a Unix socket, or shared memory.
 
-    python bench/same_host.py [--rounds 3] [--seconds 3]
+    PYTHONPATH=bench python bench/experiments/same_host.py [--rounds 3] [--seconds 3]
 
 Triton is measured too if it is installed, and the kernel alone for reference. The server runs on
 one core, the caller on the other, with one request after another. A round starts each server once,
@@ -32,6 +32,7 @@ from pathlib import Path
 import kernel
 import numpy as np
 import running
+from processes import cpu_seconds
 from servers.base import Server
 from servers.embedserve import EmbedServe
 from servers.open_inference import Tensor
@@ -43,9 +44,7 @@ KEY = f"/embedserve-bench-{os.getpid()}"
 HEAD_BYTES_MAX = 64 << 10
 SHARED_MEMORY = "/v2/systemsharedmemory/region"
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-Ask = Callable[[int], np.ndarray]
+SendRequest = Callable[[int], np.ndarray]
 """Sends the request with the given number, and returns its vectors."""
 
 
@@ -60,7 +59,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Target:
     """A server, and the model and output to request from it.
 
     Attributes:
@@ -137,7 +136,7 @@ def of_features(work: Workload, request: Request) -> list[Tensor]:
     return tensors
 
 
-def over_a_socket(sock: socket.socket, asked: Asked, work: Workload) -> Ask:
+def over_a_socket(sock: socket.socket, asked: Target, work: Workload) -> SendRequest:
     """Returns a function that sends tensors in binary after the JSON, in both directions."""
     connection = Connection(sock, work.answer_bytes)
     outputs = [{"name": asked.output, "parameters": {"binary_data": True}}]
@@ -161,8 +160,8 @@ def over_a_socket(sock: socket.socket, asked: Asked, work: Workload) -> Ask:
 
 
 def through_memory(
-    sock: socket.socket, ids: np.ndarray, vectors: np.ndarray, asked: Asked, work: Workload
-) -> Ask:
+    sock: socket.socket, ids: np.ndarray, vectors: np.ndarray, asked: Target, work: Workload
+) -> SendRequest:
     connection = Connection(sock, work.answer_bytes)
     for name, region in (("ids", ids), ("vectors", vectors)):
         told = {"key": f"{KEY}-{name}", "offset": 0, "byte_size": region.nbytes}
@@ -204,31 +203,24 @@ def unix(path: Path) -> socket.socket:
     return sock
 
 
-def processor_s(pid: int) -> float:
-    """Returns the CPU seconds of a process and all its descendants."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    own = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-    return own + sum(map(processor_s, running.children(pid)))
-
-
-def drive(ask: Ask, work: Workload, pid: int, seconds: float) -> Figures:
+def drive(ask: SendRequest, work: Workload, pid: int, seconds: float) -> Figures:
     """Measures one way. The first pass is not timed, and one of its results is checked."""
     request = work.requests[0]
     work.check(request, ask(0).reshape(request.examples, -1))
     for number in range(len(work.requests)):
         ask(number)
     times: list[float] = []
-    start, server_s = time.perf_counter(), processor_s(pid)
+    start, server_s = time.perf_counter(), cpu_seconds(pid)
     while time.perf_counter() - start < seconds:
         begin = time.perf_counter()
         ask(len(times) % len(work.requests))
         times.append(time.perf_counter() - begin)
     rate = len(times) / (time.perf_counter() - start)
-    server_ms = (processor_s(pid) - server_s) / len(times) * 1e3
+    server_ms = (cpu_seconds(pid) - server_s) / len(times) * 1e3
     return Figures(statistics.median(times) * 1e3, rate, server_ms)
 
 
-def measure(asked: Asked, work: Workload, path: Path, seconds: float) -> dict[str, Figures]:
+def measure(asked: Target, work: Workload, path: Path, seconds: float) -> dict[str, Figures]:
     """Starts the server once and returns the figures by way.
 
     Args:
@@ -263,9 +255,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "http.sock"
         ours = EmbedServe("--http-uds", str(path), "--shared-memory", "/embedserve-bench-")
-        servers = [Asked(ours, work.tables.name, "pooled", partial(of_features, work))]
+        servers = [Target(ours, work.tables.name, "pooled", partial(of_features, work))]
         if not Triton().missing():
-            servers.append(Asked(Triton(), MODEL, "values", tensors_of))
+            servers.append(Target(Triton(), MODEL, "values", tensors_of))
         for _ in range(options.rounds):
             for asked in servers:
                 for name, one in measure(asked, work, path, options.seconds).items():

@@ -1,4 +1,4 @@
-"""What `make fuzz` and `make soak` are told: how long, which seed, and where their output goes."""
+"""Command line options of `make fuzz` and `make soak`: duration, seed and output folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Chosen:
 
 
 def chosen(name: str, description: str, minutes: float) -> Chosen:
-    """From the command line; by default so many ``minutes``."""
+    """Parses the command line; ``minutes`` is the default duration."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--minutes", type=float, default=minutes)
     parser.add_argument("--seed", type=int, default=int(time.time()))

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from embedserve.commands.access_stats import AccessStats, measured_of
-from embedserve.commands.plan_from_metrics import RequestedReads, propose, show_balance
-from embedserve.commands.pod_patch import PodOptions, PodRows, pod_patch
+from embedserve.commands.planning.access_stats import AccessStats, measured_of
+from embedserve.commands.planning.plan_from_metrics import RequestedReads, propose, show_balance
+from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_patch
 from embedserve.commands.running_server import ServerClient
+from embedserve_store.commands.per_table_option import parse_sharding
 from embedserve_store.commands.plan_view import count_ranks, show_plan
-from embedserve_store.commands.sharding import parse_sharding
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.version_folder import to_json_bytes

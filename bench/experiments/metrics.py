@@ -1,6 +1,6 @@
 """Cost of recording the metrics of a request, including its share of the metrics of its batch.
 
-python bench/metrics.py
+PYTHONPATH=bench python bench/experiments/metrics.py
 """
 
 from __future__ import annotations

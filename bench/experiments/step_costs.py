@@ -1,6 +1,6 @@
 """Cost of each step of the hot path on `small` in microseconds, measured separately and warm.
 
-    python bench/step_costs.py
+    PYTHONPATH=bench python bench/experiments/step_costs.py
 
 A batch has 25 requests, about as many as 64 connections produce. All steps run on one core, and the
 best of 15 rounds is reported.

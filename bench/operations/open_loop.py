@@ -5,7 +5,7 @@ one after another. This client writes a whole call from prepared bytes. It respe
 flow-control windows and sends one call at a time per connection. It reads frames without decoding
 headers: a call that ends with its first headers is a rejection.
 
-    python bench/open_loop.py PORT PATH BODY ANSWER_BYTES CONNECTIONS RATE SECONDS
+    python bench/operations/open_loop.py PORT PATH BODY ANSWER_BYTES CONNECTIONS RATE SECONDS
 
 It prints its figures as JSON. "late" counts calls that never had a free connection.
 """

@@ -17,6 +17,7 @@ from typing import Any
 import load
 import running
 from measure import driver
+from processes import children
 from servers.base import Way
 from servers.embedserve import GRPC, JSON, ONE_MESSAGE, EmbedServe
 from workloads import Workload, workload
@@ -97,7 +98,7 @@ def _kill_one(work: Workload, way: Way) -> dict[str, Any]:
             thread.start()
         try:
             time.sleep(KILL_AFTER_S)
-            os.kill(running.children(process.pid)[0], signal.SIGKILL)
+            os.kill(children(process.pid)[0], signal.SIGKILL)
             start = time.perf_counter()
             _until(lambda: _ready_workers() < 2, READY_S_MAX)
             back_s = _until(lambda: _ready_workers() == 2, READY_S_MAX) - start

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from embedserve_store.commands.sharding import parse_sharding
+from embedserve_store.commands.per_table_option import parse_sharding
 from embedserve_store.errors import StoreError
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 

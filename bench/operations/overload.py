@@ -155,11 +155,10 @@ def _h2load(command: list[str], log: Path, seconds: int) -> Load:
     before_s = _children_cpu_s()
     load.run(command, seconds)
     used_s, times = _children_cpu_s() - before_s, Times()
-    for line in log.read_text().splitlines():
-        _, status, time_us = line.split("\t")[:3]
+    for status, ms in load.read_log(log):
         if status in ("200", "429"):
             ended = times.ok_ms if status == "200" else times.refused_ms
-            ended.append(int(time_us) / 1e3)
+            ended.append(ms)
         else:
             times.others += 1
     return Load(len(times.ok_ms) + len(times.refused_ms), times.others, used_s, times)
@@ -225,5 +224,4 @@ def _memory(pid: int) -> Iterator[list[int]]:
 
 
 def _at(values: Sequence[float], share: float) -> float | None:
-    ordered = sorted(values)
-    return ordered[int(share * (len(ordered) - 1))] if ordered else None
+    return load.quantile(values, share) if values else None

@@ -1,4 +1,4 @@
-"""The steady callers of `make swaps`: each asks by REST or gRPC at its pace, and compares."""
+"""Steady callers of `make swaps`: each sends REST or gRPC requests at its pace, and checks them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from random import Random
 from time import monotonic
 
 import grpc
-from soak.swapped import Asking, Request
+from swaps.server import CallTarget, Request
 
 RATE = 50.0
-"""Of each caller a second."""
+"""Requests per second of each caller."""
 
 
 @dataclass
-class Seen:
-    """What the steady callers saw.
+class CallResults:
+    """Responses that the steady callers got.
 
     Attributes:
-        waits: (when asked, seconds) of each answer.
-        answers: by version.
-        first_s: when a version answered first since it was awaited.
+        waits: (start, seconds) of each response.
+        answers: responses by version.
+        first_s: time of the first response of each version, since it was awaited.
     """
 
     waits: list[tuple[float, float]] = field(default_factory=list)
@@ -45,22 +45,27 @@ class Seen:
 
 
 async def ask_rest(
-    port: int, method: str, requests: Sequence[Request], seen: Seen, random: Random, asking: Asking
+    port: int,
+    method: str,
+    requests: Sequence[Request],
+    results: CallResults,
+    random: Random,
+    target: CallTarget,
 ) -> None:
-    """Posts to the path of ``asking``."""
+    """Posts requests to the path of ``target`` until it is cancelled."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         while True:
             request = random.choice(requests)
             asked_s = monotonic()
-            writer.write(head_of(asking.path, request) + request.message)
+            writer.write(head_of(target.path, request) + request.message)
             head = await reader.readuntil(b"\r\n\r\n")
             found = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
             body = await reader.readexactly(int(found[1]) if found else 0)
             if head.startswith(b"HTTP/1.1 200"):
-                seen.note(asked_s, request, body, asking.is_followed)
+                results.note(asked_s, request, body, target.is_followed)
             else:
-                seen.wrong.append(f"REST: {head[:40]!r} {body[:200]!r}")
+                results.wrong.append(f"REST: {head[:40]!r} {body[:200]!r}")
             await asyncio.sleep(random.uniform(0.5, 1.5) / RATE)
     finally:
         writer.close()
@@ -77,7 +82,12 @@ def head_of(path: str, request: Request) -> bytes:
 
 
 async def ask_grpc(
-    port: int, method: str, requests: Sequence[Request], seen: Seen, random: Random, asking: Asking
+    port: int,
+    method: str,
+    requests: Sequence[Request],
+    results: CallResults,
+    random: Random,
+    target: CallTarget,
 ) -> None:
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
@@ -86,8 +96,8 @@ async def ask_grpc(
             request = random.choice(requests)
             asked_s = monotonic()
             try:
-                body = await embed(asking.prefix + request.message)
-                seen.note(asked_s, request, body, asking.is_followed)
+                body = await embed(target.prefix + request.message)
+                results.note(asked_s, request, body, target.is_followed)
             except grpc.aio.AioRpcError as error:
-                seen.wrong.append(f"gRPC: {error.code().name} {error.details()}")
+                results.wrong.append(f"gRPC: {error.code().name} {error.details()}")
             await asyncio.sleep(random.uniform(0.5, 1.5) / RATE)

@@ -1,6 +1,7 @@
-"""What `make swaps` asks of a server whose versions take turns, and what a right answer is.
+"""Interface of a server whose versions `make swaps` changes, with requests and their exact
+responses.
 
-The servers themselves are soak.swapped_embedserve and soak.swapped_triton.
+swaps.embedserve_server and swaps.triton_server implement it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import numpy as np
 
 TABLES, DIM, BAG_MAX = 8, 64, 8
 FIGURE = 4099
-"""Values of a version are below, and added to its number of STEPs: sums of them are exact."""
+"""Upper bound of a version's values, to which STEP times the version is added. Sums of them are
+exact."""
 STEP = 5000
 
 
 def row_values(version: int, table: int, rows: np.ndarray) -> np.ndarray:
-    """float32 [rows, DIM]: the rows of a table of a version."""
+    """Returns rows of a version's table, float32 [rows, DIM]."""
     columns = np.arange(DIM)[None, :]
     whole = (rows[:, None] * 7 + columns * 3 + table * 11) % FIGURE + STEP * version
     return whole.astype(np.float32)
@@ -28,10 +30,11 @@ def row_values(version: int, table: int, rows: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Codec:
-    """How ids of each table become a message, and an answer its version and values (float32).
+    """Encodes ids of each table as a message, and decodes a response to its version and values
+    (float32).
 
     Attributes:
-        headers: of the POST of a message; none over gRPC.
+        headers: HTTP headers of a message; none for gRPC.
     """
 
     encode: Callable[[Sequence[np.ndarray]], bytes]
@@ -41,11 +44,11 @@ class Codec:
 
 @dataclass
 class Request:
-    """Ids of each table's feature, and what answers it exactly.
+    """Ids of each table's feature, and the check of responses to them.
 
     Attributes:
-        message: in the codec's form.
-        right: answers that were compared, with their versions.
+        message: the ids in the codec's format.
+        right: correct responses so far, with their versions.
     """
 
     ids: list[np.ndarray]
@@ -62,7 +65,7 @@ class Request:
         return cls(ids, codec, codec.encode(ids))
 
     def version_of(self, body: bytes) -> int | None:
-        """Of an answer; None if it is not right for the version that it names."""
+        """Returns the version of a response; None if the values are not those of that version."""
         if (known := self.right.get(body)) is not None:
             return known
         version, values = self.codec.decode(body)
@@ -77,13 +80,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Asking:
-    """One way in which steady callers ask.
+class CallTarget:
+    """A target of the steady callers.
 
     Attributes:
-        path: that REST posts to.
-        prefix: before each message of gRPC.
-        is_followed: whether the version that was moved to is the one that answers.
+        path: path for REST.
+        prefix: bytes before each gRPC message.
+        is_followed: whether this target always gets the version that was moved to.
     """
 
     path: str
@@ -91,41 +94,41 @@ class Asking:
     is_followed: bool
 
 
-class Swapped(ABC):
-    """A server, its versions, and how to ask it.
+class SwapServer(ABC):
+    """A server, its versions, and how to call it.
 
     Attributes:
-        askings: that callers of each protocol take turns with; the last one is wrk's, too.
-        method: of gRPC.
-        ready_path: answers with 200 once the server does.
+        targets: targets between which the callers of each protocol alternate; wrk uses the last.
+        method: gRPC method.
+        ready_path: path that returns 200 once the server is ready.
     """
 
     rest: Codec
     grpc: Codec
-    askings: Sequence[Asking]
+    targets: Sequence[CallTarget]
     method: str
     ready_path: str
 
     @abstractmethod
     def publish(self, version: int) -> None:
-        """Makes a version's rows, so that it can be moved to."""
+        """Writes the rows of a version, so that it can be moved to."""
 
     @abstractmethod
     def tables(self, version: int) -> Path:
-        """The file of a version's rows."""
+        """Returns the file with a version's rows."""
 
     @abstractmethod
     def command(self, http_port: int, grpc_port: int) -> list[str]:
-        """Serves the first version in the foreground until SIGTERM."""
+        """Returns the command that serves the first version in the foreground until SIGTERM."""
 
     @abstractmethod
     async def move(self, version: int) -> None:
-        """Has a version answer from now on. May return before, or once, it does."""
+        """Switches to a version. May return before the version serves."""
 
     def move_canary(self, version: int) -> None:
-        """Has a version answer the canary's share of the requests, where there is one."""
+        """Gives the canary's share of the requests to a version, if there is a canary."""
         return
 
     def environment(self) -> Mapping[str, str]:
-        """Variables beside the present ones."""
+        """Returns environment variables to add to the present ones."""
         return {}

@@ -1,9 +1,9 @@
-"""make swaps-killed: kill -9 in the midst of changes of the version, at every moment of them.
+"""make swaps-killed: kill -9 at every moment of a change of the version.
 
-A server with workers follows an alias. The alias is moved, and a moment later, each time another
-one, a worker or the supervisor is killed. Until all processes answer by the new version again (of
-the supervisor: once the server was started anew), every answer must be right for the version that
-it names, and that the one before or the new one. Prints what came of it.
+A server with several workers follows an alias. The alias is moved. A moment later, which differs
+each time, a worker or the supervisor is killed. If it was the supervisor, the server is started
+again. Every response must be exact for the version that it names, which is the previous or the new
+one, until all processes respond with the new version. Prints the counts.
 
     make swaps-killed SWAPS="--kills 60 --output folder"
 """
@@ -26,9 +26,10 @@ from pathlib import Path
 from random import Random
 from time import monotonic, sleep
 
+from processes import children
 from running_servers import command, free_port
-from soak.swapped import Request
-from soak.swapped_embedserve import ALIAS, CODEC, LAYOUTS, MODEL, publish
+from swaps.embedserve_server import ALIAS, CODEC, LAYOUTS, MODEL, publish
+from swaps.server import Request
 
 from embedserve.errors import LOADING
 from embedserve_store import set_alias
@@ -37,17 +38,18 @@ ROWS = 1000
 VERSIONS = 3
 WORKERS = 2
 SPAN_S = 0.6
-"""After the alias was moved: a change takes a third of it."""
+"""Seconds after the move of the alias within which a process is killed. A change takes a third of
+them."""
 SUPERVISOR_EVERY = 10
-"""Kills."""
+"""Kills between two kills of the supervisor."""
 ASKED = 24
-"""Connections, one after the other, whose answers must all be by the new version at last."""
+"""Consecutive connections that must all get the new version at the end."""
 SETTLED_S_MAX = 120.0
 EMBED = {"Content-Type": "application/x-protobuf", "Accept": "application/x-protobuf"}
 
 
 class Server:
-    """`embedserve serve`, which a kill may end; it is then started anew on the same ports."""
+    """`embedserve serve`, which is started again on the same ports if a kill ends it."""
 
     def __init__(self, store: Path, log: Path) -> None:
         self.port = free_port()
@@ -68,11 +70,10 @@ class Server:
             self.process = self._start()
 
     def workers(self) -> list[int]:
-        pid = self.process.pid
-        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+        return children(self.process.pid)
 
     def ready_workers(self) -> int:
-        """As /metrics says; 0 while it does not answer."""
+        """Returns the ready workers in /metrics; 0 if the server does not respond."""
         try:
             with urllib.request.urlopen(
                 f"http://127.0.0.1:{self.port}/metrics", timeout=10
@@ -83,8 +84,8 @@ class Server:
         return int(found[1]) if found else 0
 
     def ask(self, message: bytes) -> bytes | None:
-        """The answer over a connection of its own; None where it broke, or none was to be had, as
-        while a server that was started anew loads its models."""
+        """Returns the response over a new connection. Returns None if the connection broke or
+        failed, or if a restarted server still loads its models."""
         connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             connection.request("POST", "/embed", message, EMBED)
@@ -115,13 +116,13 @@ def serving(store: Path, log: Path) -> Iterator[Server]:
         server.stop()
 
 
-class Killed:
-    """What came of the kills.
+class KillRun:
+    """Kills processes, and records the outcome.
 
     Attributes:
-        counts: kills by victim, and answers.
-        settled_s: of each kill, until all answered by the new version.
-        wrong: what may not be.
+        counts: kills by victim, and responses.
+        settled_s: seconds from each kill until all responses are of the new version.
+        wrong: failures.
     """
 
     def __init__(self, server: Server, store: Path, seed: int) -> None:
@@ -136,7 +137,8 @@ class Killed:
         self._version = 1
 
     def kill(self, number: int, delay_s: float) -> None:
-        """Moves the alias, kills after ``delay_s``, and looks until all is as it should be."""
+        """Moves the alias, kills after ``delay_s``, and waits until the new version serves
+        everywhere."""
         before, self._version = self._version, self._version % VERSIONS + 1
         self._settle({before})
         set_alias(self._store, MODEL, ALIAS, self._version)
@@ -158,7 +160,7 @@ class Killed:
         self.settled_s.append(monotonic() - killed_s)
 
     def _await_end(self, workers: list[int]) -> None:
-        """Of one that was killed, and of those that have lost their supervisor."""
+        """Waits until processes have ended: a killed one, or those that lost their supervisor."""
         end_s = monotonic() + SETTLED_S_MAX
         while any(Path(f"/proc/{pid}").exists() for pid in workers):
             if monotonic() > end_s:
@@ -167,7 +169,8 @@ class Killed:
             sleep(0.02)
 
     def _settle(self, allowed: set[int], then: int | None = None) -> None:
-        """Asks until all processes are there, and then until all answer by ``then``."""
+        """Sends requests until all workers are ready, and then until all responses are of version
+        ``then``."""
         end_s = monotonic() + SETTLED_S_MAX
         while self._server.ready_workers() < WORKERS:
             self._server.start_if_gone()
@@ -179,7 +182,7 @@ class Killed:
                 raise AssertionError(f"not all answer by version {then}")
 
     def _ask(self, allowed: set[int]) -> int | None:
-        """The version of an answer, which is compared."""
+        """Sends a request, checks the response, and returns its version; None if there is none."""
         self._asked += 1
         request = self._requests[self._asked % len(self._requests)]
         body = self._server.ask(request.message)
@@ -207,7 +210,7 @@ def main() -> None:
             publish(store, version, ROWS, *LAYOUTS[0])
         set_alias(store, MODEL, ALIAS, 1)
         with serving(store, folder / "server.log") as server:
-            killed = Killed(server, store, chosen.seed)
+            killed = KillRun(server, store, chosen.seed)
             for number in range(chosen.kills):
                 killed.kill(number, SPAN_S * number / chosen.kills)
     for what, count in sorted(killed.counts.items()):

@@ -1,4 +1,4 @@
-"""What was measured over time, drawn where matplotlib is installed."""
+"""Draws measurements over time, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Panel:
     """Curves over the same times.
 
     Attributes:
-        curves: by their names in the legend, which one curve alone has none of.
+        curves: values by name. The names form the legend, which a single curve has not.
     """
 
     label: str
@@ -29,7 +29,8 @@ def draw(
     shaded: Iterable[tuple[float, float]] = (),
     marks: Iterable[tuple[float, str]] = (),
 ) -> None:
-    """Panels one above the other, ``shaded`` spans of time, and ``marks`` at some times."""
+    """Draws panels one above the other, with ``shaded`` spans of time and ``marks`` at points in
+    time."""
     try:
         import matplotlib
     except ModuleNotFoundError:

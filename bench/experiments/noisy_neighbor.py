@@ -1,6 +1,7 @@
 """Isolation of callers: the latency of one caller while another offers ten times its rate limit.
 
-    python bench/noisy_neighbor.py [--rounds 5] [--seconds 8] [--limit 1000]
+    PYTHONPATH=bench python bench/experiments/noisy_neighbor.py \\
+        [--rounds 5] [--seconds 8] [--limit 1000]
 
 The server runs on core 0, both callers on core 1. The calm caller sends half of its limit over a
 few connections in an open loop, and all its requests are timed. The greedy caller has the same
@@ -111,10 +112,10 @@ class Driver:
         return [*command, f"--rps={caller.rate / caller.connections:.3f}"]
 
     def calm(self, caller: Caller, seconds: float) -> list[float]:
-        """Returns the milliseconds of the caller's requests, slowest last."""
+        """Returns the milliseconds of the caller's requests."""
         command = ["nice", "-n", CALM_NICENESS, *self.command(caller, seconds)]
         load.run(command, seconds)
-        return sorted(ms for _, ms in self._ended(caller))
+        return [ms for _, ms in self._ended(caller)]
 
     @contextmanager
     def greedy(self, caller: Caller, seconds: float) -> Iterator[None]:
@@ -139,14 +140,8 @@ class Driver:
 
     def _ended(self, caller: Caller) -> Iterator[tuple[str, float]]:
         log = self._log(caller)
-        for line in log.read_text().splitlines():
-            _, status, time_us = line.split("\t")[:3]
-            yield status, int(time_us) / 1e3
+        yield from load.read_log(log)
         log.unlink()
-
-
-def p99(times_ms: list[float]) -> float:
-    return times_ms[int(0.99 * (len(times_ms) - 1))]
 
 
 def measure(way: Way, rounds: int, seconds: float, limit: float) -> None:
@@ -161,9 +156,9 @@ def measure(way: Way, rounds: int, seconds: float, limit: float) -> None:
         with running.running(server, work):
             driver.calm(calm, 2)
             for number in range(rounds):
-                alone_ms.append(p99(driver.calm(calm, seconds)))
+                alone_ms.append(load.quantile(driver.calm(calm, seconds), 0.99))
                 with driver.greedy(greedy, seconds + 2 * LEAD_S):
-                    beside_ms.append(p99(driver.calm(calm, seconds)))
+                    beside_ms.append(load.quantile(driver.calm(calm, seconds), 0.99))
                 rates = driver.rates(greedy, seconds + 2 * LEAD_S)
                 shown = ", ".join(f"{status}: {rate:,.0f}/s" for status, rate in rates.items())
                 said = f"p99 {alone_ms[-1]:.2f} ms alone, {beside_ms[-1]:.2f} beside"

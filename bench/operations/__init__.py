@@ -1,0 +1,1 @@
+"""Measurements for operators, which `make bench` runs after the workloads."""

@@ -1,0 +1,147 @@
+"""Base classes of the clients: the calls that REST and gRPC share, sync and for asyncio.
+
+`operations` builds the calls and `retry_loop` runs them with retries. A transport adds the
+connection: it opens it, sends one call, and closes it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from embedserve_client.core.batch import Features, Weights
+from embedserve_client.core.models import ModelInfo, ModelList
+from embedserve_client.core.result import EmbedResult, OutputDType
+from embedserve_client.core.retry_loop import run, run_async
+from embedserve_client.operations import Operations
+
+
+class BaseClient(ABC):
+    """A sync client."""
+
+    _operations: Operations
+    _retries: int
+
+    def embed(
+        self,
+        features: Features,
+        *,
+        weights: Weights | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        output_dtype: OutputDType = "float32",
+        output_keys: Sequence[str] = (),
+        routing_key: str | None = None,
+    ) -> EmbedResult:
+        """Returns the vectors of a batch.
+
+        Args:
+            features: ids of each feature, by feature name; `Features` lists the accepted formats.
+            weights: weights of the ids, in the shape of the ids, for any of the features. Other
+                features get weights of 1. A KeyedJaggedTensor carries its own.
+            model: NAME, or NAME@VERSION or NAME@ALIAS for one of its versions. None selects the
+                server's default model.
+            timeout_s: time limit of the call in seconds, including retries; None uses the client's.
+            output_dtype: "float32" or "float16". float16 halves the bytes; values beyond 65504
+                become infinite.
+            output_keys: keys to return; empty returns all keys of the model.
+            routing_key: identifier of the caller, 1 to 256 printable ASCII characters. Equal keys
+                get the same version while several versions share the model's traffic.
+
+        Raises:
+            EmbedServeClientError: the call failed; the module `errors` lists its subclasses.
+        """
+        operation = self._operations.embed(
+            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+        )
+        return run(operation, self._retries, self._send)
+
+    def models(self) -> ModelList:
+        """Returns all served models."""
+        return run(self._operations.models(), self._retries, self._send)
+
+    def model(self, name: str) -> ModelInfo:
+        """Returns a served model; raises UnknownModel if there is none of that name."""
+        return run(self._operations.model(name), self._retries, self._send)
+
+    def close(self) -> None:
+        """Closes the connections and removes the client's shared-memory files. Calls in flight
+        over gRPC are cancelled."""
+        self._disconnect()
+        self._operations.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def _send(self, call: Any) -> Any:
+        """Sends a call and returns its result; raises EmbedServeClientError."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Closes the connections."""
+
+
+class AsyncBaseClient(ABC):
+    """A client for asyncio, with the methods of `BaseClient`."""
+
+    _operations: Operations
+    _retries: int
+
+    async def embed(
+        self,
+        features: Features,
+        *,
+        weights: Weights | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        output_dtype: OutputDType = "float32",
+        output_keys: Sequence[str] = (),
+        routing_key: str | None = None,
+    ) -> EmbedResult:
+        """Returns the vectors of a batch; arguments as for `EmbedClient.embed`."""
+        operation = self._operations.embed(
+            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+        )
+        return await run_async(operation, self._retries, self._send)
+
+    async def models(self) -> ModelList:
+        """Returns all served models."""
+        return await run_async(self._operations.models(), self._retries, self._send)
+
+    async def model(self, name: str) -> ModelInfo:
+        """Returns a served model; raises UnknownModel if there is none of that name."""
+        return await run_async(self._operations.model(name), self._retries, self._send)
+
+    async def close(self) -> None:
+        """Closes the connections and removes the client's shared-memory files. Calls in flight over
+        gRPC are cancelled."""
+        await self._disconnect()
+        self._operations.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @abstractmethod
+    async def _send(self, call: Any) -> Any:
+        """Sends a call and returns its result; raises EmbedServeClientError."""
+
+    @abstractmethod
+    async def _disconnect(self) -> None:
+        """Closes the connections."""

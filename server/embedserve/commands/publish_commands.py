@@ -1,0 +1,282 @@
+"""Commands that create versions and plan their shards.
+
+Nothing heavy is imported at the top, so that --help responds immediately; torch is imported by the
+commands that need it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embedserve.commands.cli_errors import cli_errors
+from embedserve.commands.server_commands import Ca, Cert, Key, TokenFile
+from embedserve.commands.store_commands import Cache
+from embedserve.commands.switch import switch
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of torch.distributed.checkpoint, file of torch.save, or file or"
+        " folder of safetensors."
+    ),
+]
+Tables = Annotated[
+    Path, typer.Argument(help="Description of the tables, YAML or JSON, as describe drafts it.")
+]
+Prefix = Annotated[
+    str,
+    typer.Option(
+        help="Dotted path of the collection to use, such as model.sparse.ebc. "
+        "Required if the checkpoint has several."
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Type of stored rows: float32, float16, int8 or int4; or by table, such"
+        " as user=int8,movie=float16. Default: from the description."
+    ),
+]
+Sharding = Annotated[
+    str | None,
+    typer.Option(
+        help="Sharding: table_wise, row_wise, column_wise, data_parallel or auto; or"
+        " by table, such as user=row_wise,movie=auto; or a file written by plan"
+        " --output. Default: from the description, else table_wise."
+    ),
+]
+WorldSize = Annotated[
+    int | None, typer.Option(help="Ranks of the sharding plan. Default: from the plan, else 1.")
+]
+Constraints = Annotated[
+    Path | None,
+    typer.Option(help="YAML or JSON: fields of TorchRec's ParameterConstraints by table."),
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(help="Memory of each rank, such as 80GB. A plan that needs more fails."),
+]
+MaxError = Annotated[
+    float | None,
+    typer.Option(
+        help="Largest relative L2 error of a table's pooled outputs. Beyond it nothing is "
+        "published.",
+        min=0,
+    ),
+]
+Expected = Annotated[
+    Path | None,
+    typer.Option(
+        help="File written by write_expected in the training. Its outputs are "
+        "compared with those of the described tables; nothing is published if "
+        "they differ."
+    ),
+]
+AcceptUnchecked = Annotated[
+    bool,
+    switch(
+        "--accept-unchecked",
+        help="Publish even if the inputs of --expected cannot verify the description"
+        " of every feature.",
+    ),
+]
+AcceptDraft = Annotated[
+    bool,
+    switch(
+        "--accept-draft",
+        help='Publish even if lines of the description are marked "check", as guesses.',
+    ),
+]
+LayoutChanged = Annotated[
+    bool,
+    switch(
+        "--layout-changed",
+        help="Publish even if keys, their order, widths or tables, pooling, id rules"
+        " or weights differ from those of the previous version.",
+    ),
+]
+Meta = Annotated[
+    list[str] | None,
+    typer.Option(help="KEY=VALUE to store with the version, such as run=8141. Repeatable."),
+]
+PlanSource = Annotated[
+    str,
+    typer.Argument(
+        help="Description of the tables (YAML or JSON), or a model store: a folder or a URL."
+    ),
+]
+PlanSharding = Annotated[
+    str | None,
+    typer.Option(
+        help="Sharding: auto, table_wise, row_wise, column_wise or data_parallel; or"
+        " by table, such as user=row_wise,movie=auto; or a file written by plan"
+        " --output. Default: from the description or the stored plan."
+    ),
+]
+FromMetrics = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of a server of this version: http://HOST:PORT, "
+        "https://HOST:PORT or unix:PATH. Shows the plan that balances the "
+        "requests that it received."
+    ),
+]
+HotPercent = Annotated[
+    float,
+    typer.Option(help="Percent of mapped rows that the pod's memory holds.", min=0, max=100),
+]
+
+
+def demo(
+    store: Annotated[Path, typer.Argument(help="Folder of the model store; created if missing.")],
+    model: Annotated[str, typer.Option(help="Name of the model.")] = "movies",
+    dtype: Annotated[
+        str, typer.Option(help="Type of stored rows: float32, float16, int8 or int4.")
+    ] = "float32",
+    sharding: Annotated[str, typer.Option(help="Sharding: table_wise or row_wise.")] = "row_wise",
+    world_size: Annotated[int, typer.Option(help="Ranks of the sharding plan.")] = 2,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Also save the trained state dict here.")
+    ] = None,
+    if_missing: Annotated[
+        bool,
+        switch("--if-missing", help="Do nothing if the store has the model."),
+    ] = False,
+) -> None:
+    """Train a small model on real movie ratings and publish it."""
+    with cli_errors():
+        from embedserve_store.commands.demo import demo as run
+
+        run(store, model, dtype, sharding, world_size, checkpoint, if_missing)
+
+
+def publish(
+    checkpoint: Checkpoint,
+    tables: Tables,
+    store: Annotated[str, typer.Argument(help="Folder of the model store; created if missing.")],
+    model: Annotated[str, typer.Option(help="Name of the model.")],
+    prefix: Prefix = "",
+    dtype: Dtype = None,
+    sharding: Sharding = None,
+    world_size: WorldSize = None,
+    constraints: Constraints = None,
+    device_memory: DeviceMemory = None,
+    max_error: MaxError = None,
+    expected: Expected = None,
+    accept_unchecked: AcceptUnchecked = False,
+    accept_draft: AcceptDraft = False,
+    layout_changed: LayoutChanged = False,
+    meta: Meta = None,
+) -> None:
+    """Publish the embedding tables of a checkpoint as the next version of a model."""
+    with cli_errors():
+        from embedserve_store.commands.publish import PublishFlags, publish_checkpoint
+
+        flags = PublishFlags(
+            prefix=prefix,
+            dtype=dtype,
+            sharding=sharding,
+            world_size=world_size,
+            constraints=constraints,
+            device_memory=device_memory,
+            max_error=max_error,
+            expected=expected,
+            accept_unchecked=accept_unchecked,
+            accept_draft=accept_draft,
+            layout_changed=layout_changed,
+            meta=tuple(meta or ()),
+        )
+        publish_checkpoint(checkpoint, tables, store, model, flags)
+
+
+def describe(
+    checkpoint: Checkpoint,
+    prefix: Prefix = "",
+    output: Annotated[
+        Path | None, typer.Option(help="New file for the draft. Default: print it.")
+    ] = None,
+    expected: Annotated[
+        Path | None,
+        typer.Option(
+            help="File written by write_expected in the training. Fills in features, "
+            "pooling, order and weights as far as its outputs show them."
+        ),
+    ] = None,
+) -> None:
+    """Draft the description of a checkpoint's tables for publish."""
+    with cli_errors():
+        from embedserve_store.commands.describe import describe as run
+
+        run(checkpoint, prefix, output, expected)
+
+
+def plan(
+    source: PlanSource,
+    model: Annotated[str, typer.Argument(help="Name of the model, if SOURCE is a store.")] = "",
+    version: Annotated[
+        str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks of the plan. Default: from the stored plan, else 1.")
+    ] = None,
+    sharding: PlanSharding = None,
+    constraints: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON: fields of TorchRec's ParameterConstraints by table."),
+    ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of each rank, such as 80GB or 24GiB. Status 1 if too small."),
+    ] = None,
+    device_type: Annotated[str, typer.Option(help="Type of device: cpu or cuda.")] = "cpu",
+    output: Annotated[
+        Path | None, typer.Option(help="File to write the plan to, for publish --sharding.")
+    ] = None,
+    from_metrics: FromMetrics = None,
+    ca: Ca = None,
+    cert: Cert = None,
+    key: Key = None,
+    token_file: TokenFile = None,
+    cache: Cache = None,
+    kubernetes: Annotated[
+        bool,
+        switch("--kubernetes", help="Print a kustomize patch with the resources of a pod instead."),
+    ] = False,
+    workers: Annotated[int | None, typer.Option(help="Workers of the pod.", min=1, max=256)] = None,
+    tables: Annotated[
+        str | None, typer.Option(help="Setting tables of the pod: mapped or resident.")
+    ] = None,
+    follow: Annotated[
+        str | None, typer.Option(help="Setting follow of the pod: none, alias or latest.")
+    ] = None,
+    hot_percent: HotPercent = 100,
+) -> None:
+    """Show where a sharding plan places tables and whether they fit, without loading a table."""
+    with cli_errors():
+        from embedserve.commands.planning.plan import PlanOptions, plan_tables, plan_version
+        from embedserve.commands.planning.pod_patch import PodOptions
+        from embedserve.commands.running_server import server_at
+
+        asked = None
+        if from_metrics is not None:
+            asked = server_at(from_metrics, ca, cert, key, token_file)
+        elif ca or cert or key or token_file:
+            raise ValueError("--ca, --cert, --key and --token-file are of --from-metrics")
+        pod = PodOptions(workers, tables, follow, hot_percent / 100) if kubernetes else None
+        options = PlanOptions(
+            world_size,
+            sharding,
+            constraints,
+            device_memory,
+            device_type,
+            output,
+            asked,
+            pod,
+        )
+        if model:
+            plan_version(source, cache, model, version, options)
+        else:
+            plan_tables(Path(source), options)
