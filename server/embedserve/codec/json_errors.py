@@ -6,10 +6,8 @@ Slow and thorough. It runs on invalid input only and never decides whether a req
 from __future__ import annotations
 
 import json
-import math
-import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -18,12 +16,11 @@ import numpy as np
 from embedserve.codec.string_ids import integers_of
 from embedserve.errors import InvalidRequestError
 
+_Check = Callable[[list[Any]], bool]
+"""Returns whether all values of a list are right, without a call for each value."""
 CHUNK = 1024
 """Bags or values that are checked together. The elements of a chunk are checked individually only
 where an element is wrong."""
-FEW = 8
-"""Values in a bag. A bag with fewer values is checked value by value, which is quicker than a check
-in chunks."""
 QUOTED_CHARACTERS_MAX = 60
 INT64_MAX = 2**63 - 1
 FIELDS = ("features", "weights", "output_dtype", "version", "output_keys")
@@ -64,7 +61,7 @@ def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
     return _batch_sizes(features)
 
 
-def _check_of(bags: Any) -> Any:
+def _check_of(bags: Any) -> _Check:
     """Returns the check for a feature's ids, which are either all strings, or integers, for which
     strings may stand.
 
@@ -72,15 +69,15 @@ def _check_of(bags: Any) -> Any:
     that are not integers is estimated from the first CHUNK strings.
     """
     if not isinstance(bags, list):
-        return _check_id
+        return _are_ids
     ids = [*chain.from_iterable(bags)] if set(map(type, bags)) == {list} else bags
     strings = [one for one in ids if isinstance(one, str)]
     if len(strings) == len(ids):
-        return _check_string
+        return _are_strings
     sample = strings[:CHUNK]
     words = sum(isinstance(integers_of([one]), int) for one in sample)
     are_words = words * len(strings) > len(sample) * (len(ids) - len(strings))
-    return _check_string if are_words else _check_id
+    return _are_strings if are_words else _are_ids
 
 
 def _batch_sizes(features: dict[str, list[Any]]) -> InvalidRequestError | None:
@@ -118,7 +115,7 @@ def _weights(parsed: dict[str, Any]) -> InvalidRequestError | None:
         field = f"weights.{name}"
         if name not in parsed["features"]:
             return _wrong(field, f"has no features.{name} beside it")
-        if error := _jagged(field, bags, "weights", _check_weight):
+        if error := _jagged(field, bags, "weights", _are_weights):
             return error
         if error := _same_shape(name, parsed["features"][name], bags):
             return error
@@ -163,93 +160,85 @@ def _output_keys(parsed: dict[str, Any]) -> InvalidRequestError | None:
     if not isinstance(output_keys, list):
         return _wrong("output_keys", f"is {_quote(output_keys)}: expected a list of keys")
     for i, key in enumerate(output_keys):
-        if problem := "expected a key" if not isinstance(key, str) else _check_string(key):
+        if not _are_strings([key]):
+            problem = _problem(key, _are_strings) if isinstance(key, str) else "expected a key"
             return _wrong(f"output_keys[{i}]", f"is {_quote(key)}: {problem}")
     return None
 
 
-def _jagged(field: str, bags: Any, what: str, check: Any) -> InvalidRequestError | None:
+def _jagged(field: str, bags: Any, what: str, are_right: _Check) -> InvalidRequestError | None:
     """Checks a list of lists, or one flat list."""
     if not isinstance(bags, list):
         return _wrong(field, f"is {_quote(bags)}: expected a list of lists of {what}")
-    if bags and isinstance(bags[0], list):
-        for start, chunk in _chunks(bags):
-            if set(map(type, chunk)) == {list} and _all_right([*chain(*chunk)], check):
-                continue
-            for i, bag in enumerate(chunk, start):
-                if not isinstance(bag, list):
-                    return _wrong(f"{field}[{i}]", f"is {_quote(bag)}: expected a list of {what}")
-                if error := _bag(f"{field}[{i}]", bag, check):
-                    return error
+    if not bags or not isinstance(bags[0], list):
+        return _bag(field, bags, are_right)
+
+    def are_bags(some: list[Any]) -> bool:
+        return set(map(type, some)) == {list} and are_right([*chain(*some)])
+
+    i = _first_wrong(bags, are_bags)
+    if i is None:
         return None
-    return _bag(field, bags, check)
+    if not isinstance(bags[i], list):
+        return _wrong(f"{field}[{i}]", f"is {_quote(bags[i])}: expected a list of {what}")
+    return _bag(f"{field}[{i}]", bags[i], are_right)
 
 
-def _bag(field: str, bag: list[Any], check: Any) -> InvalidRequestError | None:
-    if len(bag) < FEW and not any(map(check, bag)):
+def _bag(field: str, bag: list[Any], are_right: _Check) -> InvalidRequestError | None:
+    i = _first_wrong(bag, are_right)
+    if i is None:
         return None
-    for start, chunk in _chunks(bag):
-        if _all_right(chunk, check):
-            continue
-        for i, value in enumerate(chunk, start):
-            if problem := check(value):
-                return _wrong(f"{field}[{i}]", f"is {_quote(value)}: {problem}")
+    return _wrong(f"{field}[{i}]", f"is {_quote(bag[i])}: {_problem(bag[i], are_right)}")
+
+
+def _first_wrong(values: list[Any], are_right: _Check) -> int | None:
+    """Returns the position of the first wrong value, or None."""
+    for start in range(0, len(values), CHUNK):
+        if not are_right(values[start : start + CHUNK]):
+            each = range(start, start + CHUNK)
+            return next((i for i in each if not are_right(values[i : i + 1])), None)
     return None
 
 
-def _chunks(values: list[Any]) -> Iterator[tuple[int, list[Any]]]:
-    for start in range(0, len(values), CHUNK):
-        yield start, values[start : start + CHUNK]
-
-
-def _all_right(values: list[Any], check: Any) -> bool:
-    """Returns whether ``check`` would accept all ``values``, without calling it for each value."""
+def _are_ids(values: list[Any]) -> bool:
     types = set(map(type, values))
+    if str in types:
+        return types <= {int, str} and not isinstance(integers_of([*map(str, values)]), int)
     try:
-        if check is _check_string:
-            return types <= {str} and isinstance("".join(values).encode(), bytes)
-        if check is _check_id:
-            if str in types:
-                return types <= {int, str} and not isinstance(integers_of([*map(str, values)]), int)
-            return types <= {int} and len(array("q", values)) == len(values)
-        if not types <= {int, float}:
-            return False
-        with np.errstate(over="ignore"):
-            as_float32 = np.frombuffer(array("d", values)).astype(np.float32)
-        return bool(np.isfinite(as_float32).all())
-    except (OverflowError, UnicodeEncodeError):
+        return types <= {int} and len(array("q", values)) == len(values)
+    except OverflowError:
         return False
 
 
-def _check_id(value: Any) -> str:
-    if isinstance(value, str) and not isinstance(integers_of([value]), int):
-        return ""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return "ids are integers, or strings for a whole feature"
-    if not -INT64_MAX - 1 <= value <= INT64_MAX:
-        return "ids are 64-bit integers"
-    return ""
-
-
-def _check_string(value: Any) -> str:
-    if not isinstance(value, str):
-        return "most ids of this feature are strings"
+def _are_strings(values: list[Any]) -> bool:
     try:
-        value.encode()
+        return set(map(type, values)) <= {str} and isinstance("".join(values).encode(), bytes)
     except UnicodeEncodeError:
-        return "half of a surrogate pair is no text"
-    return ""
+        return False
 
 
-def _check_weight(value: Any) -> str:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return "weights are numbers"
+def _are_weights(values: list[Any]) -> bool:
+    if not set(map(type, values)) <= {int, float}:
+        return False
     try:
-        struct.pack("<f", value)
-        is_finite = math.isfinite(value)
-    except (OverflowError, struct.error):  # OverflowError of floats, struct.error of integers
-        is_finite = False
-    return "" if is_finite else "weights are finite float32 numbers"
+        with np.errstate(over="ignore"):
+            as_float32 = np.frombuffer(array("d", values)).astype(np.float32)
+    except OverflowError:
+        return False
+    return bool(np.isfinite(as_float32).all())
+
+
+def _problem(value: Any, are_right: _Check) -> str:
+    """Returns what is wrong with ``value``, which ``are_right`` rejects."""
+    if are_right is _are_ids:
+        if type(value) is int:
+            return "ids are 64-bit integers"
+        return "ids are integers, or strings for a whole feature"
+    if are_right is _are_strings:
+        if isinstance(value, str):
+            return "half of a surrogate pair is no text"
+        return "most ids of this feature are strings"
+    return f"weights are {'finite float32 ' if type(value) in (int, float) else ''}numbers"
 
 
 def unlike(weights: int, ids: int) -> str:
