@@ -238,7 +238,8 @@ def _problem(value: Any, are_right: _Check) -> str:
         if isinstance(value, str):
             return "half of a surrogate pair is no text"
         return "most ids of this feature are strings"
-    return f"weights are {'finite float32 ' if type(value) in (int, float) else ''}numbers"
+    is_number = type(value) in (int, float)
+    return "weights are finite float32 numbers" if is_number else "weights are numbers"
 
 
 def unlike(weights: int, ids: int) -> str:
