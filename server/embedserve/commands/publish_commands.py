@@ -156,7 +156,9 @@ def demo(
 def publish(
     checkpoint: Checkpoint,
     tables: Tables,
-    store: Annotated[str, typer.Argument(help="Folder of the model store; created if missing.")],
+    store: Annotated[
+        str, typer.Argument(help="Model store, a folder or a URL; a folder is created if missing.")
+    ],
     model: Annotated[str, typer.Option(help="Name of the model.")],
     prefix: Prefix = "",
     dtype: Dtype = None,

@@ -238,7 +238,7 @@ class RequestContext(PendingRequest):
             self.quota.leave(outcome)
             self.quota = None
 
-    # What telemetry reports
+    # Reported by telemetry
 
     @property
     def request_id(self) -> bytes:
