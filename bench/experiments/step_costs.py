@@ -19,7 +19,8 @@ from workloads import workload
 
 from embedserve.batching.join import join, to_model_order
 from embedserve.batching.split import split
-from embedserve.codec import json_codec, protobuf_answers, protobuf_codec
+from embedserve.codec import json_codec, protobuf_answers
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.lookup import Batch, LookupRequest, LookupResult
 from embedserve_store import ModelStore
 
@@ -68,7 +69,7 @@ def measure() -> dict[str, float]:
 
     found = {
         "JSON decoded": best_us(lambda i: json_codec.decode_request(as_json[i], "")),
-        "protobuf decoded": best_us(lambda i: protobuf_codec.decode_request(as_protobuf[i])),
+        "protobuf decoded": best_us(lambda i: ProtobufDecoder().decode_request(as_protobuf[i])),
     }
 
     def joined_and_split(size: int) -> list[LookupResult]:

@@ -7,8 +7,9 @@ from time import perf_counter
 from typing import NoReturn
 
 import pytest
+from server.codecs import JSON, PROTOBUF
 
-from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.codec.codec import Codec
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics

@@ -11,6 +11,7 @@ from dataclasses import replace
 from time import perf_counter
 
 import pytest
+from server.codecs import JSON, PROTOBUF
 from server.fake_engine import FakeEngine, model_info
 from server.live import make_pipeline
 from server.recording_call import (
@@ -27,7 +28,7 @@ from server.recording_call import (
 )
 from server.waiting import until
 
-from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.codec.codec import Codec
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
 from embedserve.lookup import LookupRequest, ResponseChunks

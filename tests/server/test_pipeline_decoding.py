@@ -11,6 +11,7 @@ from time import perf_counter
 
 import numpy as np
 import pytest
+from server.codecs import JSON, PROTOBUF
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.live import make_pipeline
@@ -18,7 +19,7 @@ from server.recording_call import BODY, RecordingCall, ask, asked, expect_intern
 from server.waiting import until
 
 from embedserve.codec import json_codec, protobuf_codec
-from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.codec.codec import Codec
 from embedserve.config import Limits
 from embedserve.errors import (
     DeadlineExceededError,

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import orjson
 import pytest
+from server.codecs import JSON
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.live import make_pipeline
@@ -16,7 +17,7 @@ from server.recording_call import RecordingCall, ask, asked, expect_internal, fa
 from server.waiting import until
 
 from embedserve.codec import json_codec
-from embedserve.codec.codec import JSON, Codec
+from embedserve.codec.codec import Codec
 from embedserve.errors import OverloadedError
 from embedserve.pipeline import RequestPipeline, codec_executor
 

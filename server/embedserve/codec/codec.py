@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 from embedserve.codec import json_codec, predictor_codec, protobuf_answers, protobuf_codec
 from embedserve.codec.arrow import answers as arrow_answers
-from embedserve.codec.arrow import requests as arrow_requests
+from embedserve.codec.arrow.requests import ArrowDecoder
 from embedserve.codec.open_inference import bodies, body_answers, infer_messages, message_answers
+from embedserve.codec.open_inference.bodies import BodyDecoder
+from embedserve.codec.open_inference.infer_messages import MessageDecoder
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, ResponseChunks
 from embedserve.shared_memory.region import Regions
 
+PROTOBUF_TYPE = b"application/x-protobuf"
+BINARY = b"application/octet-stream"
+"""Content type of bodies that have binary tensors behind their JSON."""
+BINARY_CODECS_MAX = 512
 Decode = Callable[[bytes, str, Limits], LookupRequest]
 TryDecodeInline = Callable[[bytes, str, Limits], LookupRequest | None]
 
@@ -91,102 +98,8 @@ JSON = Codec(
     lambda body: "",
     json_codec.estimate_size,
 )
-PROTOBUF = Codec(
-    b"application/x-protobuf",
-    "body_bytes_max",
-    protobuf_codec.decode_request,
-    protobuf_codec.try_decode_inline,
-    protobuf_answers.encode_pieces,
-    protobuf_answers.try_encode_inline,
-    protobuf_codec.peek_model,
-    protobuf_codec.estimate_size,
-)
-ARROW = Codec(
-    b"application/vnd.apache.arrow.stream",
-    "body_bytes_max",
-    arrow_requests.decode_request,
-    arrow_requests.try_decode_inline,
-    arrow_answers.encode_pieces,
-    arrow_answers.try_encode_inline,
-    lambda body: "",
-    arrow_requests.estimate_size,
-)
-"""Codec of Arrow streams: columns of ids in, columns of vectors out."""
-
-
-def _bodies_in(regions: Regions, json_bytes: int | None = None) -> tuple[TryDecodeInline, Decode]:
-    return (
-        partial(bodies.try_decode_inline, json_bytes=json_bytes, regions=regions),
-        partial(bodies.decode_request, json_bytes=json_bytes, regions=regions),
-    )
-
-
-def _messages_in(regions: Regions) -> tuple[TryDecodeInline, Decode]:
-    return (
-        partial(infer_messages.try_decode_inline, regions=regions),
-        partial(infer_messages.decode_request, regions=regions),
-    )
-
-
-INFER = Codec(
-    b"application/json",
-    "request_text_bytes_max",
-    bodies.decode_request,
-    bodies.try_decode_inline,
-    body_answers.encode_pieces,
-    body_answers.try_encode_inline,
-    lambda body: "",
-    bodies.estimate_size,
-    encode_error=body_answers.encode_error,
-    head_bytes=body_answers.head_bytes,
-    in_regions=_bodies_in,
-)
-"""Codec of the Open Inference Protocol's JSON. Its responses may have binary values behind the
-JSON."""
-BINARY = b"application/octet-stream"
-"""Content type of bodies that have binary tensors behind their JSON."""
-CODECS_MAX = 512
-
-
-@lru_cache(CODECS_MAX)
-def infer_binary(json_bytes: int) -> Codec:
-    """Returns the codec for bodies with ``json_bytes`` of JSON followed by binary tensors.
-
-    Cached, up to CODECS_MAX, because a caller's requests have the same few JSON lengths.
-    """
-    return replace(
-        INFER,
-        content_type=BINARY,
-        limit="body_bytes_max",
-        decode=partial(bodies.decode_request, json_bytes=json_bytes),
-        try_decode_inline=partial(bodies.try_decode_inline, json_bytes=json_bytes),
-        estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
-        in_regions=partial(_bodies_in, json_bytes=json_bytes),
-    )
-
-
-INFER_MESSAGE = Codec(
-    PROTOBUF.content_type,
-    "body_bytes_max",
-    infer_messages.decode_request,
-    infer_messages.try_decode_inline,
-    message_answers.encode_pieces,
-    message_answers.try_encode_inline,
-    infer_messages.peek_model,
-    infer_messages.estimate_size,
-    in_regions=_messages_in,
-)
-"""Codec of the Open Inference Protocol's ModelInferRequest and ModelInferResponse."""
-INFER_STREAMED = replace(
-    INFER_MESSAGE,
-    encode=message_answers.encode_streamed_pieces,
-    try_encode_inline=message_answers.try_encode_streamed_inline,
-    encode_streamed_error=message_answers.encode_stream_error,
-)
-"""Variant of INFER_MESSAGE that wraps each response in a ModelStreamInferResponse."""
-
 PREDICT = Codec(
-    PROTOBUF.content_type,
+    PROTOBUF_TYPE,
     "body_bytes_max",
     predictor_codec.decode_request,
     predictor_codec.try_decode_inline,
@@ -196,3 +109,131 @@ PREDICT = Codec(
     predictor_codec.estimate_size,
 )
 """Codec of TorchRec's PredictionRequest and PredictionResponse."""
+
+
+class Codecs:
+    """The codecs of a process, with their caches of templates.
+
+    Attributes:
+        json: JSON.
+        protobuf: EmbedRequest and EmbedResponse.
+        arrow: Arrow streams, columns of ids in and columns of vectors out.
+        infer: the Open Inference Protocol's JSON. Its responses may have binary values behind the
+            JSON.
+        infer_message: the protocol's ModelInferRequest and ModelInferResponse.
+        infer_streamed: infer_message that wraps each response in a ModelStreamInferResponse.
+        predict: TorchRec's PredictionRequest and PredictionResponse.
+    """
+
+    def __init__(self) -> None:
+        self.json = JSON
+        self.predict = PREDICT
+        self.protobuf = _protobuf(ProtobufDecoder())
+        self.arrow = _arrow(ArrowDecoder())
+        self._bodies = BodyDecoder()
+        self.infer = _infer(self._bodies)
+        self.infer_message = _infer_message(MessageDecoder())
+        self.infer_streamed = replace(
+            self.infer_message,
+            encode=message_answers.encode_streamed_pieces,
+            try_encode_inline=message_answers.try_encode_streamed_inline,
+            encode_streamed_error=message_answers.encode_stream_error,
+        )
+        self.by_type = (self.protobuf, self.arrow)
+        self._binary: dict[int, Codec] = {}
+
+    def infer_binary(self, json_bytes: int) -> Codec:
+        """Returns the codec for bodies with ``json_bytes`` of JSON followed by binary tensors.
+
+        Cached, up to BINARY_CODECS_MAX, because a caller's requests have the same few JSON lengths.
+        """
+        codec = self._binary.get(json_bytes)
+        if codec is None:
+            if len(self._binary) >= BINARY_CODECS_MAX:
+                self._binary.clear()
+            codec = self._binary[json_bytes] = _infer_binary(self._bodies, self.infer, json_bytes)
+        return codec
+
+
+def _protobuf(decoder: ProtobufDecoder) -> Codec:
+    return Codec(
+        PROTOBUF_TYPE,
+        "body_bytes_max",
+        decoder.decode_request,
+        decoder.try_decode_inline,
+        protobuf_answers.encode_pieces,
+        protobuf_answers.try_encode_inline,
+        protobuf_codec.peek_model,
+        protobuf_codec.estimate_size,
+    )
+
+
+def _arrow(decoder: ArrowDecoder) -> Codec:
+    return Codec(
+        b"application/vnd.apache.arrow.stream",
+        "body_bytes_max",
+        decoder.decode_request,
+        decoder.try_decode_inline,
+        arrow_answers.encode_pieces,
+        arrow_answers.try_encode_inline,
+        lambda body: "",
+        decoder.estimate_size,
+    )
+
+
+def _infer(decoder: BodyDecoder) -> Codec:
+    return Codec(
+        b"application/json",
+        "request_text_bytes_max",
+        decoder.decode_request,
+        decoder.try_decode_inline,
+        body_answers.encode_pieces,
+        body_answers.try_encode_inline,
+        lambda body: "",
+        bodies.estimate_size,
+        encode_error=body_answers.encode_error,
+        head_bytes=body_answers.head_bytes,
+        in_regions=partial(_bodies_in, decoder, None),
+    )
+
+
+def _infer_binary(decoder: BodyDecoder, infer: Codec, json_bytes: int) -> Codec:
+    return replace(
+        infer,
+        content_type=BINARY,
+        limit="body_bytes_max",
+        decode=partial(decoder.decode_request, json_bytes=json_bytes),
+        try_decode_inline=partial(decoder.try_decode_inline, json_bytes=json_bytes),
+        estimate_size=partial(bodies.estimate_size, json_bytes=json_bytes),
+        in_regions=partial(_bodies_in, decoder, json_bytes),
+    )
+
+
+def _infer_message(decoder: MessageDecoder) -> Codec:
+    return Codec(
+        PROTOBUF_TYPE,
+        "body_bytes_max",
+        decoder.decode_request,
+        decoder.try_decode_inline,
+        message_answers.encode_pieces,
+        message_answers.try_encode_inline,
+        infer_messages.peek_model,
+        infer_messages.estimate_size,
+        in_regions=partial(_messages_in, decoder),
+    )
+
+
+def _bodies_in(
+    decoder: BodyDecoder, json_bytes: int | None, regions: Regions
+) -> tuple[TryDecodeInline, Decode]:
+    return (
+        partial(decoder.try_decode_inline, json_bytes=json_bytes, regions=regions),
+        partial(decoder.decode_request, json_bytes=json_bytes, regions=regions),
+    )
+
+
+def _messages_in(decoder: MessageDecoder, regions: Regions) -> tuple[TryDecodeInline, Decode]:
+    return (
+        partial(decoder.try_decode_inline, regions=regions),
+        partial(decoder.decode_request, regions=regions),
+    )

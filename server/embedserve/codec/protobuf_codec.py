@@ -16,8 +16,7 @@ from embedserve.codec.prefix_templates import (
     INT32,
     INT64,
     LENGTHS_TAG,
-    decode_known,
-    heads,
+    PrefixTemplateCache,
 )
 from embedserve.codec.protobuf_fields import (
     I32,
@@ -66,42 +65,106 @@ SMALL_BYTES = 4096
 may become Python objects first."""
 
 
-def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """Decodes like decode_request, or returns None where that would take long. Numbers given as
-    bytes never take long."""
-    quick = _decode_quick(body, model, limits)
-    if quick is not None:
-        return quick
-    try:
-        numbers, rest = _take_numbers(body, min(NOW_FIELDS_MAX, limits.request_values_max))
-    except TooManyFieldsError:
-        return None
-    packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
-    if packed_bytes + sum(map(len, rest)) > NOW_BYTES_MAX:
-        return None
-    return _decode_numbers(body, numbers, rest, model, limits)
+class ProtobufDecoder:
+    """Decodes EmbedRequest messages. It caches the prefixes of messages."""
 
+    def __init__(self) -> None:
+        self.templates = PrefixTemplateCache()
 
-def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
-    """Returns the EmbedRequest in ``body``. A non-empty ``model``, from the URL, takes precedence
-    over the model in the message.
+    def try_decode_inline(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+        """Decodes like decode_request, or returns None where that would take long. Numbers given as
+        bytes never take long."""
+        quick = self._decode_quick(body, model, limits)
+        if quick is not None:
+            return quick
+        try:
+            numbers, rest = _take_numbers(body, min(NOW_FIELDS_MAX, limits.request_values_max))
+        except TooManyFieldsError:
+            return None
+        packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
+        if packed_bytes + sum(map(len, rest)) > NOW_BYTES_MAX:
+            return None
+        return self._decode_numbers(body, numbers, rest, model, limits)
 
-    Raises:
-        InvalidRequestError: the body is not an EmbedRequest, or not a batch of jagged ids.
-        RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is decoded.
-    """
-    quick = _decode_quick(body, model, limits)
-    if quick is not None:
-        return quick
-    try:
-        numbers, rest = _take_numbers(body, limits.request_values_max)
-    except TooManyFieldsError as error:
-        raise RequestTooLargeError(
-            "body has too many keys, strings and numbers that are not packed: "
-            + limits.said("request_values_max"),
-            "body",
-        ) from error
-    return _decode_numbers(body, numbers, rest, model, limits)
+    def decode_request(
+        self, body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
+    ) -> LookupRequest:
+        """Returns the EmbedRequest in ``body``. A non-empty ``model``, from the URL, takes
+        precedence over the model in the message.
+
+        Raises:
+            InvalidRequestError: the body is not an EmbedRequest, or not a batch of jagged ids.
+            RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
+                decoded.
+        """
+        quick = self._decode_quick(body, model, limits)
+        if quick is not None:
+            return quick
+        try:
+            numbers, rest = _take_numbers(body, limits.request_values_max)
+        except TooManyFieldsError as error:
+            raise RequestTooLargeError(
+                "body has too many keys, strings and numbers that are not packed: "
+                + limits.said("request_values_max"),
+                "body",
+            ) from error
+        return self._decode_numbers(body, numbers, rest, model, limits)
+
+    def _decode_quick(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+        """Decodes a message in one of the common formats. Returns None for any other message."""
+        return self.templates.read(body, model) or self._decode_small(body, model, limits)
+
+    def _decode_small(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+        """Decodes a small message by the protobuf library.
+
+        Returns None for a body larger than SMALL_BYTES or than the limits on values and text bytes,
+        and for bytes that are not an EmbedRequest.
+        """
+        if len(body) > min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max):
+            return None
+        try:
+            message = embedding_pb2.EmbedRequest.FromString(body)
+        except DecodeError:
+            return None
+
+        def array(field: str, per_limit: int, limit: str) -> np.ndarray:
+            numbers, raw = getattr(message, field), getattr(message, f"{field}_bytes")
+            if raw and numbers:
+                raise _both_given(field)
+            if raw:
+                return _array(field, {f"{field}_bytes": (raw,)}, per_limit, limits, limit)
+            if len(numbers) > per_limit * getattr(limits, limit):
+                raise _too_many(field, per_limit * getattr(limits, limit), limits.said(limit))
+            return np.array(numbers[:], DTYPES[field])
+
+        request = _request(message, array, model, limits)
+        if message.ids_bytes:
+            self.templates.remember(body, message.model, request.features)
+        return request
+
+    def _decode_numbers(
+        self, body: bytes, numbers: _Numbers, rest: Sequence[memoryview], model: str, limits: Limits
+    ) -> LookupRequest:
+        """Builds the request from ``numbers`` and from ``rest``, the message without its
+        numbers."""
+        nbytes = sum(map(len, rest))
+        if nbytes > limits.request_text_bytes_max:
+            raise RequestTooLargeError(
+                f"body has {nbytes} bytes beside its numbers, "
+                + limits.said("request_text_bytes_max"),
+                "body",
+            )
+        try:
+            message = embedding_pb2.EmbedRequest.FromString(b"".join(rest))
+        except DecodeError as error:
+            raise _malformed(error) from error
+
+        def array(field: str, per_limit: int, limit: str) -> np.ndarray:
+            return _array(field, numbers, per_limit, limits, limit)
+
+        request = _request(message, array, model, limits)
+        self.templates.remember(body, message.model, request.features)
+        return request
 
 
 def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memoryview]]:
@@ -116,63 +179,6 @@ def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memo
 
 def _malformed(problem: object) -> InvalidRequestError:
     return InvalidRequestError(f"body is not an EmbedRequest: {problem}", "body")
-
-
-def _decode_quick(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """Decodes a message in one of the common formats. Returns None for any other message."""
-    return decode_known(body, model) or _decode_small(body, model, limits)
-
-
-def _decode_small(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """Decodes a small message by the protobuf library.
-
-    Returns None for a body larger than SMALL_BYTES or than the limits on values and text bytes, and
-    for bytes that are not an EmbedRequest.
-    """
-    if len(body) > min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max):
-        return None
-    try:
-        message = embedding_pb2.EmbedRequest.FromString(body)
-    except DecodeError:
-        return None
-
-    def array(field: str, per_limit: int, limit: str) -> np.ndarray:
-        numbers, raw = getattr(message, field), getattr(message, f"{field}_bytes")
-        if raw and numbers:
-            raise _both_given(field)
-        if raw:
-            return _array(field, {f"{field}_bytes": (raw,)}, per_limit, limits, limit)
-        if len(numbers) > per_limit * getattr(limits, limit):
-            raise _too_many(field, per_limit * getattr(limits, limit), limits.said(limit))
-        return np.array(numbers[:], DTYPES[field])
-
-    request = _request(message, array, model, limits)
-    if message.ids_bytes:
-        heads.remember(body, message.model, request.features)
-    return request
-
-
-def _decode_numbers(
-    body: bytes, numbers: _Numbers, rest: Sequence[memoryview], model: str, limits: Limits
-) -> LookupRequest:
-    """Builds the request from ``numbers`` and from ``rest``, the message without its numbers."""
-    nbytes = sum(map(len, rest))
-    if nbytes > limits.request_text_bytes_max:
-        raise RequestTooLargeError(
-            f"body has {nbytes} bytes beside its numbers, " + limits.said("request_text_bytes_max"),
-            "body",
-        )
-    try:
-        message = embedding_pb2.EmbedRequest.FromString(b"".join(rest))
-    except DecodeError as error:
-        raise _malformed(error) from error
-
-    def array(field: str, per_limit: int, limit: str) -> np.ndarray:
-        return _array(field, numbers, per_limit, limits, limit)
-
-    request = _request(message, array, model, limits)
-    heads.remember(body, message.model, request.features)
-    return request
 
 
 def _request(

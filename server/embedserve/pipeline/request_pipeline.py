@@ -12,7 +12,7 @@ from time import perf_counter
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
 from embedserve.batching.split import copy_if_view
-from embedserve.codec.codec import Decode, TryDecodeInline
+from embedserve.codec.codec import Codecs, Decode, TryDecodeInline
 from embedserve.errors import DeadlineExceededError, EmbedServeError
 from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, with_size
 from embedserve.metrics.metrics import Metrics
@@ -40,6 +40,7 @@ class RequestPipeline:
 
     Attributes:
         models: registry of the served models.
+        codecs: codecs of the process.
         metrics: metrics of the process; those of each protocol are in ``metrics.protocols``.
         authenticator: authenticator of callers; None: no authentication.
         telemetry: telemetry that logs, traces and times requests.
@@ -59,6 +60,7 @@ class RequestPipeline:
     ) -> None:
         self.addresses = addresses or ClientAddresses()
         self.models = models
+        self.codecs = Codecs()
         self.authenticator = authenticator
         self.shared_memory = shared_memory
         self.metrics = metrics

@@ -133,7 +133,7 @@ class EmbedEndpoint:
         start_s = perf_counter()
         try:
             check_method(scope["method"])
-            options = read_headers(route, scope["headers"], self._metrics)
+            options = read_headers(route, scope["headers"], self._metrics, self._pipeline.codecs)
         except EmbedServeError as error:
             seconds, peer = perf_counter() - start_s, scope.get(PEER, "")
             told = record_early_rejection(self._pipeline, error, scope["headers"], seconds, peer)

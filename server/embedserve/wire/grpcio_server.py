@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
+from embedserve.codec.codec import Codec
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.lookup import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
@@ -120,7 +120,7 @@ class GrpcioServer:
         if age_s := pipeline.limits.connection_age_s_max:
             options.append(("grpc.max_connection_age_ms", round(1000 * age_s)))
         self._server = grpc.aio.server(options=options)
-        predict = grpc.unary_unary_rpc_method_handler(partial(self._embed, PREDICT))
+        predict = grpc.unary_unary_rpc_method_handler(partial(self._embed, pipeline.codecs.predict))
         self._server.add_generic_rpc_handlers(
             (
                 self._handlers(),
@@ -138,12 +138,13 @@ class GrpcioServer:
             raise OSError(f"cannot listen on {address} (gRPC)") from error
 
     def _handlers(self) -> grpc.GenericRpcHandler:
+        protobuf = self._pipeline.codecs.protobuf
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
-                "Embed": grpc.unary_unary_rpc_method_handler(partial(self._embed, PROTOBUF)),
+                "Embed": grpc.unary_unary_rpc_method_handler(partial(self._embed, protobuf)),
                 "EmbedStream": grpc.stream_stream_rpc_method_handler(
-                    partial(self._embed_stream, PROTOBUF)
+                    partial(self._embed_stream, protobuf)
                 ),
                 "ListModels": _unary(self._service.list_models),
                 "GetModel": _unary(self._service.get_model),
@@ -157,10 +158,10 @@ class GrpcioServer:
             open_inference_grpc.SERVICE_NAME,
             {
                 "ModelInfer": grpc.unary_unary_rpc_method_handler(
-                    partial(self._embed, INFER_MESSAGE)
+                    partial(self._embed, self._pipeline.codecs.infer_message)
                 ),
                 "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                    partial(self._embed_stream, INFER_STREAMED)
+                    partial(self._embed_stream, self._pipeline.codecs.infer_streamed)
                 ),
                 **{name: _unary(function) for name, function in methods.items()},
             },

@@ -13,6 +13,7 @@ import re
 import httptools
 
 from embedserve.access.authenticator import LIST_HEADERS
+from embedserve.codec.codec import Codecs
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.metrics import ProtocolMetrics
@@ -30,9 +31,9 @@ from embedserve.wire.rest import (
     timeout_s,
 )
 
-FORMS_MAX = 1024
+TEMPLATES_MAX = 1024
 """Templates cached for all lengths together; the cache is cleared when it is full."""
-FORMS_PER_LENGTH_MAX = 8
+TEMPLATES_PER_LENGTH_MAX = 8
 """Templates cached per header length; a new one evicts the oldest."""
 
 READ_HEADERS = {
@@ -72,6 +73,7 @@ class HeaderTemplate:
     """
 
     __slots__ = (
+        "_codecs",
         "_gap_of",
         "_json_length_gap",
         "_last",
@@ -86,14 +88,18 @@ class HeaderTemplate:
         "options",
     )
 
-    def __init__(self, head: bytes, options: RequestOptions, body_bytes_max: int) -> None:
+    def __init__(
+        self, head: bytes, options: RequestOptions, body_bytes_max: int, codecs: Codecs
+    ) -> None:
         """
         Args:
             head: request line and headers with their empty line, as validated by llhttp.
             options: request options parsed from ``head``.
             body_bytes_max: limit of the body in bytes.
+            codecs: codecs of the process.
         """
         self.options = options
+        self._codecs = codecs
         self.body_bytes_max = body_bytes_max
         self.gaps: list[tuple[bytes, int, int]] = []
         parts = []
@@ -140,7 +146,7 @@ class HeaderTemplate:
         gap = self._gap_of.get(name)
         return None if gap is None else head[gap].strip(BLANKS)
 
-    def asked_by(self, data: bytes) -> RequestOptions:
+    def options_of(self, data: bytes) -> RequestOptions:
         """Returns the request options of the headers at the front of ``data``.
 
         Raises:
@@ -154,7 +160,7 @@ class HeaderTemplate:
         if self._timeout_gap is not None:
             wanted_s = timeout_s(data[self._timeout_gap].strip(BLANKS))
         if self._json_length_gap is not None and one.codec.head_bytes is not None:
-            codec = infer_codec(data[self._json_length_gap].strip(BLANKS))
+            codec = infer_codec(self._codecs, data[self._json_length_gap].strip(BLANKS))
         return RequestOptions(
             one.model, codec, one.response_codec, wanted_s, one.metrics, one.has_id
         )
@@ -164,16 +170,22 @@ class HeaderTemplateCache:
     """Cache of header templates by header length, shared by the connections of a server."""
 
     def __init__(
-        self, metrics: ProtocolMetrics, limits: Limits, allowed_hosts: AllowedHosts | None = None
+        self,
+        metrics: ProtocolMetrics,
+        limits: Limits,
+        codecs: Codecs,
+        allowed_hosts: AllowedHosts | None = None,
     ) -> None:
         """
         Args:
             metrics: REST metrics, part of the request options.
             limits: limits on request bodies.
+            codecs: codecs of the process.
             allowed_hosts: allowed Host names; None: any.
         """
         self._metrics = metrics
         self._limits = limits
+        self._codecs = codecs
         self.allowed_hosts = allowed_hosts
         self._forms: dict[int, list[HeaderTemplate]] = {}
         self._count = 0
@@ -192,15 +204,15 @@ class HeaderTemplateCache:
     def _remember(self, head: bytes) -> tuple[HeaderTemplate, int] | None:
         if len(head) > HEAD_BYTES_MAX:
             return None
-        form = parse_head(head, self._metrics, self._limits, self.allowed_hosts)
+        form = parse_head(head, self._metrics, self._limits, self._codecs, self.allowed_hosts)
         length = -1 if form is None else form.content_length(head, len(head))
         if form is None or length < 0:
             return None
-        if self._count >= FORMS_MAX:
+        if self._count >= TEMPLATES_MAX:
             self._forms.clear()
             self._count = 0
         forms = self._forms.setdefault(len(head), [])
-        if len(forms) >= FORMS_PER_LENGTH_MAX:
+        if len(forms) >= TEMPLATES_PER_LENGTH_MAX:
             forms.pop()
             self._count -= 1
         forms.insert(0, form)
@@ -209,7 +221,11 @@ class HeaderTemplateCache:
 
 
 def parse_head(
-    head: bytes, metrics: ProtocolMetrics, limits: Limits, allowed_hosts: AllowedHosts | None = None
+    head: bytes,
+    metrics: ProtocolMetrics,
+    limits: Limits,
+    codecs: Codecs,
+    allowed_hosts: AllowedHosts | None = None,
 ) -> HeaderTemplate | None:
     """Returns the template of ``head`` (with its empty line), or None.
 
@@ -236,10 +252,10 @@ def parse_head(
     try:
         if allowed_hosts is not None:
             allowed_hosts.check(reader.headers)
-        options = read_headers(route, reader.headers, metrics)
+        options = read_headers(route, reader.headers, metrics, codecs)
     except EmbedServeError:
         return None
-    form = HeaderTemplate(head, options, options.codec.bytes_max(limits))
+    form = HeaderTemplate(head, options, options.codec.bytes_max(limits), codecs)
     # No template where llhttp and the pattern disagree, as on folded lines.
     return form if len(_LINE.findall(head)) == len(names) else None
 

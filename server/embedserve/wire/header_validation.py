@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from embedserve.codec.codec import Codecs
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
 from embedserve.wire.rest import (
@@ -19,7 +20,9 @@ HEAD_LINES_MAX = 100
 VERSIONS = ("1.0", "1.1")
 
 
-def check_headers(version: str, url: bytes, headers: Headers, limits: Limits) -> None:
+def check_headers(
+    version: str, url: bytes, headers: Headers, limits: Limits, codecs: Codecs
+) -> None:
     """Validates the complete headers of a request.
 
     Args:
@@ -27,6 +30,7 @@ def check_headers(version: str, url: bytes, headers: Headers, limits: Limits) ->
         url: request target.
         headers: headers with names in lower case.
         limits: limits on the body, which depend on its type.
+        codecs: codecs of the process.
 
     Raises:
         HeadersTooLargeError: the headers exceed HEAD_BYTES_MAX or HEAD_LINES_MAX.
@@ -50,5 +54,7 @@ def check_headers(version: str, url: bytes, headers: Headers, limits: Limits) ->
         nbytes = int(headers[names.index(b"content-length")][1])
         values = dict(headers)
         path = url.partition(b"?")[0].decode("latin-1")
-        codec = codec_of(path, values.get(b"content-type", b""), values.get(JSON_LENGTH, b""))
+        codec = codec_of(
+            codecs, path, values.get(b"content-type", b""), values.get(JSON_LENGTH, b"")
+        )
         codec.check_size(nbytes, limits)

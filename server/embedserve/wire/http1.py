@@ -79,7 +79,7 @@ class Http1Connection(UvicornConnection, ResponseWriter):
     def _start(self, template: HeaderTemplate, length: int, data: bytes, body_start: int) -> None:
         start_s = perf_counter()
         try:
-            options = template.asked_by(data)
+            options = template.options_of(data)
         except EmbedServeError:
             self.parse(data)  # the endpoint rejects it
             return

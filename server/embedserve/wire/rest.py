@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from embedserve.access.authenticator import headers_by_name, one_header
-from embedserve.codec.codec import ARROW, BINARY, INFER, JSON, PROTOBUF, Codec, infer_binary
+from embedserve.codec import json_codec
+from embedserve.codec.codec import BINARY, JSON, Codec, Codecs
+from embedserve.codec.open_inference import body_answers
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.lookup import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
@@ -29,8 +31,6 @@ JSON_LENGTH = b"inference-header-content-length"
 LENGTH_DIGITS_MAX = 19
 ONCE_HEADERS = frozenset({ROUTING_KEY, b"x-timeout-ms", JSON_LENGTH})
 """Headers that may occur once: with two, a proxy and the server could each read another value."""
-NAMED = (PROTOBUF, ARROW)
-"""Codecs selected by content type; bodies of any other type are read as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def embed_route(path: str) -> Route | None:
 def error_encoder(path: str) -> Callable[[EmbedServeError], bytes]:
     """Returns the encoder of errors for requests to ``path``."""
     is_infer = path == "/v2" or path.startswith("/v2/")
-    return INFER.encode_error if is_infer else JSON.encode_error
+    return body_answers.encode_error if is_infer else json_codec.encode_error
 
 
 def check_method(method: str) -> None:
@@ -95,7 +95,7 @@ def check_method(method: str) -> None:
         raise MethodNotAllowedError(f"method is {method}: send a POST")
 
 
-def codec_of(path: str, content_type: bytes, json_length: bytes) -> Codec:
+def codec_of(codecs: Codecs, path: str, content_type: bytes, json_length: bytes) -> Codec:
     """Returns the codec of a request body.
 
     The codec is JSON unless the content type is protobuf or Arrow. Paths of the Open Inference
@@ -105,12 +105,12 @@ def codec_of(path: str, content_type: bytes, json_length: bytes) -> Codec:
         InvalidRequestError: ``json_length`` is no length.
     """
     if path.startswith("/v2/"):
-        return infer_codec(json_length) if json_length else INFER
+        return infer_codec(codecs, json_length) if json_length else codecs.infer
     kind = content_type.lower()
-    return next((one for one in NAMED if kind.startswith(one.content_type)), JSON)
+    return next((one for one in codecs.by_type if kind.startswith(one.content_type)), codecs.json)
 
 
-def infer_codec(json_length: bytes) -> Codec:
+def infer_codec(codecs: Codecs, json_length: bytes) -> Codec:
     """Returns the codec of a body with ``json_length`` bytes of JSON before binary tensors.
 
     Raises:
@@ -122,10 +122,12 @@ def infer_codec(json_length: bytes) -> Codec:
             "the bytes of the body's JSON",
             "Inference-Header-Content-Length",
         )
-    return infer_binary(int(json_length))
+    return codecs.infer_binary(int(json_length))
 
 
-def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> RequestOptions:
+def read_headers(
+    route: Route, headers: Headers, metrics: ProtocolMetrics, codecs: Codecs
+) -> RequestOptions:
     """Parses the request options from ``headers`` (names in lower case) for ``route``.
 
     The body is JSON unless the content type is protobuf or Arrow. The response has the format
@@ -157,10 +159,11 @@ def read_headers(route: Route, headers: Headers, metrics: ProtocolMetrics) -> Re
                 "Content-Encoding",
             )
     if route.is_infer:
-        codec = infer_codec(json_length) if json_length else INFER
-        return RequestOptions(route.model, codec, INFER, wanted_s, metrics, has_id)
-    codec = codec_of("", content_type, b"")
-    response_codec = next((one for one in (*NAMED, JSON) if one.content_type in accept), codec)
+        codec = infer_codec(codecs, json_length) if json_length else codecs.infer
+        return RequestOptions(route.model, codec, codecs.infer, wanted_s, metrics, has_id)
+    codec = codec_of(codecs, "", content_type, b"")
+    accepted = (one for one in (*codecs.by_type, codecs.json) if one.content_type in accept)
+    response_codec = next(accepted, codec)
     return RequestOptions(route.model, codec, response_codec, wanted_s, metrics, has_id)
 
 
@@ -233,7 +236,7 @@ def record_early_rejection(
 
 
 def error_answer(
-    error: EmbedServeError, extra_headers: HeaderList, encode: EncodeError = JSON.encode_error
+    error: EmbedServeError, extra_headers: HeaderList, encode: EncodeError = json_codec.encode_error
 ) -> tuple[Headers, bytes]:
     """Returns (headers without content-length, body) of the response to ``error``.
 

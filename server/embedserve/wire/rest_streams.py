@@ -7,7 +7,7 @@ from functools import partial
 from time import perf_counter
 
 from embedserve.access.authenticator import headers_by_name
-from embedserve.codec.codec import JSON
+from embedserve.codec import json_codec
 from embedserve.errors import EmbedServeError, RequestTooLargeError
 from embedserve.lookup import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
@@ -108,7 +108,7 @@ def write_error(
     error: EmbedServeError,
     headers: HeaderList,
     method: bytes = b"POST",
-    encode_error: Callable[[EmbedServeError], bytes] = JSON.encode_error,
+    encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error,
 ) -> None:
     """Writes the response to ``error`` in the JSON format of its route; to HEAD without a body.
 
@@ -129,7 +129,7 @@ def open_embed(
     """Returns the handler factory for embed requests to ``route`` with these headers."""
     try:
         check_method(request.method.decode("latin-1"))
-        options = read_headers(route, request.headers, metrics)
+        options = read_headers(route, request.headers, metrics, pipeline.codecs)
         by_name = headers_by_name(request.headers)
     except EmbedServeError as error:
         return refused(error, request, pipeline)

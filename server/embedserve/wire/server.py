@@ -84,7 +84,7 @@ class WireServer:
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
         self._forms = {
-            is_local: HeaderTemplateCache(rest, pipeline.limits, names)
+            is_local: HeaderTemplateCache(rest, pipeline.limits, pipeline.codecs, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
         upload_bytes = max(UPLOAD_BYTES, pipeline.limits.body_bytes_max)

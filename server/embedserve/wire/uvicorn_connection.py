@@ -204,7 +204,8 @@ class UvicornConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._is_in_head = False
-        check_headers(self.parser.get_http_version(), self.url, self.headers, self._limits)
+        version, codecs = self.parser.get_http_version(), self.request_pipeline.codecs
+        check_headers(version, self.url, self.headers, self._limits, codecs)
         if self._allowed_hosts is not None:
             self._allowed_hosts.check(self.headers)
         super().on_headers_complete()

@@ -9,11 +9,11 @@ import numpy as np
 import polars as pl
 import pytest
 from server.arrow_streams import read_answer, said_in, vectors
+from server.codecs import ARROW
 from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
 from embedserve.codec.arrow.answers import NOW_KEYS_MAX, NOW_VECTORS_MAX
-from embedserve.codec.codec import ARROW
 from embedserve.lookup import LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 from fuzz.mutate import mutated
 from server.arrow_streams import columns_of, stream_of
 
-from embedserve.codec.arrow import requests
+from embedserve.codec.arrow.requests import ArrowDecoder
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
 
@@ -41,7 +41,7 @@ def test_what_the_library_rejects_of_data_is_rejected() -> None:
     for _ in range(INPUTS):
         body = mutated(draw, draw.choice(seeds), seeds)
         try:
-            request = requests.decode_request(body, "m", DEFAULT_LIMITS)
+            request = ArrowDecoder().decode_request(body, "m", DEFAULT_LIMITS)
         except EmbedServeError:
             continue
         try:

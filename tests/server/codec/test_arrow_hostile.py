@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from server.arrow_streams import columns_of, stream_of
 
 from embedserve.batching.validation import check_lengths
-from embedserve.codec.arrow import requests
 from embedserve.codec.arrow.flatbuffers import INT16, INT64, UINT8, Fields, Number
+from embedserve.codec.arrow.requests import ArrowDecoder
 from embedserve.codec.arrow.stream import (
     BUFFERS,
     COMPRESSION,
@@ -30,6 +30,7 @@ from embedserve.codec.arrow.stream import (
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 
+ARROW = ArrowDecoder()
 LIMITS = Limits(request_examples_max=100, request_ids_max=1000, request_features_max=20)
 LISTS = pa.schema({"user": pa.list_(pa.int64())}).serialize().to_pybytes()
 LARGE = pa.schema({"user": pa.large_list(pa.int64())}).serialize().to_pybytes()
@@ -76,7 +77,7 @@ IN_LARGE: dict[str, Any] = {
 
 def test_what_is_not_changed_is_read() -> None:
     for one in (Crafted(), Crafted(**IN_LARGE)):
-        read = requests.decode_request(one.stream())
+        read = ARROW.decode_request(one.stream())
         assert (read.ids.tolist(), read.lengths.tolist()) == ([1, 2, 3], [2, 1])
 
 
@@ -157,12 +158,12 @@ LIES = {
 @pytest.mark.parametrize("name", LIES)
 def test_what_a_batch_says_is_not_believed(name: str) -> None:
     crafted, said = LIES[name]
-    for decode in (requests.decode_request, requests.try_decode_inline):
+    for decode in (ARROW.decode_request, ARROW.try_decode_inline):
         with pytest.raises(InvalidRequestError) as caught:
             decode(crafted.stream(), "", LIMITS)
         assert said in caught.value.message
         assert caught.value.field == "body" or caught.value.message.startswith(caught.value.field)
-    assert sum(requests.estimate_size(crafted.stream())) <= 2 * len(crafted.stream())
+    assert sum(ARROW.estimate_size(crafted.stream())) <= 2 * len(crafted.stream())
 
 
 def batches(count: int) -> bytes:
@@ -207,7 +208,7 @@ TOO_MUCH = {
 def test_more_than_the_limits_allow(name: str) -> None:
     body, said = TOO_MUCH[name]
     with pytest.raises(RequestTooLargeError) as caught:
-        requests.decode_request(body, "", LIMITS)
+        ARROW.decode_request(body, "", LIMITS)
     assert said in caught.value.message
 
 
@@ -217,32 +218,32 @@ def test_bags_that_take_no_bytes_are_counted() -> None:
     nulls = pa.table({f"f{i}": pa.nulls(100) for i in range(20)})
     for table in (lists, nulls):
         body = stream_of(table)
-        assert requests.decode_request(body).lengths.size == 2000
+        assert ARROW.decode_request(body).lengths.size == 2000
         ids = 2000 - len(body) // 4
         with pytest.raises(RequestTooLargeError, match=r"2000 bags, .* the limit is 1999"):
-            requests.decode_request(body, "", Limits(request_ids_max=ids - 1))
+            ARROW.decode_request(body, "", Limits(request_ids_max=ids - 1))
     ids = 2000 - len(stream_of(lists)) // 4
-    assert requests.decode_request(stream_of(lists), "", Limits(request_ids_max=ids))
+    assert ARROW.decode_request(stream_of(lists), "", Limits(request_ids_max=ids))
 
 
 def test_strings_are_counted_before_they_are_read() -> None:
     body = stream_of(pa.table({"user": [["ab"] * 11]}))
-    assert requests.decode_request(body).ids.size == 11
+    assert ARROW.decode_request(body).ids.size == 11
     for limits, said in (
         (Limits(request_values_max=10), "11 strings, the limit is 10"),
         (Limits(request_text_bytes_max=21), "22 bytes of strings, the limit is 21"),
     ):
         with pytest.raises(RequestTooLargeError, match=said):
-            requests.decode_request(body, "", limits)
+            ARROW.decode_request(body, "", limits)
 
 
 def test_very_many_batches_are_refused() -> None:
     of_one = columns_of({"user": [[1]]})
     body, start = stream_of(of_one), of_one.schema.serialize().size
     batch = body[start : -len(END)]
-    assert requests.decode_request(body[:start] + 252 * batch).batch_size == 252
+    assert ARROW.decode_request(body[:start] + 252 * batch).batch_size == 252
     with pytest.raises(RequestTooLargeError, match=r"has 253 record batches .* limit is 252"):
-        requests.decode_request(body[:start] + 1000 * batch)
+        ARROW.decode_request(body[:start] + 1000 * batch)
 
 
 def dictionaries() -> Any:
@@ -361,7 +362,7 @@ def test_what_is_no_request_is_refused_by_name(name: str) -> None:
     body, said, at = STREAMS[name]
     for _ in range(2):
         with pytest.raises(InvalidRequestError) as caught:
-            requests.decode_request(body, "", LIMITS)
+            ARROW.decode_request(body, "", LIMITS)
         assert said in caught.value.message
         assert caught.value.field == at
 
@@ -374,11 +375,11 @@ def test_compressed_streams_and_dictionaries_of_the_library() -> None:
         with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
             writer.write_table(table)
         with pytest.raises(InvalidRequestError, match=f"compressed by {codec.upper()}"):
-            requests.decode_request(sink.getvalue().to_pybytes())
+            ARROW.decode_request(sink.getvalue().to_pybytes())
     whole = stream_of(dictionaries())
     start = dictionaries().schema.serialize().size
     with pytest.raises(InvalidRequestError, match=r"is a dictionary batch, expected"):
-        requests.decode_request(LISTS + whole[start:])
+        ARROW.decode_request(LISTS + whole[start:])
 
 
 BAGS: dict[str, Any] = {"user": [[1, 2], None, [3]], "movie": [[], [4], [5, 6]]}
@@ -401,11 +402,11 @@ def test_changed_bytes_are_refused_or_read_as_arrow_reads_them(
     if end < 0.9:
         del changed[int(end * len(body)) :]
     sent = bytes(changed)
-    bags, ids = requests.estimate_size(sent)
+    bags, ids = ARROW.estimate_size(sent)
     assert 0 <= bags <= len(sent)
     assert 0 <= ids <= len(sent)
     try:
-        read = requests.decode_request(sent, "", LIMITS)
+        read = ARROW.decode_request(sent, "", LIMITS)
     except (InvalidRequestError, RequestTooLargeError):
         return
     check_lengths(read.lengths, read.ids.size)

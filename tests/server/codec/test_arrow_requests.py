@@ -16,20 +16,22 @@ from server.arrow_streams import columns_of, message_of, stream_of
 from server.fake_engine import Bags, Weights
 from server.strategies import bags_of_ids, weights_or_none
 
-from embedserve.codec import protobuf_codec
-from embedserve.codec.arrow import requests
-from embedserve.codec.arrow.columns import KNOWN_BYTES_MAX, KNOWN_MAX, MESSAGE_BYTES_MAX, schemas
+from embedserve.codec.arrow.columns import MESSAGE_BYTES_MAX
+from embedserve.codec.arrow.requests import ArrowDecoder
+from embedserve.codec.protobuf_codec import ProtobufDecoder
+from embedserve.codec.template_cache import BYTES_MAX, TEMPLATES_MAX
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
 from embedserve.lookup import LookupRequest
 
+ARROW = ArrowDecoder()
 INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]
 
 
 def assert_reads(body: bytes, bags: Bags, weights: Weights | None = None) -> LookupRequest:
     """Asserts that ``body`` is read as a message of these."""
-    read = requests.decode_request(body)
-    expected = protobuf_codec.decode_request(message_of(bags, weights).SerializeToString())
+    read = ARROW.decode_request(body)
+    expected = ProtobufDecoder().decode_request(message_of(bags, weights).SerializeToString())
     assert (read.features, read.batch_size) == (expected.features, expected.batch_size)
     for name in ("ids", "lengths", "weights"):
         one, other = getattr(read, name), getattr(expected, name)
@@ -56,10 +58,10 @@ def test_lists_in_one_batch_or_several(
     table = columns_of(bags, weights, layout=layout, ids=ids)
     body = stream_of(table, rows=rows)
     read = assert_reads(body, bags, weights)
-    now = requests.try_decode_inline(body, "", DEFAULT_LIMITS)
+    now = ARROW.try_decode_inline(body, "", DEFAULT_LIMITS)
     assert now is not None
     assert now.ids.tolist() == read.ids.tolist()
-    assert requests.estimate_size(body) == (read.lengths.size, read.ids.size)
+    assert ARROW.estimate_size(body) == (read.lengths.size, read.ids.size)
 
 
 @given(data=st.data(), start=st.integers(0, 2))
@@ -114,7 +116,7 @@ def test_layouts(array: Any, bags: list[list[Any]] | None) -> None:
     table = pa.table({"user": array, "movie": [[5], [], [6, 7]]})
     if bags is None:
         with pytest.raises(InvalidRequestError, match=r"features.user\[0\]\[1\] is null"):
-            requests.decode_request(stream_of(table))
+            ARROW.decode_request(stream_of(table))
         return
     for rows in (1, 3):
         assert_reads(stream_of(table, rows=rows), {"user": bags, "movie": [[5], [], [6, 7]]})
@@ -142,7 +144,7 @@ def test_columns_of_pandas_and_polars() -> None:
     sink = io.BytesIO()
     other.write_ipc_stream(sink)
     with pytest.raises(InvalidRequestError, match=r"compat_level"):
-        requests.decode_request(sink.getvalue())
+        ARROW.decode_request(sink.getvalue())
 
 
 def test_empty_batches_between_others() -> None:
@@ -164,42 +166,44 @@ def test_a_stream_may_end_without_its_mark() -> None:
 def test_what_is_wanted_of_the_answer() -> None:
     table = columns_of({"user": [[1]]})
     options = {"version": "3", "output_dtype": "float16", "output_keys": '["user", "tag"]'}
-    read = requests.decode_request(stream_of(table, options=options), "shop")
+    read = ARROW.decode_request(stream_of(table, options=options), "shop")
     assert (read.model, read.output_dtype) == ("shop@3", "float16")
     assert read.output is not None
     assert read.output.keys == ("user", "tag")
-    plain = requests.decode_request(stream_of(table.replace_schema_metadata({"pandas": "{"})))
+    plain = ARROW.decode_request(stream_of(table.replace_schema_metadata({"pandas": "{"})))
     assert (plain.model, plain.output_dtype, plain.output) == ("", "float32", None)
 
 
-def test_schemas_are_remembered_and_few_of_them() -> None:
-    schemas.forget()
-    bodies = [stream_of(columns_of({f"f{i}": [[i]]})) for i in range(3 * KNOWN_MAX)]
-    for i, body in enumerate(bodies):
-        for _ in range(2):
-            assert_reads(body, {f"f{i}": [[i]]})
-    assert 0 < len(schemas.known) <= KNOWN_MAX
+def test_schemas_are_cached_and_few_of_them() -> None:
+    decoder = ArrowDecoder()
+    cache = decoder.schemas
+    first = stream_of(columns_of({"first": [[0]]}))
+    for body in (first, *(stream_of(columns_of({f"f{i}": [[i]]})) for i in range(TEMPLATES_MAX))):
+        decoder.decode_request(body)
+        assert cache.read(body) is not None
+        assert decoder.decode_request(body).ids.size == 1
+    assert len(cache.templates) == TEMPLATES_MAX
+    assert cache.read(first) is None
     for i in range(8):
         many = columns_of({f"{'x' * i}{at}": [[1]] for at in range(1000)})
-        assert requests.decode_request(stream_of(many)).ids.size == 1000
-        assert 0 < schemas.nbytes <= KNOWN_BYTES_MAX
-        assert schemas.sizes == {len(one) for one in schemas.known}
-    assert len(schemas.known) < 8
+        assert decoder.decode_request(stream_of(many)).ids.size == 1000
+        assert 0 < cache.nbytes <= BYTES_MAX
+    assert len(cache.templates) < 8
     large = columns_of({"user": [[1]]}).replace_schema_metadata({"x": "a" * MESSAGE_BYTES_MAX})
-    before = list(schemas.known)
-    assert_reads(stream_of(large), {"user": [[1]]})
-    assert list(schemas.known) == before
+    before = list(cache.templates)
+    assert decoder.decode_request(stream_of(large)).ids.size == 1
+    assert cache.templates == before
 
 
 def test_what_takes_long_is_left_to_the_thread() -> None:
     """Many columns, batches, bags, ids or strings; a schema that is known is no more of them."""
     bags: Bags = {f"f{at}": [[1]] for at in range(200)}
     body = stream_of(columns_of(bags))
-    assert requests.try_decode_inline(body, "", DEFAULT_LIMITS) is None
-    assert requests.estimate_size(body) == (0, 0)
+    assert ARROW.try_decode_inline(body, "", DEFAULT_LIMITS) is None
+    assert ARROW.estimate_size(body) == (0, 0)
     assert_reads(body, bags)
-    assert requests.try_decode_inline(body, "", DEFAULT_LIMITS) is not None
-    assert requests.estimate_size(body) == (200, 200)
+    assert ARROW.try_decode_inline(body, "", DEFAULT_LIMITS) is not None
+    assert ARROW.estimate_size(body) == (200, 200)
     weighed = pa.ListArray.from_arrays([0, 300_000], np.zeros(300_000, np.float32))
     for table, rows in (
         (columns_of({"user": [[1]] * 10}), 1),
@@ -210,6 +214,6 @@ def test_what_takes_long_is_left_to_the_thread() -> None:
         (columns_of({"user": [[1]]}).replace_schema_metadata({"x": "a" * 70_000}), None),
     ):
         body = stream_of(table, rows=rows)
-        schemas.forget()
-        assert requests.try_decode_inline(body, "", DEFAULT_LIMITS) is None
-        assert requests.decode_request(body).batch_size == table.num_rows
+        decoder = ArrowDecoder()
+        assert decoder.try_decode_inline(body, "", DEFAULT_LIMITS) is None
+        assert decoder.decode_request(body).batch_size == table.num_rows

@@ -13,8 +13,9 @@ from fuzz.mutate import mutated
 from google.protobuf.message import DecodeError
 from server.predictions import prediction_request
 
-from embedserve.codec import predictor_codec, protobuf_codec
-from embedserve.codec.open_inference import infer_messages
+from embedserve.codec import predictor_codec
+from embedserve.codec.open_inference.infer_messages import MessageDecoder
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import LookupRequest
@@ -79,16 +80,16 @@ KINDS = {
         embed_requests(),
         pb.EmbedRequest,
         {
-            "now": lambda body: protobuf_codec.try_decode_inline(body, "", DEFAULT_LIMITS),
-            "whole": lambda body: protobuf_codec.decode_request(body),
+            "now": lambda body: ProtobufDecoder().try_decode_inline(body, "", DEFAULT_LIMITS),
+            "whole": lambda body: ProtobufDecoder().decode_request(body),
         },
     ),
     "ModelInferRequest": Kind(
         infer_requests(),
         oip.ModelInferRequest,
         {
-            "now": lambda body: infer_messages.try_decode_inline(body, "", DEFAULT_LIMITS),
-            "whole": lambda body: infer_messages.decode_request(body, "", DEFAULT_LIMITS),
+            "now": lambda body: MessageDecoder().try_decode_inline(body, "", DEFAULT_LIMITS),
+            "whole": lambda body: MessageDecoder().decode_request(body, "", DEFAULT_LIMITS),
         },
     ),
     "PredictionRequest": Kind(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embedserve.codec.open_inference import bodies
+from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
 
@@ -22,10 +22,10 @@ def test_json_that_is_not_utf8_is_rejected_wherever_that_is(wrong: bytes) -> Non
         head = HEAD % said
         for json_bytes in (None, len(head)):
             with pytest.raises(InvalidRequestError, match=r"^body is not an inference request: "):
-                bodies.decode_request(head, "m", DEFAULT_LIMITS, json_bytes)
+                BodyDecoder().decode_request(head, "m", DEFAULT_LIMITS, json_bytes)
 
 
 def test_json_may_have_any_characters() -> None:
     head = HEAD % ("é".encode(), "\N{PILE OF POO}".encode() * 50_000)
-    request = bodies.decode_request(head, "m", DEFAULT_LIMITS, None)
+    request = BodyDecoder().decode_request(head, "m", DEFAULT_LIMITS, None)
     assert request.ids.tolist() == [3]

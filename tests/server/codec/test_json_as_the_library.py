@@ -14,7 +14,7 @@ import pytest
 from fuzz.mutate import mutated
 
 from embedserve.codec import json_codec
-from embedserve.codec.open_inference import bodies
+from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import LookupRequest
@@ -124,11 +124,11 @@ def _flat(data: list[Any]) -> list[Any]:
 FORMS = {
     "embed": Form(EMBED, lambda body: json_codec.decode_request(body, "m"), embed_values),
     "infer": Form(
-        INFER, lambda body: bodies.decode_request(body, "m", DEFAULT_LIMITS), infer_values
+        INFER, lambda body: BodyDecoder().decode_request(body, "m", DEFAULT_LIMITS), infer_values
     ),
     "head": Form(
         HEADS,
-        lambda head: bodies.decode_request(head + BEHIND, "m", DEFAULT_LIMITS, len(head)),
+        lambda head: BodyDecoder().decode_request(head + BEHIND, "m", DEFAULT_LIMITS, len(head)),
         head_values,
     ),
 }

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from server.open_inference import LENGTH_HEADER, Asked, jagged
 from server.strategies import bags_of_ids
 
-from embedserve.codec.open_inference import bodies, infer_messages, json_template, message_template
-from embedserve.codec.open_inference.template_cache import FORMS_MAX
+from embedserve.codec.open_inference import message_template
+from embedserve.codec.open_inference.bodies import BodyDecoder
+from embedserve.codec.open_inference.infer_messages import MessageDecoder
+from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
 from embedserve.lookup import LookupRequest
 from embedserve_proto import open_inference_pb2 as pb
 
 LIMITS = Limits()
+BODIES, MESSAGES = BodyDecoder(), MessageDecoder()
 BAGS: dict[str, list[list[Any]]] = {"user": [[4], [], [6]], "tag": [[1], [2, 3] * 9, []]}
 
 
@@ -35,7 +38,7 @@ def told(request: LookupRequest) -> tuple[object, ...]:
 def parsed_message(body: bytes) -> tuple[object, ...] | None:
     """As the library reads it; None of what is refused."""
     try:
-        return told(infer_messages.decode_request(body, "", LIMITS))
+        return told(MESSAGES.decode_request(body, "", LIMITS))
     except EmbedServeError:
         return None
 
@@ -44,7 +47,7 @@ def parsed_body(body: bytes, json_bytes: int) -> tuple[object, ...] | None:
     """As msgspec reads it: a space behind the JSON is of no known form."""
     body = body[:json_bytes] + b" " + body[json_bytes:]
     try:
-        return told(bodies.decode_request(body, "shop", LIMITS, json_bytes + 1))
+        return told(BODIES.decode_request(body, "shop", LIMITS, json_bytes + 1))
     except EmbedServeError:
         return None
 
@@ -54,7 +57,7 @@ def message(asked: Asked, version: str = "") -> bytes:
 
 
 def form_of(body: bytes) -> message_template.MessageTemplate:
-    request = infer_messages.decode_request(body, "", LIMITS)
+    request = MESSAGES.decode_request(body, "", LIMITS)
     asked = pb.ModelInferRequest.FromString(body)
     model = asked.model_name, asked.model_version
     outputs = [one.name for one in asked.outputs]
@@ -104,10 +107,10 @@ def test_a_changed_message_is_read_as_by_the_library_or_not_by_its_form(seed: in
 def test_a_known_body_is_read_as_by_the_parser(
     bags: dict[str, list[list[int]]], outputs: tuple[str, ...], times: int
 ) -> None:
-    bodies.try_decode_inline(*whole(Asked(jagged({name: [[1]] for name in bags}), outputs)))
+    BODIES.try_decode_inline(*whole(Asked(jagged({name: [[1]] for name in bags}), outputs)))
     for one in (bags, {name: bags_of * times for name, bags_of in bags.items()}):
         body, _, limits, json_bytes = whole(Asked(jagged(one), outputs))
-        request = json_template.forms.read(body, json_bytes, "shop", limits)
+        request = BODIES.templates.read(body, json_bytes, "shop", limits)
         assert request is not None
         assert told(request) == parsed_body(body, json_bytes)
 
@@ -121,12 +124,12 @@ def whole(asked: Asked) -> tuple[bytes, str, Limits, int]:
 def test_a_changed_body_is_read_as_by_the_parser_or_not_by_its_form(seed: int) -> None:
     random = Random(seed)
     body, model, limits, json_bytes = whole(Asked(jagged(BAGS)))
-    bodies.try_decode_inline(body, model, limits, json_bytes)
-    assert json_template.forms.read(body, json_bytes, model, limits) is not None
+    BODIES.try_decode_inline(body, model, limits, json_bytes)
+    assert BODIES.templates.read(body, json_bytes, model, limits) is not None
     for _ in range(200):
         head = mutated(random, body[:json_bytes], [body[:json_bytes]])
         changed = head + (body[json_bytes:] if random.random() < 0.8 else random.randbytes(60))
-        request = json_template.forms.read(changed, len(head), model, limits)
+        request = BODIES.templates.read(changed, len(head), model, limits)
         assert request is None or told(request) == parsed_body(changed, len(head))
 
 
@@ -134,10 +137,10 @@ def test_a_changed_body_is_read_as_by_the_parser_or_not_by_its_form(seed: int) -
 def test_numbers_in_names_are_no_sizes(name: str) -> None:
     for ids in ([[1, 2]], [[3]]):
         body, model, limits, json_bytes = whole(Asked(jagged({name: ids})))
-        request = bodies.try_decode_inline(body, model, limits, json_bytes)
+        request = BODIES.try_decode_inline(body, model, limits, json_bytes)
         assert request is not None
         assert (request.features, request.ids.tolist()) == ((name,), ids[0])
-        assert json_template.forms.read(body, json_bytes, model, limits) is None
+        assert BODIES.templates.read(body, json_bytes, model, limits) is None
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -145,12 +148,12 @@ def test_what_is_remembered_is_bounded() -> None:
     first = message(Asked(jagged({"f": [[1]]})))
     known.remember(first, form_of(first), LIMITS)
     assert known.read(first, LIMITS) is not None
-    for at in range(FORMS_MAX):
+    for at in range(TEMPLATES_MAX):
         body = message(Asked(jagged({f"f{at}": [[1]]})))
         known.remember(body, form_of(body), LIMITS)
     assert known.read(first, LIMITS) is None
     assert known.read(body, LIMITS) is not None
-    long = message(Asked(jagged({"f" * message_template.FORM_BYTES_MAX: [[1]]})))
+    long = message(Asked(jagged({"f" * message_template.TEMPLATE_BYTES_MAX: [[1]]})))
     known.remember(long, form_of(long), LIMITS)
     assert known.read(long, LIMITS) is None
 
@@ -159,7 +162,7 @@ def test_a_known_form_keeps_to_the_limits() -> None:
     body = message(Asked(jagged(BAGS)))
     form = form_of(body)
     binary, model, _, json_bytes = whole(Asked(jagged(BAGS)))
-    bodies.try_decode_inline(binary, model, LIMITS, json_bytes)
+    BODIES.try_decode_inline(binary, model, LIMITS, json_bytes)
     for limits in (
         Limits(request_examples_max=2),
         Limits(request_ids_max=20),
@@ -168,7 +171,7 @@ def test_a_known_form_keeps_to_the_limits() -> None:
     ):
         assert form.read(body, LIMITS) is not None
         assert form.read(body, limits) is None
-        assert json_template.forms.read(binary, json_bytes, model, limits) is None
+        assert BODIES.templates.read(binary, json_bytes, model, limits) is None
 
 
 def test_large_messages_of_a_known_form() -> None:

@@ -6,10 +6,11 @@ import json
 
 import numpy as np
 import pytest
+from server.codecs import JSON, PROTOBUF
 from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
-from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.codec.codec import Codec
 from embedserve.codec.json_codec import NOW_VALUES_MAX, PIECE_VALUES
 from embedserve.codec.protobuf_answers import NOW_LENGTHS_MAX
 from embedserve.lookup import LookupResult

@@ -12,7 +12,8 @@ from server.predictions import prediction_request
 from server.strategies import bags_of_ids, weights_or_none
 
 from embedserve.batching.join import to_model_order
-from embedserve.codec import predictor_codec, protobuf_codec
+from embedserve.codec import predictor_codec
+from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve_proto import embedding_pb2, predictor_pb2
 
@@ -34,7 +35,7 @@ def test_it_is_read_as_an_embed_request(data: st.DataObject, dtype: str, scored:
         of_all = {name: [[1.0] * len(bag) for bag in bags[name]] for name in KEYS} | weights
         other.weights.extend([one for name in KEYS for bag in of_all[name] for one in bag])
     read = to_model_order(predictor_codec.decode_request(body), MODEL)
-    expected = to_model_order(protobuf_codec.decode_request(other.SerializeToString()), MODEL)
+    expected = to_model_order(ProtobufDecoder().decode_request(other.SerializeToString()), MODEL)
     assert (read.features, read.batch_size) == (expected.features, expected.batch_size)
     assert np.array_equal(read.ids, expected.ids)
     assert read.ids.dtype == expected.ids.dtype

@@ -16,9 +16,9 @@ from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
 from embedserve.codec import protobuf_codec
-from embedserve.codec.prefix_templates import HEADS_MAX, heads
 from embedserve.codec.protobuf_answers import encode_error, model_message, try_encode_inline
-from embedserve.codec.protobuf_codec import decode_request
+from embedserve.codec.protobuf_codec import ProtobufDecoder
+from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, OverloadedError
 from embedserve.lookup import LookupRequest, LookupResult
@@ -26,6 +26,9 @@ from embedserve_proto import embedding_pb2 as pb
 
 RULED = ruled_info()
 UNPOOLED = FakeEngine(unpooled_info())
+
+
+DECODER = ProtobufDecoder()
 
 
 def encoded(result: LookupResult) -> bytes:
@@ -45,7 +48,7 @@ def decoded(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> Lo
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(protobuf_codec, "SMALL_BYTES", small_bytes)
             try:
-                outcomes.append(decode_request(body, model, limits))
+                outcomes.append(DECODER.decode_request(body, model, limits))
             except EmbedServeError as error:
                 outcomes.append(error)
     whole, by_field = outcomes
@@ -330,9 +333,9 @@ def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
     rounded = pb.EmbedRequest(
         keys=["rounded"], ids_bytes=bytes(8), lengths_bytes=b"\1\0\0\0", output_dtype=pb.FLOAT16
     )
-    for _ in range(2 * HEADS_MAX):
+    for _ in range(2 * TEMPLATES_MAX):
         assert decoded(rounded.SerializeToString()).output_dtype == "float16"
-    known = [features for _, _, features in heads.known]
+    known = [one.features for one in DECODER.templates.templates]
     assert known.count(("rounded",)) == 1
     assert ("of", "others") in known
 

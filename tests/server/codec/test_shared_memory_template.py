@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from server.open_inference import Asked, Input, jagged
 
-from embedserve.codec.open_inference import bodies, infer_messages
 from embedserve.codec.open_inference.answers import ResponseOptions
-from embedserve.codec.open_inference.shared_memory_template import FORM_BYTES_MAX, forms
+from embedserve.codec.open_inference.bodies import BodyDecoder
+from embedserve.codec.open_inference.infer_messages import MessageDecoder
+from embedserve.codec.open_inference.shared_memory_template import TEMPLATE_BYTES_MAX
 from embedserve.codec.open_inference.shared_memory_tensors import NOW_BYTES_MAX
-from embedserve.codec.open_inference.template_cache import FORMS_MAX
+from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, UnknownRegionError
 from embedserve.lookup import LookupRequest
@@ -109,15 +110,17 @@ def message(inputs: list[Input], places: list[tuple[int, int]], request_id: str 
     return request.SerializeToString(deterministic=True)
 
 
-FORMS = {
-    "REST": (body, bodies.try_decode_inline, bodies.decode_request),
-    "gRPC": (message, infer_messages.try_decode_inline, infer_messages.decode_request),
+DECODERS: dict[str, tuple[Any, type[BodyDecoder | MessageDecoder]]] = {
+    "REST": (body, BodyDecoder),
+    "gRPC": (message, MessageDecoder),
 }
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=DECODERS)
 def form(request: pytest.FixtureRequest) -> Any:
-    return FORMS[request.param]
+    """Returns (maker of bodies, a decoder of theirs)."""
+    make, decoder = DECODERS[request.param]
+    return make, decoder()
 
 
 def contents(request: LookupRequest | None) -> tuple[object, ...]:
@@ -147,26 +150,26 @@ def expected(bags: Mapping[str, list[list[Any]]], caller: Caller) -> tuple[objec
 
 @pytest.mark.parametrize("gap", [0, 24])
 def test_what_lies_there_now_is_read(caller: Callable[[str], Caller], form: Any, gap: int) -> None:
-    make, try_decode_inline, decode = form
+    make, decoder = form
     one = caller("one")
     asked = make(jagged(BAGS), one.put(jagged(BAGS), gap))
-    assert forms.find(asked, LIMITS) is None
+    assert decoder.of_placed.find(asked, LIMITS) is None
     for bags in (BAGS, OTHERS, BAGS):
         one.put(jagged(bags), gap)
-        for read in (try_decode_inline, decode):
+        for read in (decoder.try_decode_inline, decoder.decode_request):
             assert contents(read(asked, "shop", LIMITS, regions=one.regions)) == expected(bags, one)
-        assert forms.find(asked, LIMITS) is not None
+        assert decoder.of_placed.find(asked, LIMITS) is not None
 
 
 def test_another_callers_regions_are_its_own(caller: Callable[[str], Caller], form: Any) -> None:
-    make, try_decode_inline, _ = form
+    make, decoder = form
     one, another = caller("one"), caller("another")
     asked = make(jagged(BAGS), one.put(jagged(BAGS)))
     another.put(jagged(OTHERS))
     for _ in range(2):
-        request = try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        request = decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
         assert contents(request) == expected(BAGS, one)
-        request = try_decode_inline(asked, "shop", LIMITS, regions=another.regions)
+        request = decoder.try_decode_inline(asked, "shop", LIMITS, regions=another.regions)
         assert contents(request) == expected(OTHERS, another)
     for regions, said in (
         ({}, "which is not registered"),
@@ -174,51 +177,51 @@ def test_another_callers_regions_are_its_own(caller: Callable[[str], Caller], fo
         ({"vectors": one.regions["vectors"]}, r"^input 'user\.ids' .* 'ids', which is not"),
     ):
         with pytest.raises(UnknownRegionError, match=said):
-            try_decode_inline(asked, "shop", LIMITS, regions=regions)
+            decoder.try_decode_inline(asked, "shop", LIMITS, regions=regions)
     with pytest.raises(InvalidRequestError, match="which this server does not use"):
-        try_decode_inline(asked, "shop", LIMITS, regions=None)
+        decoder.try_decode_inline(asked, "shop", LIMITS, regions=None)
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [("ids", 100), ("vectors", 4000)])
 def test_a_region_that_is_shorter_now(
     caller: Callable[[str], Caller], form: Any, name: str, nbytes: int
 ) -> None:
-    make, try_decode_inline, _ = form
+    make, decoder = form
     one = caller("one")
     asked = make(jagged(BAGS), one.put(jagged(BAGS)))
-    try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
     shorter = one.regions | {name: one.opened(name, nbytes)}
     with pytest.raises(InvalidRequestError, match=f"region '{name}', which has {nbytes}$"):
-        try_decode_inline(asked, "shop", LIMITS, regions=shorter)
+        decoder.try_decode_inline(asked, "shop", LIMITS, regions=shorter)
     shorter[name].close()
 
 
 def test_what_is_wrong_there_now_is_said(caller: Callable[[str], Caller], form: Any) -> None:
-    make, try_decode_inline, _ = form
+    make, decoder = form
     one = caller("one")
     asked = make(jagged(BAGS), one.put(jagged(BAGS)))
-    try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
     one.put(jagged(BAGS | {"user": [[4], [], []]}))
     with pytest.raises(InvalidRequestError, match=r"'user\.lengths' .* adds up to"):
-        try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
     one.cut()
     with pytest.raises(InvalidRequestError, match="'ids': its file was cut to 0 bytes"):
-        try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
     one.regions["ids"].close()
     with pytest.raises(InvalidRequestError, match="'ids': it is not registered any more"):
-        try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+        decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
 
 
 def test_much_is_read_beside_the_event_loop(caller: Callable[[str], Caller], form: Any) -> None:
-    make, try_decode_inline, decode = form
+    make, decoder = form
     one = caller("one")
     bags = {"user": [list(range(NOW_BYTES_MAX // 8)), [1], []]}
     asked = make(jagged(bags), one.put(jagged(bags)))
     for _ in range(2):
-        assert try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is None
-        request = decode(asked, "shop", LIMITS, regions=one.regions)
+        assert decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is None
+        request = decoder.decode_request(asked, "shop", LIMITS, regions=one.regions)
         assert contents(request) == expected(bags, one)
-    assert forms.find(asked, LIMITS) is not None
+    assert decoder.of_placed.find(asked, LIMITS) is not None
 
 
 @pytest.mark.parametrize(
@@ -231,16 +234,16 @@ def test_much_is_read_beside_the_event_loop(caller: Callable[[str], Caller], for
     ],
 )
 def test_limits_are_kept_to(caller: Callable[[str], Caller], form: Any, limits: Limits) -> None:
-    make, try_decode_inline, _ = form
+    make, decoder = form
     one = caller("one")
     asked = make(jagged(BAGS), one.put(jagged(BAGS)))
-    try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
+    decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions)
     with pytest.raises(RequestTooLargeError):
-        try_decode_inline(asked, "shop", limits, regions=one.regions)
+        decoder.try_decode_inline(asked, "shop", limits, regions=one.regions)
 
 
 def test_what_is_of_no_form(caller: Callable[[str], Caller], form: Any) -> None:
-    make, try_decode_inline, _ = form
+    make, decoder = form
     one = caller("one")
     weighted = [*jagged(BAGS), Input("tag.weights", "FP32", [0.5] * 19)]
     without_ids = jagged({"user": [[]]})
@@ -252,22 +255,22 @@ def test_what_is_of_no_form(caller: Callable[[str], Caller], form: Any) -> None:
         (jagged(BAGS), "7"),
     ):
         asked = make(inputs, one.put(inputs), request_id)
-        assert try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is not None
-        assert forms.find(asked, LIMITS) is None
+        assert decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is not None
+        assert decoder.of_placed.find(asked, LIMITS) is None
 
 
 def test_what_is_kept_is_bounded(caller: Callable[[str], Caller], form: Any) -> None:
-    make, _, decode = form
+    make, decoder = form
     one = caller("one")
 
     def ask(name: str) -> bytes:
         inputs = jagged({name: [[1]]})
         asked: bytes = make(inputs, one.put(inputs))
-        decode(asked, "shop", LIMITS, regions=one.regions)
+        decoder.decode_request(asked, "shop", LIMITS, regions=one.regions)
         return asked
 
     first = ask("first")
-    every = [ask(f"f{at}") for at in range(FORMS_MAX)]
-    assert forms.find(first, LIMITS) is None
-    assert all(forms.find(one, LIMITS) is not None for one in every)
-    assert forms.find(ask("f" * FORM_BYTES_MAX), LIMITS) is None
+    every = [ask(f"f{at}") for at in range(TEMPLATES_MAX)]
+    assert decoder.of_placed.find(first, LIMITS) is None
+    assert all(decoder.of_placed.find(one, LIMITS) is not None for one in every)
+    assert decoder.of_placed.find(ask("f" * TEMPLATE_BYTES_MAX), LIMITS) is None

@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from server.codecs import JSON, PROTOBUF
 
-from embedserve.codec.codec import JSON, PROTOBUF, Codec
+from embedserve.codec.codec import Codec
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
 from embedserve.lookup import LookupRequest

@@ -8,16 +8,16 @@ import httptools
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from server.codecs import CODECS, JSON, PROTOBUF
 from server.fake_engine import FakeEngine
 
-from embedserve.codec.codec import JSON, PROTOBUF
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.pipeline import RequestOptions
 from embedserve.wire.header_templates import (
-    FORMS_MAX,
-    FORMS_PER_LENGTH_MAX,
+    TEMPLATES_MAX,
+    TEMPLATES_PER_LENGTH_MAX,
     HeaderTemplate,
     HeaderTemplateCache,
     parse_head,
@@ -45,16 +45,16 @@ def what(options: RequestOptions) -> What:
 
 def parsed(head: bytes) -> tuple[What, int] | None:
     """What the head alone asks for, and its content length; None: it is not plain."""
-    form = parse_head(head, METRICS, LIMITS)
+    form = parse_head(head, METRICS, LIMITS, CODECS)
     if form is None:
         return None
     length = form.content_length(head, len(head))
-    return None if length < 0 else (what(form.asked_by(head)), length)
+    return None if length < 0 else (what(form.options_of(head)), length)
 
 
 def matched(forms: HeaderTemplateCache, head: bytes) -> tuple[What, int] | None:
     found = forms.match(head, len(head))
-    return None if found is None else (what(found[0].asked_by(head)), found[1])
+    return None if found is None else (what(found[0].options_of(head)), found[1])
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_head_says_the_formats_and_the_timeout_in_any_case() -> None:
 )
 def test_what_is_not_plain_is_left_to_uvicorn(head: bytes) -> None:
     assert parsed(head) is None
-    assert HeaderTemplateCache(METRICS, LIMITS).match(head, len(head)) is None
+    assert HeaderTemplateCache(METRICS, LIMITS, CODECS).match(head, len(head)) is None
 
 
 @given(
@@ -165,7 +165,7 @@ VARYING = [
 
 @pytest.mark.parametrize(("name", "values"), VARYING)
 def test_a_form_is_matched_whatever_stands_in_its_gaps(name: str, values: list[str]) -> None:
-    forms = HeaderTemplateCache(METRICS, LIMITS)
+    forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     template = head_of(f"{name}: @", "User-Agent: curl/8").decode()
     if name == "Content-Length":
         template = head_of("User-Agent: curl/8", length="@").decode()
@@ -180,14 +180,14 @@ def test_a_form_is_matched_whatever_stands_in_its_gaps(name: str, values: list[s
 
 
 def test_a_header_that_no_gap_holds_is_not_found() -> None:
-    form = parse_head(head_of("Accept: */*"), METRICS, LIMITS)
+    form = parse_head(head_of("Accept: */*"), METRICS, LIMITS, CODECS)
     assert form is not None
     assert form.header(head_of("Accept: */*"), b"accept") is None
     assert form.header(head_of("Accept: */*"), b"traceparent") is None
 
 
 def test_a_body_behind_the_head_is_not_looked_at() -> None:
-    forms = HeaderTemplateCache(METRICS, LIMITS)
+    forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     head = head_of("X-Request-Id: a")
     for body in (b"12345", b"\r\n\r\n\r", b"POST "):
         found = forms.match(head + body, len(head))
@@ -196,13 +196,13 @@ def test_a_body_behind_the_head_is_not_looked_at() -> None:
 
 
 def test_a_timeout_in_a_known_form_is_read_anew_and_refused_where_it_is_none() -> None:
-    forms = HeaderTemplateCache(METRICS, LIMITS)
+    forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     assert matched(forms, head_of("X-Timeout-Ms: 2500")) == (("", JSON, JSON, 2.5), 5)
     assert matched(forms, head_of("X-Timeout-Ms: 1000")) == (("", JSON, JSON, 1.0), 5)
     found = forms.match(wrong := head_of("X-Timeout-Ms: soon"), len(wrong))
     assert found is not None
     with pytest.raises(InvalidRequestError, match="X-Timeout-Ms is 'soon'"):
-        found[0].asked_by(wrong)
+        found[0].options_of(wrong)
 
 
 SAME_LENGTH = [
@@ -236,7 +236,7 @@ SAME_LENGTH = [
 @pytest.mark.parametrize(("first", "second"), SAME_LENGTH)
 def test_a_head_of_the_same_length_is_not_taken_for_another(first: bytes, second: bytes) -> None:
     for one, other in ((first, second), (second, first)):
-        forms = HeaderTemplateCache(METRICS, LIMITS)
+        forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
         forms.match(one, len(one))
         assert matched(forms, other) == parsed(other)
 
@@ -285,7 +285,7 @@ def test_a_head_that_differs_in_a_byte_is_what_it_alone_is(
 def check(first: bytes, second: bytes) -> None:
     """``second`` is not taken for ``first``, and the other way round."""
     for one, other in ((first, second), (second, first)):
-        forms = HeaderTemplateCache(METRICS, LIMITS)
+        forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
         forms.match(one, len(one))
         found = forms.match(other, len(other))
         alone = parsed(other)
@@ -293,13 +293,13 @@ def check(first: bytes, second: bytes) -> None:
             assert alone is None
             continue
         try:
-            assert (what(found[0].asked_by(other)), found[1]) == alone
+            assert (what(found[0].options_of(other)), found[1]) == alone
         except InvalidRequestError:  # a timeout that is none; uvicorn refuses it
             assert alone is None
 
 
 def test_a_long_head_is_not_remembered() -> None:
-    forms = HeaderTemplateCache(METRICS, LIMITS)
+    forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     longest = head_of("X: " + "a" * (HEAD_BYTES_MAX - len(head_of("X: "))))
     assert len(longest) == HEAD_BYTES_MAX
     assert matched(forms, longest) == parsed(longest) != None  # noqa: E711
@@ -308,11 +308,11 @@ def test_a_long_head_is_not_remembered() -> None:
 
 
 def test_no_more_than_so_many_forms_of_a_length_are_remembered() -> None:
-    forms = HeaderTemplateCache(METRICS, LIMITS)
+    forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     heads = [head_of(f"X-{name}: 1") for name in "abcdefghijklmnopqrst"]
     found = [forms.match(head, len(head)) for head in heads]
-    kept = found[-FORMS_PER_LENGTH_MAX:]
-    again = [forms.match(head, len(head)) for head in heads[-FORMS_PER_LENGTH_MAX:]]
+    kept = found[-TEMPLATES_PER_LENGTH_MAX:]
+    again = [forms.match(head, len(head)) for head in heads[-TEMPLATES_PER_LENGTH_MAX:]]
     assert [one is not None and one[0] for one in kept] == [
         one is not None and one[0] for one in again
     ]
@@ -324,16 +324,16 @@ def test_no_more_than_so_many_forms_of_a_length_are_remembered() -> None:
 
 
 def test_what_is_remembered_of_all_heads_is_bounded() -> None:
-    forms = HeaderTemplateCache(METRICS, LIMITS)
+    forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     seen: dict[int, HeaderTemplate] = {}
-    for count in range(3 * FORMS_MAX):
+    for count in range(3 * TEMPLATES_MAX):
         head = head_of("X-" + "a" * (count // 4) + "bcde"[count % 4] + ": 1")
         found = forms.match(head, len(head))
         assert found is not None
         seen[id(found[0])] = found[0]
         del found
     alive = sum(sys.getrefcount(form) > SEEN_REFERENCES for form in seen.values())
-    assert 0 < alive <= FORMS_MAX
+    assert 0 < alive <= TEMPLATES_MAX
 
 
 SEEN_REFERENCES = 3
@@ -346,6 +346,6 @@ SEEN_REFERENCES = 3
 def test_a_form_knows_how_long_the_body_of_its_codec_may_be(
     lines: tuple[str, ...], bytes_max: int
 ) -> None:
-    form = parse_head(head_of(*lines), METRICS, LIMITS)
+    form = parse_head(head_of(*lines), METRICS, LIMITS, CODECS)
     assert form is not None
     assert form.body_bytes_max == bytes_max

@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
+from embedserve.codec.template_cache import TemplateCache
 from embedserve.errors import InvalidRequestError
 
 BY_KEY, IN_ONE = "keys", "values"
 """Layouts of a response: a column for each key, or a single column with the vectors of all keys."""
-KNOWN_MAX, KNOWN_BYTES_MAX, MESSAGE_BYTES_MAX = 16, 4 << 20, 1 << 20
-"""Bounds of the schema cache: schemas, bytes of all schemas, and bytes of a schema's message."""
+MESSAGE_BYTES_MAX = 1 << 20
+"""Bytes of a cached schema's message."""
 COLUMN_BYTES = 640
 """Bytes that a column of a cached schema takes, not counting the schema's message."""
 _UINT64 = np.dtype("<u8")
@@ -146,34 +148,25 @@ class Schema:
         return max(before, key=lambda one: one.buffer)
 
 
-class SchemaCache:
-    """Cache of parsed schemas, by the bytes of their messages. Callers repeat the same schema.
+class SchemaTemplate(NamedTuple):
+    """The message of a schema at the start of a stream, and the schema."""
 
-    The cache is emptied when it is full.
+    message: bytes
+    schema: Schema
 
-    Attributes:
-        known: the schemas, by the bytes of their messages.
-        sizes: sizes of these messages, so that only bodies with such a size are looked up.
-        nbytes: bytes that the cached schemas take.
-    """
 
-    def __init__(self) -> None:
-        self.known: dict[bytes, Schema] = {}
-        self.sizes: set[int] = set()
-        self.nbytes = 0
-
-    def forget(self) -> None:
-        self.known, self.sizes, self.nbytes = {}, set(), 0
+class SchemaTemplateCache(TemplateCache[SchemaTemplate]):
+    """Cache of the schemas of recent streams."""
 
     def remember(self, message: bytes, schema: Schema) -> None:
-        nbytes = len(message) + COLUMN_BYTES * len(schema.columns)
-        if len(message) > MESSAGE_BYTES_MAX or nbytes > KNOWN_BYTES_MAX:
-            return
-        if len(self.known) >= KNOWN_MAX or self.nbytes + nbytes > KNOWN_BYTES_MAX:
-            self.forget()
-        self.known[message] = schema
-        self.sizes.add(len(message))
-        self.nbytes += nbytes
+        """Caches ``schema``, whose stream begins with ``message``."""
+        if len(message) <= MESSAGE_BYTES_MAX:
+            nbytes = len(message) + COLUMN_BYTES * len(schema.columns)
+            self.add(SchemaTemplate(message, schema), nbytes)
 
-
-schemas = SchemaCache()
+    def read(self, body: bytes) -> tuple[Schema, int] | None:
+        """Returns (the schema at the start of ``body``, its end) if it is cached, else None."""
+        for message, schema in self.templates:
+            if body.startswith(message):
+                return schema, len(message)
+        return None

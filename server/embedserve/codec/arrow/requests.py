@@ -12,7 +12,15 @@ from itertools import compress, pairwise
 import numpy as np
 
 from embedserve.batching.validation import check_feature_count, place_in
-from embedserve.codec.arrow.columns import IN_ONE, PLAIN, Column, Options, Schema, WouldBlockError
+from embedserve.codec.arrow.columns import (
+    IN_ONE,
+    PLAIN,
+    Column,
+    Options,
+    Schema,
+    SchemaTemplateCache,
+    WouldBlockError,
+)
 from embedserve.codec.arrow.stream import RecordBatch, read_batches, read_schema
 from embedserve.codec.json_errors import unlike
 from embedserve.codec.string_ids import FEW, merge_string_ids
@@ -35,40 +43,62 @@ NOW_TEXT_BYTES_MAX = 64 << 10
 """Bytes of strings that are read on the event loop's thread."""
 
 
-def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-    """Decodes like decode_request, or returns None where that would take long."""
-    try:
-        return _decode(body, model, limits, is_now=True)
-    except WouldBlockError:
-        return None
+class ArrowDecoder:
+    """Decodes streams of columns. It caches their schemas."""
 
+    def __init__(self) -> None:
+        self.schemas = SchemaTemplateCache()
 
-def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
-    """Returns the request in the stream ``body``, addressed to ``model`` ("" for the default
-    model).
+    def try_decode_inline(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
+        """Decodes like decode_request, or returns None where that would take long."""
+        try:
+            return self._decode(body, model, limits, is_now=True)
+        except WouldBlockError:
+            return None
 
-    Raises:
-        InvalidRequestError: the body is not a stream, or its columns are not a batch of jagged ids.
-        RequestTooLargeError: the stream has more than ``limits`` allow. Raised before it is read.
-    """
-    return _decode(body, model, limits, is_now=False)
+    def decode_request(
+        self, body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
+    ) -> LookupRequest:
+        """Returns the request in the stream ``body``, addressed to ``model`` ("" for the default
+        model).
 
+        Raises:
+            InvalidRequestError: the body is not a stream, or its columns are not a batch of jagged
+                ids.
+            RequestTooLargeError: the stream has more than ``limits`` allow. Raised before it is
+                read.
+        """
+        return self._decode(body, model, limits, is_now=False)
 
-def _decode(body: bytes, model: str, limits: Limits, *, is_now: bool) -> LookupRequest:
-    schema, at = read_schema(body, limits, is_now=is_now)
-    check_feature_count("features", len(schema.features), limits)
-    batches = read_batches(body, at, schema, limits, is_now=is_now)
-    request = None
-    if len(batches) == 1:
-        request = _quick(body, model, schema, batches[0], limits)
-    if request is None:
-        bags = _BagReader(body, schema, limits, is_now)
-        for batch in batches:
-            bags.add(batch)
-        request = bags.request(model)
-    if schema.options is not PLAIN:
-        _want(request, schema.options, limits)
-    return request
+    def _decode(self, body: bytes, model: str, limits: Limits, *, is_now: bool) -> LookupRequest:
+        schema, at = read_schema(body, limits, self.schemas, is_now=is_now)
+        check_feature_count("features", len(schema.features), limits)
+        batches = read_batches(body, at, schema, limits, is_now=is_now)
+        request = None
+        if len(batches) == 1:
+            request = _quick(body, model, schema, batches[0], limits)
+        if request is None:
+            bags = _BagReader(body, schema, limits, is_now)
+            for batch in batches:
+                bags.add(batch)
+            request = bags.request(model)
+        if schema.options is not PLAIN:
+            _want(request, schema.options, limits)
+        return request
+
+    def estimate_size(self, body: bytes) -> tuple[int, int]:
+        """Returns (bags, ids) according to the schema and batches of a stream. Returns (0, 0) for
+        an invalid stream, and for a larger schema or more batches than are read inline."""
+        bags = ids = 0
+        try:
+            schema, at = read_schema(body, DEFAULT_LIMITS, self.schemas, is_now=True)
+            features = len(schema.features)
+            for batch in read_batches(body, at, schema, DEFAULT_LIMITS, is_now=True):
+                bags += features * batch.rows
+                ids += int(batch.lengths[schema.value_nodes[:features]].clip(0, len(body)).sum())
+        except (InvalidRequestError, RequestTooLargeError, WouldBlockError):
+            return 0, 0
+        return min(bags, len(body)), min(ids, len(body))
 
 
 def _quick(
@@ -388,18 +418,3 @@ def _wrong_value(
     ``lengths``."""
     bag, place = place_in(lengths, position)
     return column.wrong(problem, batch.first + bag, place)
-
-
-def estimate_size(body: bytes) -> tuple[int, int]:
-    """Returns (bags, ids) according to the schema and batches of a stream. Returns (0, 0) for an
-    invalid stream, and for a larger schema or more batches than are read inline."""
-    bags = ids = 0
-    try:
-        schema, at = read_schema(body, DEFAULT_LIMITS, is_now=True)
-        features = len(schema.features)
-        for batch in read_batches(body, at, schema, DEFAULT_LIMITS, is_now=True):
-            bags += features * batch.rows
-            ids += int(batch.lengths[schema.value_nodes[:features]].clip(0, len(body)).sum())
-    except (InvalidRequestError, RequestTooLargeError, WouldBlockError):
-        return 0, 0
-    return min(bags, len(body)), min(ids, len(body))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embedserve.codec.arrow.columns import Schema, WouldBlockError, schemas
+from embedserve.codec.arrow.columns import Schema, SchemaTemplateCache, WouldBlockError
 from embedserve.codec.arrow.flatbuffers import (
     INT16,
     INT32,
@@ -144,7 +144,9 @@ def _message(metadata: bytes, at: int, start: int, nbytes: int) -> ArrowMessage:
     return ArrowMessage(kind, header, start, start + size)
 
 
-def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, int]:
+def read_schema(
+    body: bytes, limits: Limits, schemas: SchemaTemplateCache, *, is_now: bool
+) -> tuple[Schema, int]:
     """Returns (the schema, the position of the first record batch).
 
     Raises:
@@ -152,12 +154,11 @@ def read_schema(body: bytes, limits: Limits, *, is_now: bool) -> tuple[Schema, i
         RequestTooLargeError: it has more columns than ``limits`` allow.
         WouldBlockError: ``is_now``, and parsing the schema would take long.
     """
+    known = schemas.read(body)
+    if known is not None:
+        return known
     head = body[:HEAD_BYTES]
     size = INT32.unpack_from(head, len(CONTINUATION))[0] if len(head) == HEAD_BYTES else 0
-    end = HEAD_BYTES + size
-    known = schemas.known.get(body[:end]) if end in schemas.sizes else None
-    if known is not None:
-        return known, end
     if is_now and size > NOW_SCHEMA_BYTES:
         raise WouldBlockError
     message = read_message(body, 0)

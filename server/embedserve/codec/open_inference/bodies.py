@@ -14,12 +14,15 @@ import msgspec
 import numpy as np
 
 from embedserve.codec.json_codec import NOW_BYTES_MAX, check_cost
-from embedserve.codec.open_inference import shared_memory_template
 from embedserve.codec.open_inference.answers import (
     set_output,
     set_output_dtype,
 )
-from embedserve.codec.open_inference.json_template import forms
+from embedserve.codec.open_inference.json_template import JsonTemplateCache
+from embedserve.codec.open_inference.shared_memory_template import (
+    SharedMemoryTemplateCache,
+    read_request,
+)
 from embedserve.codec.open_inference.shared_memory_tensors import PlacedTensor, find_place
 from embedserve.codec.open_inference.strings import read_strings
 from embedserve.codec.open_inference.tensors import (
@@ -98,41 +101,105 @@ UTF8_BYTES = 64 << 10
 _ARRAY_CODES = {"INT64": "q", "INT32": "i", "FP32": "d"}
 
 
-def try_decode_inline(
-    body: bytes,
-    model: str,
-    limits: Limits,
-    json_bytes: int | None = None,
-    regions: Regions | None = None,
-) -> LookupRequest | None:
-    """Decodes like decode_request, or returns None where that would take long. Numbers in binary
-    never take long."""
-    if (len(body) if json_bytes is None else json_bytes) > NOW_BYTES_MAX:
-        return None
-    return _decode(body, model, limits, json_bytes, regions, is_now=True)
+class BodyDecoder:
+    """Decodes the protocol's bodies of REST. It caches templates of their JSON."""
 
+    def __init__(self) -> None:
+        self.templates = JsonTemplateCache()
+        self.of_placed = SharedMemoryTemplateCache()
 
-def decode_request(
-    body: bytes,
-    model: str,
-    limits: Limits,
-    json_bytes: int | None = None,
-    regions: Regions | None = None,
-) -> LookupRequest:
-    """Returns the request in ``body``, addressed to ``model``.
+    def try_decode_inline(
+        self,
+        body: bytes,
+        model: str,
+        limits: Limits,
+        json_bytes: int | None = None,
+        regions: Regions | None = None,
+    ) -> LookupRequest | None:
+        """Decodes like decode_request, or returns None where that would take long. Numbers in
+        binary never take long."""
+        if (len(body) if json_bytes is None else json_bytes) > NOW_BYTES_MAX:
+            return None
+        return self._decode(body, model, limits, json_bytes, regions, is_now=True)
 
-    Args:
-        json_bytes: bytes of the JSON at the start of ``body``; None if all of it is JSON.
-        regions: shared-memory regions of the caller; None if the server has no shared memory.
+    def decode_request(
+        self,
+        body: bytes,
+        model: str,
+        limits: Limits,
+        json_bytes: int | None = None,
+        regions: Regions | None = None,
+    ) -> LookupRequest:
+        """Returns the request in ``body``, addressed to ``model``.
 
-    Raises:
-        InvalidRequestError: the body is not a request of the protocol, or not a batch of jagged
-            ids.
-        RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is decoded.
-    """
-    request = _decode(body, model, limits, json_bytes, regions, is_now=False)
-    assert request is not None  # never None unless is_now
-    return request
+        Args:
+            json_bytes: bytes of the JSON at the start of ``body``; None if all of it is JSON.
+            regions: shared-memory regions of the caller; None if the server has no shared memory.
+
+        Raises:
+            InvalidRequestError: the body is not a request of the protocol, or not a batch of jagged
+                ids.
+            RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
+                decoded.
+        """
+        request = self._decode(body, model, limits, json_bytes, regions, is_now=False)
+        assert request is not None  # never None unless is_now
+        return request
+
+    def _decode(
+        self,
+        body: bytes,
+        model: str,
+        limits: Limits,
+        json_bytes: int | None,
+        regions: Regions | None,
+        *,
+        is_now: bool,
+    ) -> LookupRequest | None:
+        """Returns the request; None where ``is_now`` and strings or shared memory would take
+        long."""
+        if json_bytes is not None:
+            known = self.templates.read(body, json_bytes, model, limits)
+            if known is not None:
+                return known
+        if regions and json_bytes in (None, len(body)):
+            of_placed = self.of_placed.find(body, limits)
+            if of_placed is not None:
+                if is_now and not of_placed.is_quick:
+                    return None
+                known = of_placed.read_known(regions, model)
+                if known is not None:
+                    return known
+        head, rest = _cut(body, json_bytes, limits)
+        if len(head) > limits.request_values_max:  # a shorter JSON cannot hold that many values
+            check_cost(head, limits)
+        try:
+            _check_utf8(head)
+            parsed = _DECODER.decode(head)
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
+            raise _problem(error) from error
+        tensors = _tensors(parsed.inputs, rest, limits, regions, is_now=is_now)
+        if tensors is None:
+            return None
+        read = read_request(model, *tensors, regions, limits, is_now=is_now)
+        if read is None:
+            return None
+        request, of_placed = read
+        parameters = parsed.parameters or _Parameters()
+        is_binary = parameters.binary_data_output
+        if parsed.outputs:
+            names = [one.name for one in parsed.outputs]
+            are_binary = [_is_binary(one, is_binary) for one in parsed.outputs]
+            places = _places(parsed.outputs, regions)
+            set_output(request, parsed.id, names, are_binary, is_binary, limits, places)
+        else:
+            set_output(request, parsed.id, (), (), is_binary, limits)
+        set_output_dtype(request, parameters.output_dtype)
+        if len(rest) and not parsed.id and _is_plain(parsed, request):
+            self.templates.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
+        if of_placed is not None and not parsed.id:
+            self.of_placed.remember(head, of_placed, request)
+        return request
 
 
 def estimate_size(body: bytes, json_bytes: int | None = None) -> tuple[int, int]:
@@ -147,60 +214,6 @@ def estimate_size(body: bytes, json_bytes: int | None = None) -> tuple[int, int]
         return 0, 0
     bags, ids = count([(one.name, one.shape) for one in inputs])
     return min(bags, len(body)), min(ids, len(body))
-
-
-def _decode(
-    body: bytes,
-    model: str,
-    limits: Limits,
-    json_bytes: int | None,
-    regions: Regions | None,
-    *,
-    is_now: bool,
-) -> LookupRequest | None:
-    """Returns the request; None where ``is_now`` and strings or shared memory would take long."""
-    if json_bytes is not None:
-        known = forms.read(body, json_bytes, model, limits)
-        if known is not None:
-            return known
-    if regions and json_bytes in (None, len(body)):
-        of_placed = shared_memory_template.forms.find(body, limits)
-        if of_placed is not None:
-            if is_now and not of_placed.is_quick:
-                return None
-            known = of_placed.read_known(regions, model)
-            if known is not None:
-                return known
-    head, rest = _cut(body, json_bytes, limits)
-    if len(head) > limits.request_values_max:  # a shorter JSON cannot hold that many values
-        check_cost(head, limits)
-    try:
-        _check_utf8(head)
-        parsed = _DECODER.decode(head)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise _problem(error) from error
-    tensors = _tensors(parsed.inputs, rest, limits, regions, is_now=is_now)
-    if tensors is None:
-        return None
-    read = shared_memory_template.read_request(model, *tensors, regions, limits, is_now=is_now)
-    if read is None:
-        return None
-    request, of_placed = read
-    parameters = parsed.parameters or _Parameters()
-    is_binary = parameters.binary_data_output
-    if parsed.outputs:
-        names = [one.name for one in parsed.outputs]
-        are_binary = [_is_binary(one, is_binary) for one in parsed.outputs]
-        places = _places(parsed.outputs, regions)
-        set_output(request, parsed.id, names, are_binary, is_binary, limits, places)
-    else:
-        set_output(request, parsed.id, (), (), is_binary, limits)
-    set_output_dtype(request, parameters.output_dtype)
-    if len(rest) and not parsed.id and _is_plain(parsed, request):
-        forms.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
-    if of_placed is not None and not parsed.id:
-        shared_memory_template.forms.remember(head, of_placed, request)
-    return request
 
 
 def _is_plain(parsed: _InferBody, request: LookupRequest) -> bool:

@@ -14,13 +14,20 @@ from math import prod
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from embedserve.codec.open_inference import shared_memory_template
 from embedserve.codec.open_inference.answers import (
     set_output,
     set_output_dtype,
     versioned,
 )
-from embedserve.codec.open_inference.message_template import FORM_INPUTS_MAX, MessageTemplate, forms
+from embedserve.codec.open_inference.message_template import (
+    FORM_INPUTS_MAX,
+    MessageTemplate,
+    MessageTemplateCache,
+)
+from embedserve.codec.open_inference.shared_memory_template import (
+    SharedMemoryTemplateCache,
+    read_request,
+)
 from embedserve.codec.open_inference.shared_memory_tensors import PlacedTensor, is_placed, place_in
 from embedserve.codec.open_inference.strings import read_strings, text_of
 from embedserve.codec.open_inference.tensors import (
@@ -89,109 +96,181 @@ _CONTENTS_TAGS = {
 _Contents = dict[str, list[memoryview]]
 
 
-def try_decode_inline(
-    body: bytes, model: str, limits: Limits, regions: Regions | None = None
-) -> LookupRequest | None:
-    """Decodes like decode_request, or returns None where that would take long. Raw numbers never
-    take long."""
-    known = forms.read(body, limits)
-    if known is not None:
-        return known
-    if regions:
-        form = shared_memory_template.forms.find(body, limits)
-        if form is not None:
-            known = form.read_known(regions) if form.is_quick else None
-            if known is not None or not form.is_quick:
-                return known
-    small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
-    if len(body) <= small_bytes:
-        message = _parse(body)
-        contents = message.raw_input_contents
-        request = _request(body, message, contents, None, limits, regions, is_now=True)
-        _remember(body, message, contents, request, limits)
-        return request
-    try:
-        raw, rest = _take_raw(body, min(NOW_FIELDS_MAX, limits.request_values_max))
-    except TooManyFieldsError:
-        return None
-    if sum(map(len, rest)) > small_bytes:
-        return None
-    message = _parse(b"".join(rest))
-    is_text = [one.datatype == BYTES for one in message.inputs if not is_placed(one.parameters)]
-    text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
-    if text_bytes > NOW_BYTES_MAX:
-        return None
-    request = _request(body, message, raw, None, limits, regions, is_now=True)
-    _remember(body, message, raw, request, limits)
-    return request
+class MessageDecoder:
+    """Decodes ModelInferRequest messages. It caches their templates."""
 
+    def __init__(self) -> None:
+        self.templates = MessageTemplateCache()
+        self.of_placed = SharedMemoryTemplateCache()
 
-def _remember(
-    body: bytes,
-    message: pb.ModelInferRequest,
-    raw: Sequence[bytes | memoryview],
-    request: LookupRequest | None,
-    limits: Limits,
-) -> None:
-    """Caches the template of a message whose inputs are all raw. Templates of inputs in shared
-    memory are cached by shared_memory_template.py."""
-    if request is None or any(one.parameters for one in message.outputs):
-        return
-    inputs = len(message.inputs)
-    is_plain = len(raw) == inputs == 2 * len(request.features) and not request.string_features
-    if is_plain and inputs <= FORM_INPUTS_MAX:
-        model = message.model_name, message.model_version
-        outputs = [one.name for one in message.outputs]
-        forms.remember(
-            body, MessageTemplate(model, request.model, request.features, outputs), limits
-        )
-
-
-def decode_request(
-    body: bytes, model: str, limits: Limits, regions: Regions | None = None
-) -> LookupRequest:
-    """Returns the ModelInferRequest in ``body``, which names its model itself.
-
-    Args:
-        regions: shared-memory regions of the caller; None if the server has no shared memory.
-
-    Raises:
-        InvalidRequestError: the body is not a ModelInferRequest, or not a batch of jagged ids.
-        RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is decoded.
-    """
-    form = shared_memory_template.forms.find(body, limits) if regions else None
-    if form is not None and regions is not None:
-        known = form.read_known(regions)
+    def try_decode_inline(
+        self, body: bytes, model: str, limits: Limits, regions: Regions | None = None
+    ) -> LookupRequest | None:
+        """Decodes like decode_request, or returns None where that would take long. Raw numbers
+        never take long."""
+        known = self.templates.read(body, limits)
         if known is not None:
             return known
-    try:
-        raw, inputs, rest = _take_inputs(body, limits)
-    except TooManyFieldsError as error:
-        raise RequestTooLargeError(
-            "body has too many tensors, strings and numbers that are not packed: "
-            + limits.said("request_values_max"),
-            "body",
-        ) from error
-    text_bytes = sum(map(len, rest)) + sum(
-        sum(map(len, contents.get("bytes_contents", ()))) for contents, _ in inputs
-    )
-    text_bytes += sum(len(of_input) for _, of_input in inputs)
-    if text_bytes > limits.request_text_bytes_max:
-        raise RequestTooLargeError(
-            f"body has {text_bytes} bytes beside its numbers, "
-            + limits.said("request_text_bytes_max"),
-            "body",
-        )
-    message = _parse(b"".join(rest))
-    for _, of_input in inputs:
+        if regions:
+            form = self.of_placed.find(body, limits)
+            if form is not None:
+                known = form.read_known(regions) if form.is_quick else None
+                if known is not None or not form.is_quick:
+                    return known
+        small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
+        if len(body) <= small_bytes:
+            message = _parse(body)
+            contents = message.raw_input_contents
+            request = self._request(body, message, contents, None, limits, regions, is_now=True)
+            self._remember(body, message, contents, request, limits)
+            return request
         try:
-            message.inputs.add().MergeFromString(of_input)
-        except DecodeError as error:
-            raise _malformed(error) from error
-    of_inputs = [contents for contents, _ in inputs]
-    request = _request(body, message, raw, of_inputs, limits, regions, is_now=False)
-    assert request is not None  # never None unless is_now
-    return request
+            raw, rest = _take_raw(body, min(NOW_FIELDS_MAX, limits.request_values_max))
+        except TooManyFieldsError:
+            return None
+        if sum(map(len, rest)) > small_bytes:
+            return None
+        message = _parse(b"".join(rest))
+        is_text = [one.datatype == BYTES for one in message.inputs if not is_placed(one.parameters)]
+        text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
+        if text_bytes > NOW_BYTES_MAX:
+            return None
+        request = self._request(body, message, raw, None, limits, regions, is_now=True)
+        self._remember(body, message, raw, request, limits)
+        return request
+
+    def _remember(
+        self,
+        body: bytes,
+        message: pb.ModelInferRequest,
+        raw: Sequence[bytes | memoryview],
+        request: LookupRequest | None,
+        limits: Limits,
+    ) -> None:
+        """Caches the template of a message whose inputs are all raw. Templates of inputs in shared
+        memory are cached by shared_memory_template.py."""
+        if request is None or any(one.parameters for one in message.outputs):
+            return
+        inputs = len(message.inputs)
+        is_plain = len(raw) == inputs == 2 * len(request.features) and not request.string_features
+        if is_plain and inputs <= FORM_INPUTS_MAX:
+            model = message.model_name, message.model_version
+            outputs = [one.name for one in message.outputs]
+            self.templates.remember(
+                body, MessageTemplate(model, request.model, request.features, outputs), limits
+            )
+
+    def decode_request(
+        self, body: bytes, model: str, limits: Limits, regions: Regions | None = None
+    ) -> LookupRequest:
+        """Returns the ModelInferRequest in ``body``, which names its model itself.
+
+        Args:
+            regions: shared-memory regions of the caller; None if the server has no shared memory.
+
+        Raises:
+            InvalidRequestError: the body is not a ModelInferRequest, or not a batch of jagged ids.
+            RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
+                decoded.
+        """
+        form = self.of_placed.find(body, limits) if regions else None
+        if form is not None and regions is not None:
+            known = form.read_known(regions)
+            if known is not None:
+                return known
+        try:
+            raw, inputs, rest = _take_inputs(body, limits)
+        except TooManyFieldsError as error:
+            raise RequestTooLargeError(
+                "body has too many tensors, strings and numbers that are not packed: "
+                + limits.said("request_values_max"),
+                "body",
+            ) from error
+        text_bytes = sum(map(len, rest)) + sum(
+            sum(map(len, contents.get("bytes_contents", ()))) for contents, _ in inputs
+        )
+        text_bytes += sum(len(of_input) for _, of_input in inputs)
+        if text_bytes > limits.request_text_bytes_max:
+            raise RequestTooLargeError(
+                f"body has {text_bytes} bytes beside its numbers, "
+                + limits.said("request_text_bytes_max"),
+                "body",
+            )
+        message = _parse(b"".join(rest))
+        for _, of_input in inputs:
+            try:
+                message.inputs.add().MergeFromString(of_input)
+            except DecodeError as error:
+                raise _malformed(error) from error
+        of_inputs = [contents for contents, _ in inputs]
+        request = self._request(body, message, raw, of_inputs, limits, regions, is_now=False)
+        assert request is not None  # never None unless is_now
+        return request
+
+    def _request(
+        self,
+        body: bytes,
+        message: pb.ModelInferRequest,
+        raw: Sequence[bytes | memoryview],
+        contents: Sequence[_Contents] | None,
+        limits: Limits,
+        regions: Regions | None,
+        *,
+        is_now: bool,
+    ) -> LookupRequest | None:
+        """Returns the request in ``message``; None where ``is_now`` and reading would take long.
+
+        Args:
+            body: bytes of the message.
+            raw: its raw_input_contents.
+            contents: contents of each input, if they were extracted from the message; None if they
+                are still in it.
+        """
+        are_placed = [is_placed(one.parameters) for one in message.inputs]
+        if raw and len(raw) != are_placed.count(False):
+            raise InvalidRequestError(
+                f"raw_input_contents has {len(raw)} entries for {are_placed.count(False)} inputs",
+                "raw_input_contents",
+            )
+        tensors: list[Input] = []
+        placed: list[PlacedTensor] = []
+        left = iter(raw)
+        for at, one in enumerate(message.inputs):
+            tensor = Input(one.name, one.datatype, one.shape[:], b"")
+            tensors.append(tensor)
+            has_contents = one.HasField("contents") or (contents is not None and bool(contents[at]))
+            if are_placed[at]:
+                if has_contents:
+                    raise wrong(tensor, "has contents, and is to lie in shared memory: send one")
+                placed.append((tensor, place_in(one.parameters, tensor, regions)))
+            elif not raw:
+                if contents is not None:
+                    tensor.data = _from_contents(tensor, contents[at], limits)
+                else:
+                    tensor.data = _from_message(tensor, one)
+            elif has_contents:
+                raise wrong(tensor, "has contents, but there are raw_input_contents: send one")
+            else:
+                data = next(left)
+                tensor.data = _raw_strings(tensor, data, limits) if one.datatype == BYTES else data
+        model = versioned(message.model_name, message.model_version)
+        read = read_request(model, tensors, placed, regions, limits, is_now=is_now)
+        if read is None:
+            return None
+        request, form = read
+        outputs = message.outputs
+        names = [one.name for one in outputs] if outputs else ()
+        places = {
+            one.name: place_in(one.parameters, one.name, regions)
+            for one in outputs
+            if is_placed(one.parameters)
+        }
+        set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
+        if message.parameters and "output_dtype" in message.parameters:
+            set_output_dtype(request, message.parameters["output_dtype"].string_param)
+        if form is not None and not message.id:
+            self.of_placed.remember(body, form, request)
+        return request
 
 
 def peek_model(body: bytes) -> str:
@@ -277,73 +356,6 @@ def _take_inputs(
     except ValueError as error:
         raise _malformed(error) from error
     return taken.get("raw", []), inputs, rest
-
-
-def _request(
-    body: bytes,
-    message: pb.ModelInferRequest,
-    raw: Sequence[bytes | memoryview],
-    contents: Sequence[_Contents] | None,
-    limits: Limits,
-    regions: Regions | None,
-    *,
-    is_now: bool,
-) -> LookupRequest | None:
-    """Returns the request in ``message``; None where ``is_now`` and reading would take long.
-
-    Args:
-        body: bytes of the message.
-        raw: its raw_input_contents.
-        contents: contents of each input, if they were extracted from the message; None if they are
-            still in it.
-    """
-    are_placed = [is_placed(one.parameters) for one in message.inputs]
-    if raw and len(raw) != are_placed.count(False):
-        raise InvalidRequestError(
-            f"raw_input_contents has {len(raw)} entries for {are_placed.count(False)} inputs",
-            "raw_input_contents",
-        )
-    tensors: list[Input] = []
-    placed: list[PlacedTensor] = []
-    left = iter(raw)
-    for at, one in enumerate(message.inputs):
-        tensor = Input(one.name, one.datatype, one.shape[:], b"")
-        tensors.append(tensor)
-        has_contents = one.HasField("contents") or (contents is not None and bool(contents[at]))
-        if are_placed[at]:
-            if has_contents:
-                raise wrong(tensor, "has contents, and is to lie in shared memory: send one")
-            placed.append((tensor, place_in(one.parameters, tensor, regions)))
-        elif not raw:
-            if contents is not None:
-                tensor.data = _from_contents(tensor, contents[at], limits)
-            else:
-                tensor.data = _from_message(tensor, one)
-        elif has_contents:
-            raise wrong(tensor, "has contents, but there are raw_input_contents: send one")
-        else:
-            data = next(left)
-            tensor.data = _raw_strings(tensor, data, limits) if one.datatype == BYTES else data
-    model = versioned(message.model_name, message.model_version)
-    read = shared_memory_template.read_request(
-        model, tensors, placed, regions, limits, is_now=is_now
-    )
-    if read is None:
-        return None
-    request, form = read
-    outputs = message.outputs
-    names = [one.name for one in outputs] if outputs else ()
-    places = {
-        one.name: place_in(one.parameters, one.name, regions)
-        for one in outputs
-        if is_placed(one.parameters)
-    }
-    set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
-    if message.parameters and "output_dtype" in message.parameters:
-        set_output_dtype(request, message.parameters["output_dtype"].string_param)
-    if form is not None and not message.id:
-        shared_memory_template.forms.remember(body, form, request)
-    return request
 
 
 def _raw_strings(tensor: Input, raw: bytes | memoryview, limits: Limits) -> list[str]:

@@ -19,14 +19,14 @@ from embedserve.codec.open_inference.message_template import (
     FORM_INPUTS_MAX,
     VIEWED_BYTES,
 )
-from embedserve.codec.open_inference.template_cache import TemplateCache
 from embedserve.codec.open_inference.tensors import add_up
+from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
 from embedserve.lookup import LookupRequest
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 _frombuffer = np.frombuffer
-FORM_BYTES_MAX = 8192
+TEMPLATE_BYTES_MAX = 8192
 DIGITS_MAX = 9
 NUMBERS_PER_FEATURE = 4
 """Numbers in the JSON for each feature, in this order: ids, their bytes, examples, bytes of
@@ -147,7 +147,7 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
 
     def read(self, body: bytes, end: int, model: str, limits: Limits) -> LookupRequest | None:
         """Returns the request in a body whose template is cached; None for any other body."""
-        for form in self:
+        for form in self.templates:
             request = form.read(body, end, model, limits)
             if request is not None:
                 return request
@@ -164,7 +164,7 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
             estimate_size: function that returns the sizes in a JSON with other numbers; None where
                 anything else differs, too.
         """
-        if len(head) > FORM_BYTES_MAX:
+        if len(head) > TEMPLATE_BYTES_MAX:
             return
         between = _NUMBER.split(head)
         numbers = len(between) - 1
@@ -177,7 +177,4 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
         marked = b"".join(part for pair in zip(between, marks, strict=False) for part in pair)
         expected = [(_MARK + at, _MARK + at + 1) for at in range(0, numbers, 2)]
         if estimate_size(marked + between[-1]) == expected:
-            self.add(JsonTemplate(between, like))
-
-
-forms = JsonTemplateCache()
+            self.add(JsonTemplate(between, like), len(head))

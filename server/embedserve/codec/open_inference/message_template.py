@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from embedserve.codec.open_inference.answers import set_output
-from embedserve.codec.open_inference.template_cache import TemplateCache
 from embedserve.codec.open_inference.tensors import add_up
 from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,
@@ -22,6 +21,7 @@ from embedserve.codec.protobuf_fields import (
     tag_of,
     varint,
 )
+from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
 from embedserve.lookup import LookupRequest, OutputOptions
 from embedserve_proto import open_inference_pb2 as pb
@@ -30,7 +30,7 @@ _Request = pb.ModelInferRequest
 _Input = pb.ModelInferRequest.InferInputTensor
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 _frombuffer = np.frombuffer
-FORM_BYTES_MAX = 4096
+TEMPLATE_BYTES_MAX = 4096
 FORM_INPUTS_MAX = 128
 BATCH_SIZES_MAX = 32
 """Batch sizes for which a template caches the bytes between its counts of ids. All templates
@@ -218,7 +218,7 @@ class MessageTemplateCache(TemplateCache[MessageTemplate]):
 
     def read(self, body: bytes, limits: Limits) -> LookupRequest | None:
         """Returns the request in a message whose template is cached; None for any other message."""
-        for form in self:
+        for form in self.templates:
             if body.startswith(form.head):
                 request = form.read(body, limits)
                 if request is not None:
@@ -228,8 +228,5 @@ class MessageTemplateCache(TemplateCache[MessageTemplate]):
     def remember(self, body: bytes, form: MessageTemplate, limits: Limits) -> None:
         """Caches ``form`` if ``body``, a message without a cached template, matches it. A
         serializer may write the same message in other bytes."""
-        if form.nbytes <= FORM_BYTES_MAX and form.read(body, limits) is not None:
-            self.add(form)
-
-
-forms = MessageTemplateCache()
+        if form.nbytes <= TEMPLATE_BYTES_MAX and form.read(body, limits) is not None:
+            self.add(form, form.nbytes)

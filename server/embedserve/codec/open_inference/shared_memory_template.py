@@ -24,7 +24,6 @@ from embedserve.codec.open_inference.shared_memory_tensors import (
     read_placed,
     runs,
 )
-from embedserve.codec.open_inference.template_cache import TemplateCache
 from embedserve.codec.open_inference.tensors import (
     InputTensor,
     Sizes,
@@ -32,13 +31,14 @@ from embedserve.codec.open_inference.tensors import (
     lookup_request,
     plain_sizes,
 )
+from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
 from embedserve.lookup import LookupRequest, OutputOptions
 from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import Region, Regions
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
-FORM_BYTES_MAX = 16 << 10
+TEMPLATE_BYTES_MAX = 16 << 10
 """Bytes of a JSON or message that locates tensors in shared memory."""
 _Run = tuple[str, int, int, slice]
 """A run of contiguous inputs: (name of their region, start, end, positions among the inputs)."""
@@ -195,16 +195,13 @@ class SharedMemoryTemplateCache(TemplateCache[SharedMemoryTemplate]):
     def find(self, told: bytes, limits: Limits) -> SharedMemoryTemplate | None:
         """Returns the template of requests with the bytes ``told``, checked against these
         ``limits``."""
-        for form in self:
+        for form in self.templates:
             if form.is_told_by(told, limits):
                 return form
         return None
 
     def remember(self, told: bytes, form: SharedMemoryTemplate, like: LookupRequest) -> None:
         """Caches the template ``form`` of ``like``, the first request with the bytes ``told``."""
-        if len(told) <= FORM_BYTES_MAX:
+        if len(told) <= TEMPLATE_BYTES_MAX:
             form.keep(told, like)
-            self.add(form)
-
-
-forms = SharedMemoryTemplateCache()
+            self.add(form, len(told))

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from embedserve.access.authenticator import Authenticator, CallerQuota, headers_by_name, one_header
 from embedserve.codec import protobuf_answers
-from embedserve.codec.codec import INFER_MESSAGE, INFER_STREAMED, PREDICT, PROTOBUF, Codec
+from embedserve.codec.codec import Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
@@ -75,23 +75,24 @@ class GrpcService:
             _path(health.SERVICE_NAME, "Check"): self._unary(self.health.check),
             _path(health.SERVICE_NAME, "Watch"): self._watch,
         }
-        for service, unary, streamed, codecs in (
-            (SERVICE_NAME, "Embed", "EmbedStream", (PROTOBUF, PROTOBUF)),
+        codecs = self._codecs = pipeline.codecs
+        for service, unary, streamed, (codec, streamed_codec) in (
+            (SERVICE_NAME, "Embed", "EmbedStream", (codecs.protobuf, codecs.protobuf)),
             (
                 open_inference_grpc.SERVICE_NAME,
                 "ModelInfer",
                 "ModelStreamInfer",
-                (INFER_MESSAGE, INFER_STREAMED),
+                (codecs.infer_message, codecs.infer_streamed),
             ),
         ):
-            self._methods[_path(service, unary)] = partial(self._embed, codecs[0])
+            self._methods[_path(service, unary)] = partial(self._embed, codec)
             self._methods[_path(service, streamed)] = self._guarded(
-                partial(self._embed_stream, codecs[1]),
+                partial(self._embed_stream, streamed_codec),
                 pipeline.authenticator,
                 EMBEDDERS,
                 pays=False,
             )
-        self._methods[_path(PREDICTOR_NAME, "Predict")] = partial(self._embed, PREDICT)
+        self._methods[_path(PREDICTOR_NAME, "Predict")] = partial(self._embed, codecs.predict)
         self.open_inference = open_inference_grpc.OpenInferenceService(pipeline)
         for name, function in self.open_inference.health.items():
             self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = self._unary(function)
@@ -130,7 +131,8 @@ class GrpcService:
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
             headers = headers_by_name(request.headers)
             has_id = REQUEST_ID in headers
-            options = RequestOptions("", PROTOBUF, PROTOBUF, wanted_s, self._metrics, has_id)
+            codec = self._codecs.protobuf
+            options = RequestOptions("", codec, codec, wanted_s, self._metrics, has_id)
             return method(encoding, options, headers)
         except (WireError, InvalidRequestError) as error:
             wrong = WireError(error.code, error.message)

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 from hyperframe.frame import DataFrame, Frame, HeadersFrame
+from server.codecs import PROTOBUF
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
 from server.waiting import until
 from server.wire.http2.peer import Peer, body_of, data, has_ended, of, resets, update
 
 from embedserve.api.management import management_app
-from embedserve.codec.codec import PROTOBUF
 from embedserve.config import Limits
 from embedserve.errors import DRAINING
 from embedserve.pipeline import REQUEST_S_MAX, RequestOptions, RequestPipeline
