@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from embedserve.access.authenticator import CallerQuota
+from embedserve.access.caller_quota import CallerQuota
 from embedserve.codec.open_inference import description
 from embedserve.codec.open_inference.answers import versioned
 from embedserve.model_info import ModelInfo

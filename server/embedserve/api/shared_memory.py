@@ -60,7 +60,7 @@ def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> A
         authorization = one_header(headers, b"authorization")
         # AuthMiddleware has already charged the request to the caller's rate limit.
         certificate = request.scope.get(CERTIFICATE)
-        return access.check(authorization, certificate, EMBEDDERS, pays=False).grant.name
+        return access.check(authorization, certificate, EMBEDDERS, charge=False).grant.name
 
     def status_of(owner: str, name: str = "") -> list[RegionStatus]:
         return [

@@ -14,7 +14,8 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from embedserve.access.authenticator import CallerQuota, Certificate
+from embedserve.access.authenticator import Certificate
+from embedserve.access.caller_quota import CallerQuota
 from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, ServedVersion

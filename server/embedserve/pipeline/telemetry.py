@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, usable_id
 from embedserve.tracing.slow_requests import SlowRequests
-from embedserve.tracing.trace_context import TRACEPARENT, TraceContext
+from embedserve.tracing.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
     from embedserve.pipeline.request_context import RequestContext
+    from embedserve.tracing.otlp import OtlpTraces  # imports OpenTelemetry, only with an endpoint
 
 logger = logging.getLogger("embedserve.requests")
 
@@ -27,22 +28,6 @@ LINES_MAX = 10
 of a later period reports how many were left out."""
 SERVER_TIMING = b"server-timing"
 _NEVER = float("inf")
-
-
-class Traces(Protocol):
-    """Interface of a trace exporter."""
-
-    def sampled(self, traceparent: bytes | None) -> TraceContext | None:
-        """Decides whether a request is sampled. Returns its trace context if so, else None."""
-
-    def add(self, record: RequestRecord) -> None:
-        """Enqueues a request whose ``trace`` is set for export. Never blocks and never raises."""
-
-    def start(self) -> None:
-        """Starts the export."""
-
-    def stop(self) -> None:
-        """Stops the export; waits a few seconds for queued requests to be sent."""
 
 
 class RequestTelemetry:
@@ -55,7 +40,7 @@ class RequestTelemetry:
     """
 
     def __init__(
-        self, slow_ms: float = 0.0, *, tells_times: bool = False, traces: Traces | None = None
+        self, slow_ms: float = 0.0, *, tells_times: bool = False, traces: OtlpTraces | None = None
     ) -> None:
         """
         Args:
@@ -92,10 +77,10 @@ class RequestTelemetry:
     def error_headers(self, call: RequestContext, end_s: float) -> HeaderList:
         """Returns the telemetry headers of a rejection, which always include the request id."""
         self._has_id(call)
-        told = [(REQUEST_ID, call.request_id)]
+        headers = [(REQUEST_ID, call.request_id)]
         if self._tells_times:
-            told.append((SERVER_TIMING, call.times(end_s).server_timing()))
-        return told
+            headers.append((SERVER_TIMING, call.times(end_s).server_timing()))
+        return headers
 
     def _has_id(self, call: RequestContext) -> bool:
         """Returns whether the caller sent a request id; logs an unusable id."""

@@ -29,7 +29,7 @@ from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline
-from embedserve.pipeline.telemetry import RequestTelemetry, Traces
+from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.example_request import example_features
 from embedserve.processes.loading import restore_one
@@ -47,6 +47,7 @@ from embedserve_store.memory.mapped_tables import populate
 
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
+    from embedserve.tracing.otlp import OtlpTraces
 
 logger = logging.getLogger(__name__)
 
@@ -120,14 +121,14 @@ def build_pipeline(
     return RequestPipeline(served, metrics, access, telemetry, shared, addresses)
 
 
-def _traces(settings: ServeSettings) -> Traces | None:
+def _traces(settings: ServeSettings) -> OtlpTraces | None:
     """Returns the exporter of traces. Without an endpoint it returns None, and OpenTelemetry is not
     imported."""
     if not settings.otlp_endpoint:
         return None
-    from embedserve.tracing.otlp import OtlpTraces
+    from embedserve.tracing import otlp
 
-    return OtlpTraces(settings.otlp_endpoint, settings.trace_share)
+    return otlp.OtlpTraces(settings.otlp_endpoint, settings.trace_share)
 
 
 def build_version_manager(
@@ -313,10 +314,10 @@ async def _refresh_expiry_periodically(authenticator: Authenticator) -> None:
 
 
 async def _poll_regions(shared: RegionRegistry, authenticator: Authenticator | None) -> None:
-    may_ask = None if authenticator is None else authenticator.may_embed
+    may_embed = None if authenticator is None else authenticator.may_embed
     while True:
         await asyncio.sleep(LOOK_AT_TIME_S)
-        shared.look(may_ask)
+        shared.drop_stale(may_embed)
 
 
 def stop_or_end(stop: asyncio.Event, number: int) -> None:

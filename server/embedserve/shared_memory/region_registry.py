@@ -101,11 +101,11 @@ class RegionRegistry:
             if one in self.of(owner):
                 self._drop(owner, one)
 
-    def look(self, may_ask: Callable[[str], bool] | None) -> None:
+    def drop_stale(self, may_embed: Callable[[str], bool] | None) -> None:
         """Unregisters regions whose file was removed and regions of owners that may no longer
         embed; called about every second."""
         for owner in list(self._regions):
-            if may_ask is not None and not may_ask(owner):
+            if may_embed is not None and not may_embed(owner):
                 self.unregister(owner)
         self._drop_unlinked()
 

@@ -73,6 +73,7 @@ class OtlpTraces:
         self._resource = Resource.create({SERVICE_NAME: service, SERVICE_VERSION: __version__})
 
     def sampled(self, traceparent: bytes | None) -> TraceContext | None:
+        """Decides whether a request is sampled. Returns its trace context if so, else None."""
         if traceparent is not None:
             context = read_traceparent(traceparent)
             if context is not None:
@@ -84,6 +85,7 @@ class OtlpTraces:
         return None
 
     def add(self, record: RequestRecord) -> None:
+        """Enqueues a request whose ``trace`` is set for export. Never blocks and never raises."""
         if len(self._waiting) >= QUEUE_MAX:
             self._log.log(logging.WARNING, "traces are left out", f"{QUEUE_MAX} requests wait")
             return

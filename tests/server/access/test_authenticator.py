@@ -13,15 +13,17 @@ import pytest
 from server.access.clocks import Clocks
 
 from embedserve.access.authenticator import (
-    KNOWN_MAX,
+    CACHED_MAX,
+    UNKNOWN,
+    Authenticator,
+    Certificate,
+    certificate_of,
+)
+from embedserve.access.caller_quota import (
     REFUSAL_WAIT_S_MAX,
     REFUSALS_BURST_S,
     REFUSALS_PER_S,
-    UNKNOWN,
-    Authenticator,
     CallerQuota,
-    Certificate,
-    certificate_of,
 )
 from embedserve.access.grants import new_token, read_grants
 from embedserve.errors import (
@@ -240,13 +242,13 @@ def test_the_names_of_a_certificate() -> None:
 
 async def test_what_is_remembered_is_bounded(tokens: Tokens) -> None:
     token = await tokens.add("x")
-    for spaces in range(2 * KNOWN_MAX):
+    for spaces in range(2 * CACHED_MAX):
         tokens.ask(FakeTarget("Bearer " + " " * spaces + token))
-    assert len(tokens.access._known) <= KNOWN_MAX
+    assert len(tokens.access._cached) <= CACHED_MAX
     for _ in range(100):
         with pytest.raises(UnauthenticatedError):
             tokens.ask(FakeTarget(f"Bearer {new_token()[0]}"))
-    assert len(tokens.access._known) <= KNOWN_MAX
+    assert len(tokens.access._cached) <= CACHED_MAX
 
 
 async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
@@ -275,7 +277,7 @@ def test_a_caller_keeps_its_name_and_its_limits_as_its_token_changes(tmp_path: P
     access = Authenticator(str(path))
 
     def client_of(token: str) -> CallerQuota:
-        return access.check(f"Bearer {token}".encode(), None, frozenset({"embed"}), pays=False)
+        return access.check(f"Bearer {token}".encode(), None, frozenset({"embed"}), charge=False)
 
     client = client_of(old)
     for hashes in ([old_hash, new_hash], [new_hash]):

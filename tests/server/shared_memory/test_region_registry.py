@@ -139,7 +139,7 @@ def test_those_whose_file_was_removed_go(shared: RegionRegistry, folder: Path) -
     shared.register(EVERYBODY, "vectors", "b", 0, 100)
     assert len(open_below(folder)) == 2
     (folder / "a").unlink()
-    shared.look(None)
+    shared.drop_stale(None)
     assert list(shared.of(EVERYBODY)) == ["vectors"]
     (folder / "b").unlink()
     assert names(shared) == []
@@ -154,6 +154,6 @@ def test_those_whose_file_was_removed_go(shared: RegionRegistry, folder: Path) -
 def test_those_of_owners_who_may_not_ask_go(shared: RegionRegistry) -> None:
     shared.register("ranker", "ids", "a", 0, 1)
     shared.register("other", "ids", "b", 0, 1)
-    shared.look(lambda owner: owner == "other")
+    shared.drop_stale(lambda owner: owner == "other")
     assert (names(shared, "ranker"), names(shared, "other")) == ([], ["ids"])
     shared.register("other", "more", "a", 0, 1)

@@ -20,7 +20,8 @@ from server.live import Live, make_pipeline, serving
 from server.raw_http import OurServer, chunked, our_server, post, read_answer
 from server.waiting import until
 
-from embedserve.access.authenticator import REFUSALS_BURST_S, REFUSALS_PER_S, Authenticator
+from embedserve.access.authenticator import Authenticator
+from embedserve.access.caller_quota import REFUSALS_BURST_S, REFUSALS_PER_S
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.pipeline import RequestPipeline

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
-from embedserve.access.authenticator import CallerQuota
+from embedserve.access.caller_quota import CallerQuota
 from embedserve.errors import EmbedServeError, InvalidRequestError, UnknownModelError
 from embedserve.open_inference_service import (
     configuration,

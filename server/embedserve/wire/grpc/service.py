@@ -7,7 +7,8 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from embedserve.access.authenticator import Authenticator, CallerQuota, headers_by_name, one_header
+from embedserve.access.authenticator import Authenticator, headers_by_name, one_header
+from embedserve.access.caller_quota import CallerQuota
 from embedserve.codec import protobuf_answers
 from embedserve.codec.codec import Codec
 from embedserve.errors import EmbedServeError, InvalidRequestError
@@ -90,7 +91,7 @@ class GrpcService:
                 partial(self._embed_stream, streamed_codec),
                 pipeline.authenticator,
                 EMBEDDERS,
-                pays=False,
+                charge=False,
             )
         self._methods[_path(PREDICTOR_NAME, "Predict")] = partial(self._embed, codecs.predict)
         self.open_inference = open_inference_grpc.OpenInferenceService(pipeline)
@@ -171,11 +172,11 @@ class GrpcService:
         authenticator: Authenticator | None,
         roles: frozenset[str] = CALLERS,
         *,
-        pays: bool = True,
+        charge: bool = True,
     ) -> Method:
         """Wraps ``method`` to allow only callers with one of ``roles``.
 
-        Without ``authenticator`` it returns ``method`` itself. With ``pays`` each call counts
+        Without ``authenticator`` it returns ``method`` itself. With ``charge`` each call counts
         against the caller's rate, otherwise its messages do. Embed calls authenticate by
         themselves, and health needs no authentication.
         """
@@ -189,7 +190,7 @@ class GrpcService:
                 authorization = headers.get(b"authorization")
                 try:
                     authenticator.check(
-                        authorization, stream.connection.certificate, roles, pays=pays
+                        authorization, stream.connection.certificate, roles, charge=charge
                     )
                 except EmbedServeError as error:
                     return _denied(stream, error, headers)
