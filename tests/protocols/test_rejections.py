@@ -113,6 +113,10 @@ WRONG: Mapping[str, tuple[Request, Rejection]] = {
         Request(RIGHT.bags, {"tag": [[], [float("nan")]]}),
         Rejection(400, "weights.tag[1][0]", "weights are finite", ("NaN",)),
     ),
+    "two weights for one id": (
+        Request(RIGHT.bags, {"tag": [[], [0.5, 2.0]]}),
+        Rejection(400, None, "weights"),
+    ),
     "unknown key": (
         replace(RIGHT, output_keys=["user", "film"]),
         Rejection(400, "output_keys[1]", "[1] is 'film': model 'shop' has no such key", ("keys",)),
@@ -167,6 +171,18 @@ async def test_what_is_no_message_is_rejected(servers: Servers, protocol: str) -
     await check_rejected(
         driver, replace(right, body=driver.format.not_a_message), Rejection(400, None, "body")
     )
+
+
+async def test_ids_that_are_no_integers_are_rejected(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    body, words = driver.format.wrong_type
+    if not body:
+        pytest.skip("its fields have one type")
+    right = await driver.encode(RIGHT)
+    wrong = replace(right, body=body, headers=dict(right.headers))
+    if protocol.startswith("infer-binary"):
+        wrong = replace(wrong, headers={"inference-header-content-length": f"{len(body)}"})
+    await check_rejected(driver, wrong, Rejection(400, None, words))
 
 
 async def test_an_empty_body_is_rejected(servers: Servers, protocol: str) -> None:
