@@ -219,6 +219,11 @@ LARGE: Mapping[str, tuple[Setup, Request, Rejection]] = {
         Request({"user": [[1]], "movie": [[]], "tag": [[]], "more": [[]]}),
         Rejection(413, None, "the limit is 3 (--request-features-max)", NAMED),
     ),
+    "keys": (
+        LIMITED,
+        replace(RIGHT, output_keys=["user"] * 4),
+        Rejection(413, "output_keys", "the limit is 3 (--request-features-max)", ("keys",)),
+    ),
     "vectors": (
         NARROW,
         Request({"user": [[1]] * 3, "movie": [[]] * 3, "tag": [[]] * 3}),
