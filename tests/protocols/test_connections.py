@@ -34,7 +34,7 @@ async def test_each_request_in_flight_has_its_own_vectors(
     servers: Servers, protocol: str, setup: Setup
 ) -> None:
     driver = await servers.driver(protocol, setup)
-    requests = [request_for(number) for number in range(60)]
+    requests = [request_for(number) for number in range(25)]
     async with driver.connect() as connection:
         exchanges = await driver.start(connection, *requests)
         for request, exchange in zip(requests, exchanges, strict=True):
