@@ -126,7 +126,7 @@ class _Http1Exchange(Exchange):
         return await asyncio.wait_for(self._future, ANSWER_S_MAX)
 
     def cancel(self) -> None:
-        self._connection.writer.transport.abort()
+        self._connection.writer.close()
 
 
 class Http2Connection(Connection):

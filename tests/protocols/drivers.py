@@ -19,7 +19,7 @@ from protocols.connections import (
     connected,
 )
 from protocols.formats import Format, Placed
-from protocols.requests import Raw, Request, Response, Sent
+from protocols.requests import Request, Response, Sent
 from server.fake_engine import FakeEngine
 from server.live import Live
 
@@ -183,8 +183,3 @@ class Driver:
             if connection is None:
                 connection = await stack.enter_async_context(self.connect())
             return self.format.read(await connection.ask(sent))
-
-    async def raw(self, request: Request) -> Raw:
-        """A response as it came."""
-        async with self.connect() as connection:
-            return await connection.ask(await self.encode(request))

@@ -48,6 +48,7 @@ GRPC_CODES = {
     14: "UNAVAILABLE",
     16: "UNAUTHENTICATED",
 }
+FRACTIONS = Asked([Input("user", "FP32", [[1.5]])])
 EMBED = "/embedserve.v1.EmbeddingService/Embed"
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 PREDICT = "/predictor.Predictor/Predict"
@@ -61,9 +62,11 @@ class Format:
         can: optional things that its requests may say.
         has_field: whether its errors have a field.
         not_a_message: bytes that are no request.
+        wrong_type: a body whose ids are fractions, and words of its error; b"" if there is none.
         is_text: whether the body is JSON alone.
     """
 
+    wrong_type = (b"", "")
     is_text = False
     is_grpc = False
     has_field = True
@@ -108,6 +111,7 @@ def embed_path(request: Request) -> str:
 class Json(Format):
     """JSON to /embed."""
 
+    wrong_type = b'{"features": {"user": [[1.5]]}}', "features.user[0][0] is 1.5"
     is_text = True
 
     def encode(self, request: Request, engine: FakeEngine) -> Sent:
@@ -180,6 +184,13 @@ class Protobuf(Format):
 
 
 class Arrow(Format):
+    """A stream of columns."""
+
+    wrong_type = (
+        arrow_streams.stream_of(pa.table({"user": pa.array([[1.5]])})),
+        "user",
+    )
+
     def encode(self, request: Request, engine: FakeEngine) -> Sent:
         columns: dict[str, Any] = {}
         for feature, bags in request.bags.items():
@@ -290,6 +301,7 @@ def inferred(answered: Answered) -> Vectors:
 class Infer(Format):
     """The Open Inference Protocol over REST, in JSON."""
 
+    wrong_type = FRACTIONS.json_body(), "'user' (FP32 [1, 1]) is not INT64"
     is_text = True
     has_field = False
     can = frozenset({"model", "version", "dtype", "keys", "strings"})
@@ -325,6 +337,10 @@ class InferBinary(Infer):
 class InferMessage(Grpc):
     """The Open Inference Protocol over gRPC; tensors as raw bytes, or typed."""
 
+    wrong_type = (
+        FRACTIONS.message("shop", is_raw=True).SerializeToString(),
+        "'user' (FP32 [1, 1]) is not INT64",
+    )
     can = Infer.can | {"NaN"}
     not_a_message = b"\xff"
     path = INFER

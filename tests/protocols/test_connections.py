@@ -34,7 +34,7 @@ async def test_each_request_in_flight_has_its_own_vectors(
     servers: Servers, protocol: str, setup: Setup
 ) -> None:
     driver = await servers.driver(protocol, setup)
-    requests = [request_for(number) for number in range(60)]
+    requests = [request_for(number) for number in range(25)]
     async with driver.connect() as connection:
         exchanges = await driver.start(connection, *requests)
         for request, exchange in zip(requests, exchanges, strict=True):
@@ -67,7 +67,6 @@ async def test_a_client_that_goes_away_within_its_body_is_counted(
         sent = await driver.encode(request_for(3))
         exchange = connection.begin(sent)
         exchange.write(connection.frame(sent.body)[:-2])
-        await asyncio.sleep(0.05)  # the server has begun to read
         exchange.cancel()
         await until(lambda: driver.has_more(before, CANCELLED=1))
     check_vectors(await driver.ask(request_for(1)), driver.engine, request_for(1))

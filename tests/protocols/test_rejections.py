@@ -113,6 +113,10 @@ WRONG: Mapping[str, tuple[Request, Rejection]] = {
         Request(RIGHT.bags, {"tag": [[], [float("nan")]]}),
         Rejection(400, "weights.tag[1][0]", "weights are finite", ("NaN",)),
     ),
+    "two weights for one id": (
+        Request(RIGHT.bags, {"tag": [[], [0.5, 2.0]]}),
+        Rejection(400, None, "weights"),
+    ),
     "unknown key": (
         replace(RIGHT, output_keys=["user", "film"]),
         Rejection(400, "output_keys[1]", "[1] is 'film': model 'shop' has no such key", ("keys",)),
@@ -169,6 +173,18 @@ async def test_what_is_no_message_is_rejected(servers: Servers, protocol: str) -
     )
 
 
+async def test_ids_that_are_no_integers_are_rejected(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    body, words = driver.format.wrong_type
+    if not body:
+        pytest.skip("its fields have one type")
+    right = await driver.encode(RIGHT)
+    wrong = replace(right, body=body, headers=dict(right.headers))
+    if protocol.startswith("infer-binary"):
+        wrong = replace(wrong, headers={"inference-header-content-length": f"{len(body)}"})
+    await check_rejected(driver, wrong, Rejection(400, None, words))
+
+
 async def test_an_empty_body_is_rejected(servers: Servers, protocol: str) -> None:
     driver = await servers.driver(protocol, SHOP)
     right = await driver.encode(RIGHT)
@@ -202,6 +218,11 @@ LARGE: Mapping[str, tuple[Setup, Request, Rejection]] = {
         LIMITED,
         Request({"user": [[1]], "movie": [[]], "tag": [[]], "more": [[]]}),
         Rejection(413, None, "the limit is 3 (--request-features-max)", NAMED),
+    ),
+    "keys": (
+        LIMITED,
+        replace(RIGHT, output_keys=["user"] * 4),
+        Rejection(413, "output_keys", "the limit is 3 (--request-features-max)", ("keys",)),
     ),
     "vectors": (
         NARROW,

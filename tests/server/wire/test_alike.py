@@ -14,7 +14,7 @@ from server.live import Live, make_pipeline, serving
 
 BODY = b'{"features": {"user": [[1]]}}'
 Fields = list[tuple[str, str]]
-KEYS = [f"user-{i}" for i in range(40)]
+KEYS = [f"user-{i}" for i in range(12)]
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
-from server.fake_engine import FakeEngine
 from server.http2_client import Http2Client, http2_client
-from server.live import PROTOBUF, Live, live_server
+from server.live import PROTOBUF, Live
 
 from embedserve.config import Limits
 from embedserve_proto import embedding_pb2 as pb
@@ -16,12 +15,6 @@ from embedserve_proto import embedding_pb2 as pb
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
 MESSAGE = pb.EmbedRequest(keys=["user"], ids=[1, 2], lengths=[2]).SerializeToString()
 LIMITS = Limits(body_bytes_max=2_000_000, inline_bytes_max=0)
-
-
-@pytest.fixture
-async def live(engine: FakeEngine) -> AsyncIterator[Live]:
-    async with live_server(engine, limits=LIMITS) as live:
-        yield live
 
 
 @pytest.fixture(params=["http", "grpc"])

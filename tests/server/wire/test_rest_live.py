@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
 from server.fake_engine import Bags, FakeEngine
@@ -15,15 +14,9 @@ from embedserve.config import Limits
 
 BAGS: Bags = {"user": [[1, 2]]}
 BODY = json.dumps({"features": BAGS}).encode()
+LIMITS = Limits(body_bytes_max=100_000, request_text_bytes_max=80_000, inline_bytes_max=0)
 HEAD = b"POST /embed HTTP/1.1\r\nHost: test\r\n"
 SENT = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
-
-
-@pytest.fixture
-async def live(engine: FakeEngine) -> AsyncIterator[Live]:
-    limits = Limits(body_bytes_max=100_000, request_text_bytes_max=80_000, inline_bytes_max=0)
-    async with live_server(engine, limits=limits) as live:
-        yield live
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])

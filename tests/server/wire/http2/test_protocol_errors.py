@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hyperframe.frame import (
@@ -39,38 +39,36 @@ def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
 
 TRAILERS = [(b"x-sum", b"1")]
 
-Sent = Callable[[Peer], list[Frame | bytes]]
+Sent = Sequence[Frame | bytes]
+Rows = Mapping[str, tuple[Sent | Callable[[Peer], Sent], ErrorCode]]
+"""What is sent, or what the peer makes of it, and the code of the error."""
+PROTOCOL_ERROR, STREAM_CLOSED = ErrorCode.PROTOCOL_ERROR, ErrorCode.STREAM_CLOSED
+FRAME_SIZE_ERROR, FLOW_CONTROL_ERROR = ErrorCode.FRAME_SIZE_ERROR, ErrorCode.FLOW_CONTROL_ERROR
+COMPRESSION_ERROR, ENHANCE_YOUR_CALM = ErrorCode.COMPRESSION_ERROR, ErrorCode.ENHANCE_YOUR_CALM
 
-STREAM_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
-    "5.1 data after the end": (lambda peer: [data(1, b"x")], ErrorCode.STREAM_CLOSED),
-    "5.1 empty data after the end": (lambda peer: [data(1, b"")], ErrorCode.STREAM_CLOSED),
-    "5.1 headers after the end": (
-        lambda peer: [peer.headers(1, TRAILERS)],
-        ErrorCode.STREAM_CLOSED,
-    ),
-    "6.9 an update of 0": (lambda peer: [raw(8, 0, 1, bytes(4))], ErrorCode.PROTOCOL_ERROR),
-    "6.9.1 a window too large": (
-        lambda peer: [update(1, 2**31 - 1)],
-        ErrorCode.FLOW_CONTROL_ERROR,
-    ),
-    "6.3 a priority of another length": (
-        lambda peer: [raw(2, 0, 1, bytes(4))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "5.3.1 a priority on itself": (
-        lambda peer: [raw(2, 0, 1, b"\0\0\0\1\0")],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
+
+def frames_of(peer: Peer, sent: Sent | Callable[[Peer], Sent]) -> Sent:
+    return sent(peer) if callable(sent) else sent
+
+
+STREAM_ERRORS: Rows = {
+    "5.1 data after the end": ([data(1, b"x")], STREAM_CLOSED),
+    "5.1 empty data after the end": ([data(1, b"")], STREAM_CLOSED),
+    "5.1 headers after the end": (lambda peer: [peer.headers(1, TRAILERS)], STREAM_CLOSED),
+    "6.9 an update of 0": ([raw(8, 0, 1, bytes(4))], PROTOCOL_ERROR),
+    "6.9.1 a window too large": ([update(1, 2**31 - 1)], FLOW_CONTROL_ERROR),
+    "6.3 a priority of another length": ([raw(2, 0, 1, bytes(4))], FRAME_SIZE_ERROR),
+    "5.3.1 a priority on itself": ([raw(2, 0, 1, b"\0\0\0\1\0")], PROTOCOL_ERROR),
 }
 
 
 @pytest.mark.parametrize("name", STREAM_ERRORS)
 def test_what_ends_a_stream_ends_no_other(name: str) -> None:
     """Sections of RFC 9113; on stream 1, whose request has ended and is not answered."""
-    frames_for, code = STREAM_ERRORS[name]
+    sent, code = STREAM_ERRORS[name]
     peer = Peer()
     handler, neighbour = peer.open(1), peer.open(3)
-    answered = peer.send(*frames_for(peer))
+    answered = peer.send(*frames_of(peer, sent))
     assert resets(answered) == [(1, code)]
     assert (handler.resets, neighbour.resets) == (1, 0)
     assert list(peer.connection.streams) == [3]
@@ -86,169 +84,82 @@ def test_a_head_that_depends_on_itself_ends_its_stream_and_is_read() -> None:
     assert list(peer.handlers) == [3]
 
 
-CONNECTION_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
-    "4.2 a frame too large": (
-        lambda peer: [raw(0, 0, 1, bytes(16385))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "4.2 headers too large": (
-        lambda peer: [raw(1, 0x4, 3, bytes(16385))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "4.2 data of 2^24-1 bytes": (
-        lambda peer: [b"\xff\xff\xff\0\0\0\0\0\1"],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "4.2 an unknown frame of 2^24-1 bytes": (
-        lambda peer: [b"\xff\xff\xff\x42\0\0\0\0\1"],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "4.2 HTTP/1 after the start": (
-        lambda peer: [b"GET / HTTP/1.1\r\nHost: test\r\n\r\n"],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "4.3 a block that cannot be decoded": (
-        lambda peer: [raw(1, 0x5, 3, BOGUS)],
-        ErrorCode.COMPRESSION_ERROR,
-    ),
-    "4.3 trailers that cannot be decoded": (
-        lambda peer: [raw(1, 0x5, 1, BOGUS)],
-        ErrorCode.COMPRESSION_ERROR,
-    ),
-    "5.1 data on an idle stream": (lambda peer: [data(3, b"x")], ErrorCode.PROTOCOL_ERROR),
-    "5.1 a reset of an idle stream": (
-        lambda peer: [RstStreamFrame(3)],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
-    "5.1 a window of an idle stream": (lambda peer: [update(3, 1)], ErrorCode.PROTOCOL_ERROR),
-    "5.1.1 an even stream": (lambda peer: [peer.headers(2)], ErrorCode.PROTOCOL_ERROR),
-    "5.1.1 a stream passed over": (
-        lambda peer: [peer.headers(9), peer.headers(5)],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
+CONNECTION_ERRORS: Rows = {
+    "4.2 a frame too large": ([raw(0, 0, 1, bytes(16385))], FRAME_SIZE_ERROR),
+    "4.2 headers too large": ([raw(1, 0x4, 3, bytes(16385))], FRAME_SIZE_ERROR),
+    "4.2 data of 2^24-1 bytes": ([b"\xff\xff\xff\0\0\0\0\0\1"], FRAME_SIZE_ERROR),
+    "4.2 an unknown frame of 2^24-1 bytes": ([b"\xff\xff\xff\x42\0\0\0\0\1"], FRAME_SIZE_ERROR),
+    "4.2 HTTP/1 after the start": ([b"GET / HTTP/1.1\r\nHost: test\r\n\r\n"], FRAME_SIZE_ERROR),
+    "4.3 a block that cannot be decoded": ([raw(1, 0x5, 3, BOGUS)], COMPRESSION_ERROR),
+    "4.3 trailers that cannot be decoded": ([raw(1, 0x5, 1, BOGUS)], COMPRESSION_ERROR),
+    "5.1 data on an idle stream": ([data(3, b"x")], PROTOCOL_ERROR),
+    "5.1 a reset of an idle stream": ([RstStreamFrame(3)], PROTOCOL_ERROR),
+    "5.1 a window of an idle stream": ([update(3, 1)], PROTOCOL_ERROR),
+    "5.1.1 an even stream": (lambda peer: [peer.headers(2)], PROTOCOL_ERROR),
+    "5.1.1 a stream passed over": (lambda peer: [peer.headers(9), peer.headers(5)], PROTOCOL_ERROR),
     "5.1.1 a stream after the last": (
         lambda peer: [peer.headers(2**31 - 1), peer.headers(3)],
-        ErrorCode.PROTOCOL_ERROR,
+        PROTOCOL_ERROR,
     ),
-    "5.1.1 headers on no stream": (
-        lambda peer: [raw(1, 0x5, 0, b"")],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
+    "5.1.1 headers on no stream": ([raw(1, 0x5, 0, b"")], PROTOCOL_ERROR),
     "5.1 headers on a stream that the client reset": (
         lambda peer: [RstStreamFrame(1), peer.headers(1)],
-        ErrorCode.STREAM_CLOSED,
+        STREAM_CLOSED,
     ),
-    "6.1 data on no stream": (lambda peer: [raw(0, 0, 0, b"x")], ErrorCode.PROTOCOL_ERROR),
-    "6.1 padding as long as its frame": (
-        lambda peer: [raw(0, 0x8, 1, b"\4abc")],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
-    "6.1 padding without its length": (
-        lambda peer: [raw(0, 0x8, 1, b"")],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "6.2 headers with too much padding": (
-        lambda peer: [raw(1, 0xD, 3, b"\5abc")],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
-    "6.2 headers too short for a priority": (
-        lambda peer: [raw(1, 0x25, 3, b"abc")],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "6.2 another frame within a block": (
-        lambda peer: [raw(1, 0x1, 3, b""), PingFrame(0)],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
+    "6.1 data on no stream": ([raw(0, 0, 0, b"x")], PROTOCOL_ERROR),
+    "6.1 padding as long as its frame": ([raw(0, 0x8, 1, b"\4abc")], PROTOCOL_ERROR),
+    "6.1 padding without its length": ([raw(0, 0x8, 1, b"")], FRAME_SIZE_ERROR),
+    "6.2 headers with too much padding": ([raw(1, 0xD, 3, b"\5abc")], PROTOCOL_ERROR),
+    "6.2 headers too short for a priority": ([raw(1, 0x25, 3, b"abc")], FRAME_SIZE_ERROR),
+    "6.2 another frame within a block": ([raw(1, 0x1, 3, b""), PingFrame(0)], PROTOCOL_ERROR),
     "5.5 an unknown frame within a block": (
-        lambda peer: [raw(1, 0x1, 3, b""), raw(0x42, 0, 3, b"")],
-        ErrorCode.PROTOCOL_ERROR,
+        [raw(1, 0x1, 3, b""), raw(0x42, 0, 3, b"")],
+        PROTOCOL_ERROR,
     ),
-    "6.3 a priority of no stream": (
-        lambda peer: [raw(2, 0, 0, bytes(5))],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
-    "6.4 a reset of no stream": (lambda peer: [raw(3, 0, 0, bytes(4))], ErrorCode.PROTOCOL_ERROR),
-    "6.4 a reset too short": (lambda peer: [raw(3, 0, 1, bytes(3))], ErrorCode.FRAME_SIZE_ERROR),
-    "6.4 a reset too long": (lambda peer: [raw(3, 0, 1, bytes(5))], ErrorCode.FRAME_SIZE_ERROR),
-    "6.5 settings of a stream": (lambda peer: [raw(4, 0, 1, b"")], ErrorCode.PROTOCOL_ERROR),
-    "6.5 an ack with settings": (
-        lambda peer: [raw(4, 0x1, 0, bytes(6))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "6.5 settings of another length": (
-        lambda peer: [raw(4, 0, 0, bytes(5))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "6.5.2 a push of 2": (
-        lambda peer: [raw(4, 0, 0, b"\0\2\0\0\0\2")],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
-    "6.5.2 a window too large": (
-        lambda peer: [raw(4, 0, 0, b"\0\4\x80\0\0\0")],
-        ErrorCode.FLOW_CONTROL_ERROR,
-    ),
-    "6.5.2 frames too small": (
-        lambda peer: [raw(4, 0, 0, b"\0\5\0\0\x3f\xff")],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
-    "6.5.2 frames too large": (
-        lambda peer: [raw(4, 0, 0, b"\0\5\1\0\0\0")],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
+    "6.3 a priority of no stream": ([raw(2, 0, 0, bytes(5))], PROTOCOL_ERROR),
+    "6.4 a reset of no stream": ([raw(3, 0, 0, bytes(4))], PROTOCOL_ERROR),
+    "6.4 a reset too short": ([raw(3, 0, 1, bytes(3))], FRAME_SIZE_ERROR),
+    "6.4 a reset too long": ([raw(3, 0, 1, bytes(5))], FRAME_SIZE_ERROR),
+    "6.5 settings of a stream": ([raw(4, 0, 1, b"")], PROTOCOL_ERROR),
+    "6.5 an ack with settings": ([raw(4, 0x1, 0, bytes(6))], FRAME_SIZE_ERROR),
+    "6.5 settings of another length": ([raw(4, 0, 0, bytes(5))], FRAME_SIZE_ERROR),
+    "6.5.2 a push of 2": ([raw(4, 0, 0, b"\0\2\0\0\0\2")], PROTOCOL_ERROR),
+    "6.5.2 a window too large": ([raw(4, 0, 0, b"\0\4\x80\0\0\0")], FLOW_CONTROL_ERROR),
+    "6.5.2 frames too small": ([raw(4, 0, 0, b"\0\5\0\0\x3f\xff")], PROTOCOL_ERROR),
+    "6.5.2 frames too large": ([raw(4, 0, 0, b"\0\5\1\0\0\0")], PROTOCOL_ERROR),
     "6.9.2 settings that make a window too large": (
-        lambda peer: [update(1, 2**31 - 1 - 65535), SettingsFrame(0, {4: 65536})],
-        ErrorCode.FLOW_CONTROL_ERROR,
+        [update(1, 2**31 - 1 - 65535), SettingsFrame(0, {4: 65536})],
+        FLOW_CONTROL_ERROR,
     ),
-    "6.6 a push": (lambda peer: [raw(5, 0x4, 1, bytes(4))], ErrorCode.PROTOCOL_ERROR),
-    "6.7 a ping of a stream": (lambda peer: [raw(6, 0, 1, bytes(8))], ErrorCode.PROTOCOL_ERROR),
-    "6.7 a ping too short": (
-        lambda peer: [raw(6, 0, 0, bytes(7))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "6.7 a ping too long": (
-        lambda peer: [raw(6, 0, 0, bytes(9))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "6.8 a goaway of a stream": (lambda peer: [raw(7, 0, 1, bytes(8))], ErrorCode.PROTOCOL_ERROR),
-    "6.8 a goaway too short": (
-        lambda peer: [raw(7, 0, 0, bytes(7))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "6.9 an update of 0": (lambda peer: [raw(8, 0, 0, bytes(4))], ErrorCode.PROTOCOL_ERROR),
-    "6.9 an update of another length": (
-        lambda peer: [raw(8, 0, 0, bytes(3))],
-        ErrorCode.FRAME_SIZE_ERROR,
-    ),
-    "6.9.1 a window too large, of all": (
-        lambda peer: [update(0, 2**31 - 1)],
-        ErrorCode.FLOW_CONTROL_ERROR,
-    ),
-    "6.10 a continuation of nothing": (
-        lambda peer: [continuation(1, b"")],
-        ErrorCode.PROTOCOL_ERROR,
-    ),
+    "6.6 a push": ([raw(5, 0x4, 1, bytes(4))], PROTOCOL_ERROR),
+    "6.7 a ping of a stream": ([raw(6, 0, 1, bytes(8))], PROTOCOL_ERROR),
+    "6.7 a ping too short": ([raw(6, 0, 0, bytes(7))], FRAME_SIZE_ERROR),
+    "6.7 a ping too long": ([raw(6, 0, 0, bytes(9))], FRAME_SIZE_ERROR),
+    "6.8 a goaway of a stream": ([raw(7, 0, 1, bytes(8))], PROTOCOL_ERROR),
+    "6.8 a goaway too short": ([raw(7, 0, 0, bytes(7))], FRAME_SIZE_ERROR),
+    "6.9 an update of 0": ([raw(8, 0, 0, bytes(4))], PROTOCOL_ERROR),
+    "6.9 an update of another length": ([raw(8, 0, 0, bytes(3))], FRAME_SIZE_ERROR),
+    "6.9.1 a window too large, of all": ([update(0, 2**31 - 1)], FLOW_CONTROL_ERROR),
+    "6.10 a continuation of nothing": ([continuation(1, b"")], PROTOCOL_ERROR),
     "6.10 a continuation of another stream": (
-        lambda peer: [raw(1, 0x1, 3, b""), continuation(5, b"")],
-        ErrorCode.PROTOCOL_ERROR,
+        [raw(1, 0x1, 3, b""), continuation(5, b"")],
+        PROTOCOL_ERROR,
     ),
     "10.5.1 a block too large": (
-        lambda peer: [
-            raw(1, 0x1, 3, bytes(16384)),
-            continuation(3, bytes(BLOCK_BYTES_MAX - 16384 + 1)),
-        ],
-        ErrorCode.ENHANCE_YOUR_CALM,
+        [raw(1, 0x1, 3, bytes(16384)), continuation(3, bytes(BLOCK_BYTES_MAX - 16384 + 1))],
+        ENHANCE_YOUR_CALM,
     ),
     "10.5.1 trailers too large": (
         lambda peer: [peer.headers(1, [(b"x", b"0" * 4000)] * 17)],
-        ErrorCode.ENHANCE_YOUR_CALM,
+        ENHANCE_YOUR_CALM,
     ),
     "10.5.1 very many fields": (
         lambda peer: [peer.headers(3, [*POST, *[(b"a", b"b")] * 2000])],
-        ErrorCode.ENHANCE_YOUR_CALM,
+        ENHANCE_YOUR_CALM,
     ),
     "10.5.1 a header list too large": (
         lambda peer: [peer.headers(3, [*POST, *[(b"x", b"0" * 4000)] * 17])],
-        ErrorCode.ENHANCE_YOUR_CALM,
+        ENHANCE_YOUR_CALM,
     ),
 }
 
@@ -256,10 +167,10 @@ CONNECTION_ERRORS: dict[str, tuple[Sent, ErrorCode]] = {
 @pytest.mark.parametrize("name", CONNECTION_ERRORS)
 def test_what_ends_the_connection(name: str) -> None:
     """Sections of RFC 9113; stream 1 is open."""
-    frames_for, code = CONNECTION_ERRORS[name]
+    sent, code = CONNECTION_ERRORS[name]
     peer = Peer()
     handler = peer.open(1, is_end=False)
-    answered = peer.send(*frames_for(peer))
+    answered = peer.send(*frames_of(peer, sent))
     last = expect_end(peer, answered, code)
     assert last.last_stream_id >= 1
     assert handler.resets == 1
