@@ -95,7 +95,7 @@ def haproxy(folder: Path, *to: Ports, has_checks: bool = True) -> Iterator[Proxy
         "bind :8000": f"bind 127.0.0.1:{ports.http}",
         "bind :8001": f"bind 127.0.0.1:{ports.grpc}",
     }
-    unchecked = {} if has_checks else {" check inter 1s fall 1": ""}
+    unchecked = {} if has_checks else {" check inter 1s fall 2": ""}
     text = configuration("haproxy.cfg", to, listening, unchecked)
     with haproxy_of(folder, text, ports) as proxy:
         yield proxy
