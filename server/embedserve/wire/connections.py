@@ -1,7 +1,6 @@
-"""Connections as asyncio protocols: protocol detection, HTTP/2 transport and lingering close.
+"""Connections as asyncio protocols: their interface, protocol detection and lingering close.
 
-The first bytes of a connection tell HTTP/2 from HTTP/1. ``Http2Transport`` moves bytes between a
-socket and an Http2Connection, and stops reading while its client does not read (backpressure).
+The first bytes of a connection tell HTTP/2 from HTTP/1.
 """
 
 from __future__ import annotations
@@ -10,19 +9,12 @@ import asyncio
 from time import perf_counter
 from typing import Protocol, cast
 
-from embedserve.access.authenticator import CERTIFICATE
 from embedserve.access.client_address import peer_address
-from embedserve.pipeline import RequestPipeline
-from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
-from embedserve.wire.http2.frames import PREFACE, ErrorCode
-from embedserve.wire.http2.route_resolver import OpenRequest
-from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.unsent_memory import owners_of
+from embedserve.wire.http2.connection import UNREAD_S_MAX
+from embedserve.wire.http2.frames import PREFACE
 
 FIRST_BYTES_S_MAX = 10.0
 """Seconds until a connection's protocol must be known, and until HTTP/2 SETTINGS must arrive."""
-IDLE_S_MAX = 600.0
-"""Seconds an HTTP/2 connection may be without streams; long, as clients expect to keep it."""
 LINGER_S_MAX = 1.0
 """Seconds a client may take to close its side after the last response is written."""
 LINGER_BYTES_MAX = 64 << 20
@@ -32,15 +24,6 @@ READ_BYTES = 128 << 10
 256 KiB from one connection."""
 DRAIN_IDLE_S = 1.0
 """Seconds a draining connection waits for a request that may be in flight."""
-DRAIN_PING_S_MAX = 1.0
-"""Seconds a draining connection waits for the acknowledgement of its ping."""
-RETIRE_PING_S_MAX = 10.0
-"""Seconds a retiring connection waits for the acknowledgement of its ping. The server continues to
-run, so it can wait for slow networks."""
-STREAM_BYTES = 4 << 10
-"""Approximate bytes of memory per open stream, without received and unsent data."""
-JOINED_BYTES_MAX = 64 << 10
-"""Bytes of output up to which chunks are joined into one write."""
 
 
 class Connection(Protocol):
@@ -252,184 +235,3 @@ def _may_be_http1(data: bytes) -> bool:
     """
     line, end, _ = data.partition(b"\r\n")
     return not end or b" HTTP/" in line or not line
-
-
-class Http2Transport(asyncio.Protocol):
-    """An HTTP/2 connection over an asyncio transport."""
-
-    __slots__ = (
-        "_connection",
-        "_has_ended",
-        "_idle_since_s",
-        "_is_flush_due",
-        "_loop",
-        "_paused_s",
-        "_pipeline",
-        "_registry",
-        "_start_s",
-        "_transport",
-    )
-
-    def __init__(
-        self,
-        pipeline: RequestPipeline,
-        open_request: OpenRequest,
-        uploads: UploadBudget,
-        registry: ConnectionManager,
-    ) -> None:
-        self._pipeline = pipeline
-        self._registry = registry
-        self._connection = Http2Connection(open_request, uploads, self._on_output)
-        self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport
-        self._has_ended = self._is_flush_due = False
-        self._paused_s = 0.0
-        self._start_s = self._idle_since_s = perf_counter()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
-        self._connection.frame_writer.write = self._transport.write
-        self._connection.certificate = self._transport.get_extra_info(CERTIFICATE)
-        self._connection.peer = peer_address(self._transport)
-        self._registry.add(self)
-
-    def data_received(self, data: bytes) -> None:
-        connection = self._connection
-        self._is_flush_due = True  # responses written while reading are flushed once at the end
-        connection.receive(data)
-        if connection.has_more:
-            # Yields to other connections before the rest is read.
-            self._registry.has_grown(len(data))
-            self._transport.pause_reading()
-            self._loop.call_soon(self._go_on)
-        elif connection.flow_control.held_bytes:
-            self._registry.has_grown(len(data))
-        sender = connection.frame_writer
-        if not (sender.out or sender.ready or connection.is_over):
-            self._is_flush_due = False
-        elif self._pipeline.models.is_closed:
-            # Under overload many rejections follow: they are batched, as each write wakes a client.
-            self._pipeline.flush_later(self.flush)
-        else:
-            self.flush()
-
-    def _go_on(self) -> None:
-        if self._has_ended or self._transport.is_closing():
-            return
-        if self._paused_s:
-            return  # resume_writing continues
-        self._transport.resume_reading()
-        try:
-            self.data_received(b"")
-        except Exception:
-            self._transport.abort()  # as the transport does if data_received raises
-            raise
-
-    def _on_output(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._pipeline.flush_later(self.flush)
-
-    def flush(self) -> None:
-        """Writes pending output until the transport is full."""
-        self._is_flush_due = False
-        if self._paused_s or self._has_ended or self._transport.is_closing():
-            return
-        sender = self._connection.frame_writer
-        out = sender.out
-        if len(out) == 1 and not (sender.ready or sender.fresh or self._connection.is_over):
-            self._transport.write(out.pop())
-            return
-        while True:
-            pumped = sender.pump() if sender.ready else 0
-            if not out:
-                break
-            if len(out) == 1:
-                self._transport.write(out[0])
-            elif pumped <= JOINED_BYTES_MAX and sum(map(len, out)) <= JOINED_BYTES_MAX:
-                self._transport.write(b"".join(out))
-            else:
-                self._transport.writelines(list(out))
-            out.clear()
-            if self._paused_s or not sender.ready:
-                break
-        if sender.fresh:
-            sender.detach_small_bodies()
-        if self._connection.is_over:
-            self._end()
-
-    def _end(self) -> None:
-        self._has_ended = True
-        LingeringClose(self._transport, self, self._registry)
-
-    def pause_writing(self) -> None:
-        self._paused_s = perf_counter()
-        self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        self._paused_s = 0.0
-        if self._transport.is_closing():
-            return
-        self.flush()
-        if self._paused_s:
-            return
-        if self._connection.has_more:
-            self._loop.call_soon(self._go_on)
-        else:
-            self._transport.resume_reading()
-
-    def eof_received(self) -> bool:
-        """Closes the connection: a client that has closed its side cannot end streams properly."""
-        return False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._registry.discard(self)
-        self._connection.close()
-
-    @property
-    def peer(self) -> str:
-        return peer_address(self._transport)
-
-    @property
-    def held_bytes(self) -> int:
-        connection = self._connection
-        return (
-            self._transport.get_write_buffer_size()
-            + connection.flow_control.held_bytes
-            + connection.left_bytes
-            + len(connection.streams) * STREAM_BYTES
-        )
-
-    def unread(self) -> dict[int, int]:
-        connection = self._connection
-        if not connection.frame_writer.unsent_bytes:
-            return {}
-        return owners_of(
-            part for stream in connection.streams.values() for part in stream.unsent or ()
-        )
-
-    def check_time(self, now_s: float) -> None:
-        connection = self._connection
-        if self._transport.is_closing() and not self._paused_s:
-            self._paused_s = now_s  # the client may not read the remaining output
-        if self._paused_s and now_s - self._paused_s > UNREAD_S_MAX:
-            self._transport.abort()
-            return
-        if not connection.is_begun and now_s - self._start_s > FIRST_BYTES_S_MAX:
-            connection.end(ErrorCode.SETTINGS_TIMEOUT, "no settings have come")
-        connection.check_time(now_s)
-        if connection.streams:
-            self._idle_since_s = now_s
-        elif now_s - self._idle_since_s > IDLE_S_MAX:
-            connection.finish_drain()
-
-    def retire(self) -> None:
-        self._connection.send_goaway()
-        self._loop.call_later(RETIRE_PING_S_MAX, self._connection.finish_drain)
-
-    def drain(self) -> None:
-        self._connection.start_drain()
-        self._loop.call_later(DRAIN_PING_S_MAX, self._connection.finish_drain)
-
-    def abort(self) -> None:
-        self._transport.abort()

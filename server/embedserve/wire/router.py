@@ -13,7 +13,7 @@ from embedserve.wire.asgi import ASGIApp, AsgiStream
 from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.grpc.service import refused as refused_call
-from embedserve.wire.http2.connection import HEADER_LIST_BYTES_MAX
+from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.header_blocks import Headers, encode
 from embedserve.wire.http2.route_resolver import Http2Request, ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Handler, Stream

@@ -24,11 +24,12 @@ from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, EmbedEndpoint
-from embedserve.wire.connections import Connection, Http2Transport, ProtocolDetector
+from embedserve.wire.connections import Connection, ProtocolDetector
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.header_templates import HeaderTemplateCache
 from embedserve.wire.http1 import Http1Connection
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.http2_transport import Http2Transport
 from embedserve.wire.router import Router
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.handshake import Handshake, Handshakes

@@ -17,8 +17,9 @@ from server.raw_http import OurServer, our_server
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.wire.connections import Connection, Http2Transport
+from embedserve.wire.connections import Connection
 from embedserve.wire.http1 import Http1Connection
+from embedserve.wire.http2_transport import Http2Transport
 from embedserve_client import AsyncGrpcEmbedClient
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub

@@ -13,8 +13,8 @@ from server.raw_http import OurServer, chunked, get, post, read_answer
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.wire.connections import STREAM_BYTES
 from embedserve.wire.http2.frames import DATA, END_HEADERS, HEADERS, PREFACE, head
+from embedserve.wire.http2_transport import STREAM_BYTES
 
 CONNECTIONS_MAX = 4
 BODY = b" " * 200_000

@@ -11,7 +11,14 @@ from itertools import compress, pairwise
 
 import numpy as np
 
-from embedserve.batching.validation import check_feature_count, place_in
+from embedserve.batching.validation import check_feature_count
+from embedserve.codec.arrow.checks import (
+    check_buffer,
+    check_sign,
+    check_weights,
+    wrong_offsets,
+    wrong_value,
+)
 from embedserve.codec.arrow.columns import (
     IN_ONE,
     PLAIN,
@@ -22,7 +29,6 @@ from embedserve.codec.arrow.columns import (
     WouldBlockError,
 )
 from embedserve.codec.arrow.stream import RecordBatch, read_batches, read_schema
-from embedserve.codec.json_errors import unlike
 from embedserve.codec.string_ids import FEW, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
@@ -31,7 +37,6 @@ from embedserve.model_names import qualified_model_name
 
 _INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 _UINT8 = np.dtype("u1")
-INT64_MAX = 2**63 - 1
 BUFFERS_EACH, OFFSETS_AT, VALUES_AT = 4, 1, 3
 """Buffers of each column of lists of numbers, and the positions of its offsets and values among
 them."""
@@ -168,7 +173,7 @@ class _BagReader:
         for at in range(len(schema.columns)):
             self._add_column(at, batch, lengths[at])
         for feature, at in schema.weights.items():
-            _check_weights(batch, schema.columns[at], lengths[at], lengths[feature])
+            check_weights(batch, schema.columns[at], lengths[at], lengths[feature])
         self._lengths.append(lengths)
 
     def _add_column(self, at: int, batch: RecordBatch, lengths: np.ndarray) -> None:
@@ -180,7 +185,7 @@ class _BagReader:
         values, dtype = column.values, column.values.dtype
         if dtype is not None:
             count = int(batch.lengths[column.value_node])  # includes values outside of all bags
-            _check_buffer(batch, column, column.value_buffer + 1, count * dtype.itemsize)
+            check_buffer(batch, column, column.value_buffer + 1, count * dtype.itemsize)
         if offsets is None:
             lengths[:] = column.size
         else:
@@ -195,7 +200,7 @@ class _BagReader:
             numbers = np.frombuffer(self._body, dtype, end - start, first)
             numbers = numbers if keep is None else numbers[keep]
             if values.name == "uint64":
-                _check_sign(batch, column, numbers, lengths)
+                check_sign(batch, column, numbers, lengths)
             self._numbers[at].append(numbers)
 
     def _check_bags(self, batch: RecordBatch) -> None:
@@ -221,12 +226,12 @@ class _BagReader:
             if rows * column.size > count:
                 raise column.wrong(f"has {count} values, not {column.size} for each of {rows} bags")
             return 0, rows * column.size, None
-        _check_buffer(batch, column, column.buffer + 1, (rows + 1) * column.offsets.itemsize)
+        check_buffer(batch, column, column.buffer + 1, (rows + 1) * column.offsets.itemsize)
         start = batch.starts[column.buffer + 1]
         offsets = np.frombuffer(self._body, column.offsets, rows + 1, start)
         is_falling = offsets[1:] < offsets[:-1]
         if offsets.min() < 0 or offsets.max() > count or is_falling.any():
-            raise _wrong_offsets(column, offsets, count)
+            raise wrong_offsets(column, offsets, count)
         return int(offsets[0]), int(offsets[-1]), offsets
 
     def _count_ids(self, count: int) -> None:
@@ -259,7 +264,7 @@ class _BagReader:
             is_value = self._valid(batch, column, column.value_buffer, start, end, True)
             is_value = is_value if keep is None else is_value[keep]
             if not is_value.all():
-                raise _wrong_value(batch, column, lengths, int(is_value.argmin()), "is null")
+                raise wrong_value(batch, column, lengths, int(is_value.argmin()), "is null")
         return keep
 
     def _valid(
@@ -270,7 +275,7 @@ class _BagReader:
             return np.zeros(end - start, bool)
         first = start // 8
         nbytes = (end + 7) // 8
-        _check_buffer(batch, column, buffer, nbytes)
+        check_buffer(batch, column, buffer, nbytes)
         octets = np.frombuffer(self._body, _UINT8, nbytes - first, batch.starts[buffer] + first)
         bits = np.unpackbits(octets, bitorder="little")
         return bits[start - 8 * first : end - 8 * first].astype(bool)
@@ -288,11 +293,11 @@ class _BagReader:
         assert dtype is not None
         count = int(batch.lengths[column.value_node])
         if count:  # an array of length 0 may have no offsets
-            _check_buffer(batch, column, buffer + 1, (count + 1) * dtype.itemsize)
+            check_buffer(batch, column, buffer + 1, (count + 1) * dtype.itemsize)
             of_all = np.frombuffer(self._body, dtype, count + 1, batch.starts[buffer + 1])
             if of_all[0] < 0 or (of_all[1:] < of_all[:-1]).any():
                 raise column.wrong("has strings whose offsets are negative, or fall")
-            _check_buffer(batch, column, buffer + 2, int(of_all[-1]))
+            check_buffer(batch, column, buffer + 2, int(of_all[-1]))
         if start == end:
             return []
         at = batch.starts[buffer + 1] + start * dtype.itemsize
@@ -300,7 +305,7 @@ class _BagReader:
         first, last = int(offsets[0]), int(offsets[-1])
         if offsets.min() < 0 or (offsets[1:] < offsets[:-1]).any():
             raise column.wrong("has strings whose offsets are negative, or fall")
-        _check_buffer(batch, column, buffer + 2, last)
+        check_buffer(batch, column, buffer + 2, last)
         self._check_texts(column, end - start, last - first)
         data = self._body[batch.starts[buffer + 2] + first : batch.starts[buffer + 2] + last]
         found = [data[one:next_one] for one, next_one in pairwise((offsets - first).tolist())]
@@ -310,7 +315,7 @@ class _BagReader:
             return [one.decode() for one in found]
         except UnicodeDecodeError as error:
             at = found.index(error.object)
-            raise _wrong_value(batch, column, lengths, at, f"is not UTF-8: {error}") from error
+            raise wrong_value(batch, column, lengths, at, f"is not UTF-8: {error}") from error
 
     def _check_texts(self, column: Column, count: int, nbytes: int) -> None:
         """Adds to the counts of strings and of their bytes, and checks them before the strings are
@@ -375,46 +380,3 @@ def _joined(numbers: Sequence[Sequence[np.ndarray]], dtype: np.dtype) -> np.ndar
     of_all = [one for of_column in numbers for one in of_column]
     with np.errstate(over="ignore"):  # a weight that overflows to infinity is rejected later
         return np.concatenate([np.empty(0, dtype), *of_all], dtype=dtype, casting="unsafe")
-
-
-def _check_buffer(batch: RecordBatch, column: Column, buffer: int, nbytes: int) -> None:
-    """Raises InvalidRequestError unless the buffer numbered ``buffer`` has ``nbytes`` or more."""
-    if batch.sizes[buffer] < nbytes:
-        raise column.wrong(
-            f"has a buffer of {batch.sizes[buffer]} bytes where its {batch.rows} bags need {nbytes}"
-        )
-
-
-def _check_sign(batch: RecordBatch, column: Column, ids: np.ndarray, lengths: np.ndarray) -> None:
-    is_large = ids > INT64_MAX
-    if is_large.any():
-        at = int(is_large.argmax())
-        raise _wrong_value(batch, column, lengths, at, f"is {ids[at]}: ids are at most 2^63 - 1")
-
-
-def _check_weights(
-    batch: RecordBatch, column: Column, lengths: np.ndarray, of_ids: np.ndarray
-) -> None:
-    is_other = lengths != of_ids
-    if is_other.any():
-        at = int(is_other.argmax())
-        raise column.wrong(unlike(lengths[at], of_ids[at]), batch.first + at)
-
-
-def _wrong_offsets(column: Column, offsets: np.ndarray, count: int) -> InvalidRequestError:
-    """Returns the error for the first invalid offset."""
-    is_wrong = (offsets < 0) | (offsets > count)
-    is_wrong[1:] |= offsets[1:] < offsets[:-1]
-    at = int(is_wrong.argmax())
-    return column.wrong(
-        f"has {offsets[at]} for offset {at}: offsets rise from 0 to the {count} values at most"
-    )
-
-
-def _wrong_value(
-    batch: RecordBatch, column: Column, lengths: np.ndarray, position: int, problem: str
-) -> InvalidRequestError:
-    """Returns the error for the value at ``position`` among the values of a batch's bags with
-    ``lengths``."""
-    bag, place = place_in(lengths, position)
-    return column.wrong(problem, batch.first + bag, place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from codecs import getincrementaldecoder
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +17,14 @@ from embedserve.codec.json_codec import NOW_BYTES_MAX, check_cost
 from embedserve.codec.open_inference.answers import (
     set_output,
     set_output_dtype,
+)
+from embedserve.codec.open_inference.body_structs import (
+    InferBody,
+    Input,
+    Output,
+    Parameters,
+    Placed,
+    Sizes,
 )
 from embedserve.codec.open_inference.json_template import JsonTemplateCache
 from embedserve.codec.open_inference.shared_memory_template import (
@@ -29,11 +37,9 @@ from embedserve.codec.open_inference.tensors import (
     BYTES,
     DTYPES,
     Data,
+    InputTensor,
     count,
     wrong,
-)
-from embedserve.codec.open_inference.tensors import (
-    InputTensor as Input,
 )
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
@@ -41,60 +47,8 @@ from embedserve.lookup import LookupRequest
 from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import Regions
 
-_Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-
-
-class _Placed(msgspec.Struct, gc=False):
-    shared_memory_region: str | None = None
-    shared_memory_byte_size: _Size | None = None
-    shared_memory_offset: _Size = 0
-
-
-class _InputParameters(_Placed, gc=False):
-    binary_data_size: _Size | None = None
-
-
-class _Input(msgspec.Struct, gc=False):
-    name: str
-    datatype: str
-    shape: list[_Size]
-    data: list[list[int | float | str] | int | float | str] | None = None
-    parameters: _InputParameters | None = None
-
-
-class _OutputParameters(_Placed, gc=False):
-    binary_data: bool | None = None
-    classification: int = 0
-
-
-class _Output(msgspec.Struct, gc=False):
-    name: str
-    parameters: _OutputParameters | None = None
-
-
-class _Parameters(msgspec.Struct, gc=False):
-    binary_data_output: bool = False
-    output_dtype: str | None = None
-
-
-class _InferBody(msgspec.Struct, gc=False):
-    inputs: list[_Input]
-    outputs: list[_Output] = []
-    parameters: _Parameters | None = None
-    id: str = ""
-
-
-class _Sized(msgspec.Struct, gc=False):
-    name: str
-    shape: list[_Size]
-
-
-class _Sizes(msgspec.Struct, gc=False):
-    inputs: list[_Sized]
-
-
-_DECODER = msgspec.json.Decoder(_InferBody)
-_SIZES_DECODER = msgspec.json.Decoder(_Sizes)
+_DECODER = msgspec.json.Decoder(InferBody)
+_SIZES_DECODER = msgspec.json.Decoder(Sizes)
 COUNTED_INPUTS_MAX = 4096
 UTF8_BYTES = 64 << 10
 """Bytes that are decoded at a time to check whether JSON is UTF-8."""
@@ -185,7 +139,7 @@ class BodyDecoder:
         if read is None:
             return None
         request, of_placed = read
-        parameters = parsed.parameters or _Parameters()
+        parameters = parsed.parameters or Parameters()
         is_binary = parameters.binary_data_output
         if parsed.outputs:
             names = [one.name for one in parsed.outputs]
@@ -216,34 +170,34 @@ def estimate_size(body: bytes, json_bytes: int | None = None) -> tuple[int, int]
     return min(bags, len(body)), min(ids, len(body))
 
 
-def _is_plain(parsed: _InferBody, request: LookupRequest) -> bool:
+def _is_plain(parsed: InferBody, request: LookupRequest) -> bool:
     """Returns whether the inputs are F.ids and then F.lengths of each feature, integers in binary.
     No tensor may be in shared memory, which belongs to a single caller."""
     names = [f"{name}.{part}" for name in request.features for part in ("ids", "lengths")]
-    told: list[_Placed | None] = [one.parameters for one in parsed.inputs]
+    told: list[Placed | None] = [one.parameters for one in parsed.inputs]
     told += [one.parameters for one in parsed.outputs]
     is_other = bool(request.string_features) or any(map(_is_placed, filter(None, told)))
     are_binary = all(one.data is None for one in parsed.inputs)
     return are_binary and not is_other and [one.name for one in parsed.inputs] == names
 
 
-def _is_placed(told: _Placed) -> bool:
+def _is_placed(told: Placed) -> bool:
     """Returns whether a tensor with these parameters is in shared memory."""
     return told.shared_memory_region is not None or told.shared_memory_byte_size is not None
 
 
-def _place(tensor: Input | str, told: _Placed, regions: Regions | None) -> MemorySlice:
+def _place(tensor: InputTensor | str, told: Placed, regions: Regions | None) -> MemorySlice:
     region, byte_size = told.shared_memory_region, told.shared_memory_byte_size
     return find_place(tensor, region, byte_size, told.shared_memory_offset, regions)
 
 
-def _places(outputs: list[_Output], regions: Regions | None) -> dict[str, MemorySlice] | None:
+def _places(outputs: list[Output], regions: Regions | None) -> dict[str, MemorySlice] | None:
     """Returns the locations of the outputs that are requested in shared memory, by name."""
     told = [(one.name, one.parameters) for one in outputs if one.parameters is not None]
     return {name: _place(name, one, regions) for name, one in told if _is_placed(one)} or None
 
 
-def _sizes_of_same(head: bytes, parsed: _InferBody) -> list[tuple[int, int]] | None:
+def _sizes_of_same(head: bytes, parsed: InferBody) -> list[tuple[int, int]] | None:
     """Returns (elements, bytes) of each input in ``head``; None where it differs from ``parsed`` in
     anything else."""
     try:
@@ -292,20 +246,20 @@ def _cut(body: bytes, json_bytes: int | None, limits: Limits) -> tuple[bytes, me
 
 
 def _tensors(
-    inputs: list[_Input],
+    inputs: list[Input],
     rest: memoryview,
     limits: Limits,
     regions: Regions | None,
     *,
     is_now: bool,
-) -> tuple[list[Input], list[PlacedTensor]] | None:
+) -> tuple[list[InputTensor], list[PlacedTensor]] | None:
     """Returns (all inputs, the inputs in shared memory, which have no data yet), or None like
     _decode."""
     tensors, position = [], 0
     text_bytes = 0
     placed: list[PlacedTensor] = []
     for one in inputs:
-        tensor = Input(one.name, one.datatype, one.shape, b"")
+        tensor = InputTensor(one.name, one.datatype, one.shape, b"")
         told = one.parameters
         size = None if told is None else told.binary_data_size
         if told is not None and _is_placed(told):
@@ -351,7 +305,7 @@ def _check_text(nbytes: int, limits: Limits) -> None:
         )
 
 
-def _from_json(tensor: Input, data: list[Any] | None) -> Data:
+def _from_json(tensor: InputTensor, data: list[Any] | None) -> Data:
     """Returns the values of an input in its datatype. They are flat, or nested like its shape."""
     if data is None:
         raise wrong(tensor, "has neither data nor a binary_data_size")
@@ -380,7 +334,7 @@ def _from_json(tensor: Input, data: list[Any] | None) -> Data:
         return values.astype(DTYPES[tensor.datatype], copy=False)
 
 
-def _wrong_value(tensor: Input, data: list[Any]) -> InvalidRequestError:
+def _wrong_value(tensor: InputTensor, data: list[Any]) -> InvalidRequestError:
     """Returns the error for the first value that does not have the tensor's datatype."""
     for at, value in enumerate(data):
         try:
@@ -397,7 +351,7 @@ def _wrong_value(tensor: Input, data: list[Any]) -> InvalidRequestError:
     raise AssertionError("a value is wrong, but none of them")
 
 
-def _is_binary(output: _Output, is_binary: bool) -> bool:
+def _is_binary(output: Output, is_binary: bool) -> bool:
     parameters = output.parameters
     if parameters is None:
         return is_binary

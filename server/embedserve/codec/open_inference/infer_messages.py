@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from math import prod
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from embedserve.codec.open_inference.answers import (
     set_output,
     set_output_dtype,
     versioned,
+)
+from embedserve.codec.open_inference.message_contents import (
+    CONTENTS_TAGS,
+    Contents,
+    from_contents,
+    from_message,
+    raw_strings,
 )
 from embedserve.codec.open_inference.message_template import (
     FORM_INPUTS_MAX,
@@ -29,22 +34,16 @@ from embedserve.codec.open_inference.shared_memory_template import (
     read_request,
 )
 from embedserve.codec.open_inference.shared_memory_tensors import PlacedTensor, is_placed, place_in
-from embedserve.codec.open_inference.strings import read_strings, text_of
 from embedserve.codec.open_inference.tensors import (
     BYTES,
-    DTYPES,
-    Data,
     count,
     wrong,
 )
 from embedserve.codec.open_inference.tensors import InputTensor as Input
 from embedserve.codec.protobuf_fields import (
-    I32,
     LENGTH_DELIMITED,
-    VARINT,
     FieldBudget,
     TooManyFieldsError,
-    count_varints,
     extract_fields,
     fields,
     number_of,
@@ -77,23 +76,6 @@ NAME_TAG = tag_of(number_of(_InputMessage, "name"), LENGTH_DELIMITED)
 SHAPE_TAG = tag_of(number_of(_InputMessage, "shape"), LENGTH_DELIMITED)
 SHAPE_BYTES_MAX = 40
 CONTENTS_TAG = tag_of(number_of(_InputMessage, "contents"), LENGTH_DELIMITED)
-CONTENTS = {
-    "INT64": "int64_contents",
-    "INT32": "int_contents",
-    "FP32": "fp32_contents",
-    BYTES: "bytes_contents",
-}
-"""The field of InferTensorContents with an input's values, by its datatype."""
-_CONTENTS_TAGS = {
-    tag_of(number_of(pb.InferTensorContents, field), LENGTH_DELIMITED): field
-    for field in CONTENTS.values()
-} | {
-    # not packed, each number in a field of its own: parsers accept both
-    tag_of(number_of(pb.InferTensorContents, "int64_contents"), VARINT): "int64_contents",
-    tag_of(number_of(pb.InferTensorContents, "int_contents"), VARINT): "int_contents",
-    tag_of(number_of(pb.InferTensorContents, "fp32_contents"), I32): "fp32_contents",
-}
-_Contents = dict[str, list[memoryview]]
 
 
 class MessageDecoder:
@@ -212,7 +194,7 @@ class MessageDecoder:
         body: bytes,
         message: pb.ModelInferRequest,
         raw: Sequence[bytes | memoryview],
-        contents: Sequence[_Contents] | None,
+        contents: Sequence[Contents] | None,
         limits: Limits,
         regions: Regions | None,
         *,
@@ -245,14 +227,14 @@ class MessageDecoder:
                 placed.append((tensor, place_in(one.parameters, tensor, regions)))
             elif not raw:
                 if contents is not None:
-                    tensor.data = _from_contents(tensor, contents[at], limits)
+                    tensor.data = from_contents(tensor, contents[at], limits)
                 else:
-                    tensor.data = _from_message(tensor, one)
+                    tensor.data = from_message(tensor, one)
             elif has_contents:
                 raise wrong(tensor, "has contents, but there are raw_input_contents: send one")
             else:
                 data = next(left)
-                tensor.data = _raw_strings(tensor, data, limits) if one.datatype == BYTES else data
+                tensor.data = raw_strings(tensor, data, limits) if one.datatype == BYTES else data
         model = versioned(message.model_name, message.model_version)
         read = read_request(model, tensors, placed, regions, limits, is_now=is_now)
         if read is None:
@@ -336,7 +318,7 @@ def _take_raw(body: bytes, fields_max: int) -> tuple[list[memoryview], list[memo
 
 def _take_inputs(
     body: bytes, limits: Limits
-) -> tuple[list[memoryview], list[tuple[_Contents, bytes]], list[memoryview]]:
+) -> tuple[list[memoryview], list[tuple[Contents, bytes]], list[memoryview]]:
     """Returns (raw_input_contents, inputs, the chunks of the message without both). Each input is
     (its contents, the input's message without them)."""
     left = FieldBudget(limits.request_values_max)
@@ -345,9 +327,9 @@ def _take_inputs(
         inputs = []
         for one in taken.get("inputs", ()):
             of_input, others = left.extract_fields(bytes(one), {CONTENTS_TAG: "contents"})
-            contents: _Contents = {}
+            contents: Contents = {}
             for part in of_input.get("contents", ()):  # parsers merge repeated contents
-                numbers, _ = left.extract_fields(bytes(part), _CONTENTS_TAGS)
+                numbers, _ = left.extract_fields(bytes(part), CONTENTS_TAGS)
                 for name, values in numbers.items():
                     contents.setdefault(name, []).extend(values)
             inputs.append((contents, b"".join(others)))
@@ -356,56 +338,3 @@ def _take_inputs(
     except ValueError as error:
         raise _malformed(error) from error
     return taken.get("raw", []), inputs, rest
-
-
-def _raw_strings(tensor: Input, raw: bytes | memoryview, limits: Limits) -> list[str]:
-    if len(raw) > limits.request_text_bytes_max:
-        raise RequestTooLargeError(
-            f"{tensor} has {len(raw)} bytes, {limits.said('request_text_bytes_max')}", "inputs"
-        )
-    count_max, limit = limits.request_values_max, limits.said("request_values_max")
-    return read_strings(tensor, memoryview(raw), count_max, limit)
-
-
-def _from_message(tensor: Input, message: pb.ModelInferRequest.InferInputTensor) -> Data:
-    """Returns the values of an input that the protobuf library has parsed."""
-    field = CONTENTS.get(tensor.datatype)
-    if field is None:
-        return b""  # tensors.py rejects an unsupported datatype
-    values = getattr(message.contents, field)[:]
-    _check_field(tensor, field, len(values))
-    if tensor.datatype == BYTES:
-        return [text_of(tensor, at, one) for at, one in enumerate(values)]
-    return np.array(values, DTYPES[tensor.datatype])
-
-
-def _from_contents(tensor: Input, contents: _Contents, limits: Limits) -> Data:
-    """Returns the values of an input whose contents were located in the message's bytes."""
-    field = CONTENTS.get(tensor.datatype)
-    if field is None:
-        return b""
-    values = contents.get(field, [])
-    if tensor.datatype == BYTES:
-        _check_field(tensor, field, len(values))
-        return [text_of(tensor, at, bytes(one)) for at, one in enumerate(values)]
-    joined = b"".join(values)
-    if tensor.datatype == "FP32":
-        return joined
-    count = count_varints(joined)
-    if count > limits.request_ids_max:
-        raise RequestTooLargeError(
-            f"{tensor} has {count} values, {limits.said('request_ids_max')}", "inputs"
-        )
-    _check_field(tensor, field, count)
-    try:
-        return read_varints(joined).astype(DTYPES[tensor.datatype], copy=False)
-    except ValueError as error:
-        raise wrong(tensor, f"is not packed integers: {error}") from error
-
-
-def _check_field(tensor: Input, field: str, count: int) -> None:
-    if len(tensor.shape) > 2:
-        return  # tensors.py rejects such a shape
-    expected = prod(tensor.shape)
-    if count != expected:
-        raise wrong(tensor, f"has {count} values in {field}, not {expected}")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from embedserve.access.authenticator import Certificate
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.closed_streams import ClosedStreams
-from embedserve.wire.http2.control import DRAIN_PING, ControlFrames
+from embedserve.wire.http2.control import STREAMS_MAX, ControlFrames
 from embedserve.wire.http2.frame_writer import FrameWriter
 from embedserve.wire.http2.frames import (
     ACK,
@@ -34,22 +34,19 @@ from embedserve.wire.http2.frames import (
     run_of_data,
     violation,
 )
+from embedserve.wire.http2.graceful_shutdown import GracefulShutdown
 from embedserve.wire.http2.header_blocks import HeaderBlocks
-from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW, WINDOW_LOW, InboundFlowControl
+from embedserve.wire.http2.inbound_flow_control import WINDOW_LOW, InboundFlowControl
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX, RequestFrames
 from embedserve.wire.http2.route_resolver import OpenRequest, ResolvedRoute
 from embedserve.wire.http2.stream import NULL_HANDLER, Handler, Stream
 from embedserve.wire.http2.token_bucket import TokenBucket
 from embedserve.wire.http2.upload_budget import UploadBudget
 
-STREAMS_MAX = 128
-HEADER_LIST_BYTES_MAX = 16 << 10
 WORK_PER_TURN = 32 << 10
 """Work units a connection may spend in one event-loop iteration, before it yields to others.
-
 A decoded header block costs its bytes plus 32 per header, as HPACK counts. A frame without a
-request costs IDLE_WORK. The whole budget takes some milliseconds.
-"""
+request costs IDLE_WORK. The whole budget takes some milliseconds."""
 FRAMES_PER_TURN = 512
 """Frames of any type read in one event-loop iteration; STREAMS_MAX requests need fewer."""
 IDLE_WORK = 1024
@@ -58,7 +55,6 @@ UNREAD_S_MAX = 30.0
 """Seconds a response may wait for its client to read or to open a flow-control window."""
 IDLE_BYTES = 64
 """Payload bytes of a frame without a request that are charged as one more frame."""
-MAX_STREAM_ID = 2**31 - 1
 
 
 class Http2Connection:
@@ -66,6 +62,7 @@ class Http2Connection:
 
     Attributes:
         frame_writer: sending half.
+        on_output: callback when there are bytes to send.
         flow_control: windows of the receiving half.
         abuse_budget: token bucket of frames without a request.
         blocks: decoder of header blocks.
@@ -77,15 +74,14 @@ class Http2Connection:
             be SETTINGS, and only CONTINUATION may follow an incomplete header block.
         certificate: client certificate from the TLS handshake; None if there was none.
         peer: address of the client.
+        shutdown: graceful shutdown of the connection.
         is_over: whether reading has ended; ``frame_writer.out`` then holds the last bytes to send.
         has_more: whether received bytes are left to read after yielding to other connections.
     """
 
     __slots__ = (
         "_control",
-        "_is_draining",
         "_left",
-        "_on_output",
         "_preface_left",
         "_requests",
         "_resets",
@@ -99,8 +95,10 @@ class Http2Connection:
         "has_more",
         "is_over",
         "next_id",
+        "on_output",
         "peer",
         "required_frame_type",
+        "shutdown",
         "streams",
         "streams_max",
     )
@@ -121,7 +119,7 @@ class Http2Connection:
         self.peer = ""
         self.is_over = False
         self.has_more = False
-        self._on_output = on_output
+        self.on_output = on_output
         self.blocks: HeaderBlocks[ResolvedRoute | str] = HeaderBlocks(open_request)
         self._left = b""
         self._preface_left = PREFACE
@@ -130,18 +128,12 @@ class Http2Connection:
         self.required_frame_type: int | None = SETTINGS
         self._turn_left = 0
         self.streams_max = STREAMS_MAX
-        self._is_draining = False
         self._resets = TokenBucket()
         self.abuse_budget = TokenBucket()
+        self.shutdown = GracefulShutdown(self)
         self._control = ControlFrames(self)
         self._requests = RequestFrames(self)
-        self.frame_writer.out.append(
-            frames.settings(
-                (frames.SETTINGS_MAX_CONCURRENT_STREAMS, STREAMS_MAX),
-                (frames.SETTINGS_INITIAL_WINDOW_SIZE, STREAM_WINDOW),
-                (frames.SETTINGS_MAX_HEADER_LIST_SIZE, HEADER_LIST_BYTES_MAX),
-            )
-        )
+        self._control.send_settings()
         self.flow_control.top_up()
 
     def receive(self, data: bytes) -> None:
@@ -223,7 +215,8 @@ class Http2Connection:
                 else:
                     self._control.receive(kind, stream_id, flags, payload)
             except StreamError as error:
-                self._end_stream(error)
+                self.reset(error.stream_id, "streams in error")
+                self.ended.reset(error.stream_id, error.code)
             if self.is_over:
                 return end
         else:
@@ -313,7 +306,7 @@ class Http2Connection:
             if not stream.is_received:
                 self.ended.leave_unread(stream.id)
             self._forget(stream)
-        self._on_output()
+        self.on_output()
 
     def answered(self, stream: Stream) -> None:
         """Ends ``stream`` after its complete response was written; a faster ``sent``."""
@@ -323,7 +316,7 @@ class Http2Connection:
             stream.handler = NULL_HANDLER
             del self.streams[stream.id]
             if self.frame_writer.out:
-                self._on_output()
+                self.on_output()
         else:
             stream.is_sent = True
             self.sent(stream)
@@ -333,22 +326,14 @@ class Http2Connection:
         if stream.id in self.streams:
             self._forget(stream)
             self.ended.reset(stream.id, code)
-            self._on_output()
+            self.on_output()
 
-    def reset_by_client(self, stream_id: int) -> None:
-        """Handles RST_STREAM of the client."""
-        self.spend(self._resets, "resets")
-        self.ended.forget(stream_id)
+    def reset(self, stream_id: int, what: str) -> None:
+        """Ends a stream without a response. It counts as one of too many ``what``."""
+        self.spend(self._resets, what)
         stream = self.streams.get(stream_id)
         if stream is not None:
             self._forget(stream).reset()
-
-    def _end_stream(self, error: StreamError) -> None:
-        stream = self.streams.get(error.stream_id)
-        self.spend(self._resets, "streams in error")
-        if stream is not None:
-            self._forget(stream).reset()
-        self.ended.reset(error.stream_id, error.code)
 
     def _forget(self, stream: Stream) -> Handler:
         """Removes a stream and returns its handler.
@@ -364,10 +349,10 @@ class Http2Connection:
         if stream.unsent:
             self.frame_writer.forget(stream)
         if not (self.streams_max or self.streams):
-            self._finish()
+            self.finish()
         return handler
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Ends the connection once every request is answered.
 
         Streams whose request is still incomplete are reset now, because grpcio discards a complete
@@ -380,7 +365,7 @@ class Http2Connection:
         """Ends streams, or the connection, past their time limits; called every CHECK_S."""
         self.flow_control.check_time(now_s)
         if self.ended.check_time():
-            self._on_output()
+            self.on_output()
         if self.frame_writer.stuck_s(now_s) > UNREAD_S_MAX:
             self.end(ErrorCode.ENHANCE_YOUR_CALM, "no window for the answers")
             return
@@ -392,46 +377,12 @@ class Http2Connection:
         for stream in list(self.streams.values()):
             stream.handler.check_time(now_s)
 
-    def send_goaway(self) -> None:
-        """Sends GOAWAY, so that the client opens no more streams.
-
-        Streams in flight are still accepted, and all streams continue. A ping follows; its
-        acknowledgement shows that no more streams are in flight.
-        """
-        if self.streams_max and not self.is_over:  # else the final GOAWAY was sent
-            self.frame_writer.out.append(frames.goaway(MAX_STREAM_ID, ErrorCode.NO_ERROR))
-            self.frame_writer.out.append(frames.ping(DRAIN_PING))
-            self._on_output()
-
-    def start_drain(self) -> None:
-        """Sends GOAWAY and drains the streams: each ends after it has answered its requests."""
-        self._is_draining = True
-        self.send_goaway()
-        self._drain_streams()
-        self._on_output()
-
-    def _drain_streams(self) -> None:
-        for stream in list(self.streams.values()):
-            stream.handler.drain()
-
-    def finish_drain(self) -> None:
-        """Rejects new streams from now on, and ends the connection when the last stream ends."""
-        if self.is_over or not self.streams_max:
-            return
-        self.streams_max = 0
-        self.frame_writer.out.append(frames.goaway(max(0, self.next_id - 2), ErrorCode.NO_ERROR))
-        if self._is_draining:
-            self._drain_streams()
-        if not self.streams:
-            self._finish()
-        self._on_output()
-
     def end(self, code: ErrorCode, reason: str = "") -> None:
         """Ends the connection immediately with GOAWAY; its open streams are dropped."""
         if not self.is_over:
             self.frame_writer.out.append(frames.goaway(max(0, self.next_id - 2), code, reason))
         self.close()
-        self._on_output()
+        self.on_output()
 
     def close(self) -> None:
         """Releases all streams and buffers after the connection is lost or ended."""

@@ -23,12 +23,15 @@ from embedserve.wire.http2.frames import (
     StreamError,
     violation,
 )
+from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
+from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
 from embedserve.wire.http2.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
     from embedserve.wire.http2.connection import Http2Connection
 
-DRAIN_PING = b"draining"
+STREAMS_MAX = 128
+HEADER_LIST_BYTES_MAX = 16 << 10
 UPDATES_PER_FRAME = 4
 """WINDOW_UPDATE frames accepted per DATA frame sent. A reader sends two: one for the stream and one
 for the connection."""
@@ -51,6 +54,16 @@ class ControlFrames:
             GOAWAY: self._on_goaway,
             WINDOW_UPDATE: self._on_window_update,
         }
+
+    def send_settings(self) -> None:
+        """Sends the SETTINGS frame that begins the connection."""
+        self._frame_writer.out.append(
+            frames.settings(
+                (frames.SETTINGS_MAX_CONCURRENT_STREAMS, STREAMS_MAX),
+                (frames.SETTINGS_INITIAL_WINDOW_SIZE, STREAM_WINDOW),
+                (frames.SETTINGS_MAX_HEADER_LIST_SIZE, HEADER_LIST_BYTES_MAX),
+            )
+        )
 
     def receive(self, kind: int, stream_id: int, flags: int, payload: bytes) -> None:
         """Processes a frame; frames of unknown types are ignored.
@@ -90,7 +103,8 @@ class ControlFrames:
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "RST_STREAM is 4 bytes")
         if not self._connection.was_opened(stream_id):
             raise violation(f"RST_STREAM of stream {stream_id}, which was not opened")
-        self._connection.reset_by_client(stream_id)
+        self._connection.reset(stream_id, "resets")
+        self._connection.ended.forget(stream_id)
 
     def _on_settings(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id:
@@ -126,7 +140,7 @@ class ControlFrames:
         if not flags & ACK:
             self._frame_writer.out.append(frames.ping(payload, ACK))
         elif payload == DRAIN_PING:
-            self._connection.finish_drain()
+            self._connection.shutdown.finish()
 
     def _on_goaway(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id:

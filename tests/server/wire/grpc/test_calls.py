@@ -300,7 +300,7 @@ async def test_a_drain_answers_what_a_stream_took_and_ends_it(
 ) -> None:
     peer.send(peer.headers(1, head(STREAM), is_end=False), data(1, framed(MESSAGE)))
     await until(lambda: held.lookups)
-    peer.connection.start_drain()
+    peer.connection.shutdown.start_drain()
     peer.send(data(1, framed(MESSAGE)))  # it was on its way
     peer.connection.check_time(perf_counter() + DRAIN_STREAM_S + 1)
     peer.send(data(1, framed(MESSAGE)))
@@ -351,7 +351,7 @@ async def test_health_is_watched_until_the_drain(peer: GrpcPeer) -> None:
     peer.call(1, WATCH, body)
     assert (statuses(peer, 1), 1 in peer.ends) == ([1], False)
     peer.pipeline.models.not_ready = DRAINING
-    peer.connection.start_drain()
+    peer.connection.shutdown.start_drain()
     peer.take()
     assert statuses(peer, 1) == [1, 2]
     assert 1 in peer.ends

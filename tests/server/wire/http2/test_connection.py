@@ -31,7 +31,7 @@ from server.wire.http2.peer import (
 )
 
 from embedserve.wire.http2.closed_streams import UNREAD_BYTES_MAX
-from embedserve.wire.http2.connection import STREAMS_MAX
+from embedserve.wire.http2.control import STREAMS_MAX
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX
@@ -198,7 +198,7 @@ def test_requests_that_go_on_are_ended_with_the_connection() -> None:
     for number in (1, 3):
         peer.open(number, is_end=False)
     assert resets(answer(peer, 1)) == []
-    peer.connection.finish_drain()
+    peer.connection.shutdown.finish()
     assert resets(answer(peer, 3)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
     assert peer.connection.is_over
 
@@ -207,7 +207,7 @@ def test_a_request_that_goes_on_is_ended_with_an_idle_connection() -> None:
     peer = Peer()
     peer.open(1, is_end=False)
     answer(peer, 1)
-    peer.connection.finish_drain()
+    peer.connection.shutdown.finish()
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
     assert peer.connection.is_over
 

@@ -201,7 +201,7 @@ def goaways(frames: list[Frame]) -> list[tuple[int, int]]:
 def test_a_drain_takes_what_is_on_its_way_then_no_more() -> None:
     peer = Peer()
     first = peer.open(1)
-    peer.connection.start_drain()
+    peer.connection.shutdown.start_drain()
     begun = peer.take()
     assert goaways(begun) == [(2**31 - 1, 0)]
     (ping,) = of(begun, PingFrame)
@@ -220,11 +220,11 @@ def test_a_drain_takes_what_is_on_its_way_then_no_more() -> None:
 
 def test_a_drain_ends_without_the_ping_too_and_is_told_once() -> None:
     peer = Peer()
-    peer.connection.start_drain()
-    peer.connection.finish_drain()
+    peer.connection.shutdown.start_drain()
+    peer.connection.shutdown.finish()
     assert goaways(peer.take()) == [(2**31 - 1, 0), (0, 0)]
     assert peer.connection.is_over
-    peer.connection.finish_drain()
+    peer.connection.shutdown.finish()
     assert peer.take() == []
 
 

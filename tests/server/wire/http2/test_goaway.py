@@ -6,9 +6,8 @@ import pytest
 from hyperframe.frame import Frame, GoAwayFrame, PingFrame
 from server.wire.http2.peer import Peer, of, resets
 
-from embedserve.wire.http2.connection import MAX_STREAM_ID
-from embedserve.wire.http2.control import DRAIN_PING
 from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.graceful_shutdown import DRAIN_PING, MAX_STREAM_ID
 from embedserve.wire.http2.header_blocks import encode
 
 OK = encode([(b":status", b"200")])
@@ -33,7 +32,7 @@ def peer() -> Peer:
     """It has a stream, and was told to open no more."""
     peer = Peer()
     peer.open(1, is_end=False)
-    peer.connection.send_goaway()
+    peer.connection.shutdown.send_goaway()
     said = peer.take()
     assert lasts(said) == [MAX_STREAM_ID]
     assert [ping.opaque_data for ping in of(said, PingFrame)] == [DRAIN_PING]
@@ -61,14 +60,14 @@ def test_a_later_stream_is_refused_and_harms_no_other(peer: Peer) -> None:
 
 def test_a_drain_meanwhile_ends_streams_and_names_no_later_one(peer: Peer) -> None:
     assert lasts(acknowledged(peer)) == [1]
-    peer.connection.start_drain()
-    peer.connection.finish_drain()
+    peer.connection.shutdown.start_drain()
+    peer.connection.shutdown.finish()
     assert lasts(peer.take()) == []
     assert peer.handlers[1].drains == 1
 
 
 def test_a_drain_before_the_ping_is_answered(peer: Peer) -> None:
-    peer.connection.start_drain()
+    peer.connection.shutdown.start_drain()
     assert lasts(peer.take()) == [MAX_STREAM_ID]
     peer.open(3)
     assert lasts(acknowledged(peer)) == [3]
@@ -78,6 +77,6 @@ def test_a_drain_before_the_ping_is_answered(peer: Peer) -> None:
 def test_nothing_is_said_once_it_is_over(peer: Peer) -> None:
     peer.connection.end(ErrorCode.NO_ERROR)
     peer.take()
-    peer.connection.send_goaway()
-    peer.connection.finish_drain()
+    peer.connection.shutdown.send_goaway()
+    peer.connection.shutdown.finish()
     assert lasts(peer.take()) == []

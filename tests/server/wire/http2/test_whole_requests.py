@@ -16,7 +16,7 @@ from server.wire.http2.peer import (
     resets,
 )
 
-from embedserve.wire.http2.connection import STREAMS_MAX
+from embedserve.wire.http2.control import STREAMS_MAX
 from embedserve.wire.http2.frames import FRAME_BYTES_MAX, ErrorCode
 from embedserve.wire.http2.header_blocks import Headers, encode
 from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
@@ -132,7 +132,7 @@ def test_streams_over_the_limit_are_refused() -> None:
 
 def test_none_is_taken_while_draining() -> None:
     peer = knowing_peer()
-    peer.connection.finish_drain()
+    peer.connection.shutdown.finish()
     peer.send(*whole(peer, 21, b"body"))
     assert peer.handlers == {}
     assert peer.connection.is_over
