@@ -10,6 +10,7 @@ from time import perf_counter
 from embedserve.metrics.histogram import (
     COUNT_BUCKETS,
     LOOKUP_SECONDS_BUCKETS,
+    PENDING_MAX,
     SECONDS_BUCKETS,
     Histogram,
 )
@@ -40,7 +41,8 @@ def record() -> float:
             seconds = perf_counter() - arrived
             rest.answered(seconds, 5_000)
             version.answered(seconds)
-        version.bound()
+        if len(version.pending) >= PENDING_MAX:
+            version.flush()
     return (perf_counter() - start) / (BATCHES * BATCH_EXAMPLES)
 
 

@@ -223,7 +223,8 @@ class Batcher:
         return True
 
     def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._small.is_ready() or self._large.is_ready():
+        small, large = self._small, self._large
+        if (small.examples and not small.is_working) or (large.examples and not large.is_working):
             self._schedule(loop)
         elif self._on_retired is not None:
             self._retire_if_idle(self._on_retired)
@@ -276,12 +277,12 @@ class Batcher:
         callers = queue.take(now_s)
         if queue.full:
             self._try_reopen(queue)
-        requests = self._counts.requests
-        requests.bound()
-        taken = BatchTicket(self.model, now_s, requests.answered)
+        counts = self._counts
+        counts.bound()
+        taken = BatchTicket(self.model, now_s, counts.requests.answered)
         for caller in callers:
             caller.ticket = taken
-        self._counts.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
+        counts.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
         return callers
 
     def _try_reopen(self, queue: RequestQueue) -> None:
@@ -310,12 +311,14 @@ class Batcher:
         callers: list[PendingRequest],
         batch: Batch,
     ) -> None:
-        self._counts.batch_examples.observe(batch.batch_size)
-        self._counts.batch_ids.observe(batch.ids.size)
+        examples, ids = batch.batch_size, batch.ids.size
+        self._counts.batch_examples.observe(examples)
+        self._counts.batch_ids.observe(ids)
         self._counts.lookups.observe(batch)
         if batch.unknown_counts is not None:
             self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
-        if self._work_bytes(batch.batch_size, batch.ids.size) <= self._inline_bytes_max:
+        work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
+        if work_bytes <= self._inline_bytes_max:
             self._finish(callers, batch, [self._lookups.run(batch)])
             return
 

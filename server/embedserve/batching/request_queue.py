@@ -205,8 +205,9 @@ class RequestQueue:
         Requests whose deadline has passed are rejected instead. The queue is emptied first, as a
         rejection may queue or withdraw other requests.
         """
-        is_simple = not (self._backlog.source_of or self._withdrawn)
-        if not is_simple or self._is_too_much(self.examples, self.ids):
+        output_bytes = self.examples * self._bytes_per_example + self.ids * self._bytes_per_id
+        is_too_much = self.ids > self._ids_max or output_bytes > self._output_bytes_max
+        if is_too_much or self._backlog.source_of or self._withdrawn:
             return self._take_some(now_s)
         callers, self.callers = self.callers, deque()
         self.examples = self.ids = 0

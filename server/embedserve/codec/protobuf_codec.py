@@ -74,7 +74,7 @@ class ProtobufDecoder:
     def try_decode_inline(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
         """Decodes like decode_request, or returns None where that would take long. Numbers given as
         bytes never take long."""
-        quick = self._decode_quick(body, model, limits)
+        quick = self.templates.read(body, model) or self._decode_small(body, model, limits)
         if quick is not None:
             return quick
         try:
@@ -97,7 +97,7 @@ class ProtobufDecoder:
             RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
                 decoded.
         """
-        quick = self._decode_quick(body, model, limits)
+        quick = self.templates.read(body, model) or self._decode_small(body, model, limits)
         if quick is not None:
             return quick
         try:
@@ -109,10 +109,6 @@ class ProtobufDecoder:
                 "body",
             ) from error
         return self._decode_numbers(body, numbers, rest, model, limits)
-
-    def _decode_quick(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
-        """Decodes a message in one of the common formats. Returns None for any other message."""
-        return self.templates.read(body, model) or self._decode_small(body, model, limits)
 
     def _decode_small(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
         """Decodes a small message by the protobuf library.

@@ -5,7 +5,7 @@ Observed values are buffered in a list and counted in bulk, in cells of shared m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,8 +28,14 @@ HistogramSamples = tuple[list[tuple[str, float]], float]
 
 
 class Histogram:
-    """Histogram with fixed buckets. Observations are buffered until PENDING_MAX are pending or a
-    flush."""
+    """Histogram with fixed buckets. Observations are buffered until ``flush``, or until ``bound``
+    finds PENDING_MAX of them.
+
+    Attributes:
+        pending: observed values that are not yet counted.
+        observe: observes a value. It is list.append, because it is called for every batch.
+        observe_many: observes several values. It is list.extend.
+    """
 
     def __init__(self, buckets: Sequence[float], counters: WorkerCounters | None = None) -> None:
         self.buckets = tuple(buckets)
@@ -37,21 +43,18 @@ class Histogram:
         # A count for each bucket, a count for values above all bounds, and the sum of all values.
         cells = histogram_cells(buckets)
         self._cells = (counters or single_worker_counters(cells)).allocate(cells)
-        self._pending: list[float] = []
+        self.pending: list[float] = []
+        self.observe = self.pending.append
+        self.observe_many = self.pending.extend
 
-    def observe(self, value: float) -> None:
-        self._pending.append(value)
-        if len(self._pending) >= PENDING_MAX:
-            self.flush()
-
-    def observe_many(self, values: Iterable[float]) -> None:
-        self._pending.extend(values)
-        if len(self._pending) >= PENDING_MAX:
+    def bound(self) -> None:
+        """Flushes once PENDING_MAX values are pending."""
+        if len(self.pending) >= PENDING_MAX:
             self.flush()
 
     def flush(self) -> None:
-        values = np.array(self._pending)
-        self._pending.clear()
+        values = np.array(self.pending)
+        self.pending.clear()
         # "le" buckets: a value equal to a bound belongs to that bucket.
         positions = np.searchsorted(self._bounds, values, side="left")
         own = self._cells.own

@@ -12,6 +12,7 @@ from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import (
     COUNT_BUCKETS,
     LOOKUP_SECONDS_BUCKETS,
+    PENDING_MAX,
     SECONDS_BUCKETS,
     Histogram,
     histogram_cells,
@@ -103,6 +104,15 @@ class VersionMetrics:
             self.batch_ids,
             self.lookup_seconds,
         ) = self._histograms
+
+    def bound(self) -> None:
+        """Flushes what is pending once it is much; called after every batch. A batch has as many
+        waits as requests, and one value in each other histogram."""
+        if len(self.requests.pending) >= PENDING_MAX:
+            self.requests.flush()
+        if len(self.wait_seconds.pending) >= PENDING_MAX:
+            for one in self._histograms:
+                one.flush()
 
     def flush(self) -> None:
         self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids

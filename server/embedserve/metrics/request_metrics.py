@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from embedserve.metrics.families import Sample
-from embedserve.metrics.histogram import PENDING_MAX, SECONDS_BUCKETS, Histogram, histogram_cells
+from embedserve.metrics.histogram import SECONDS_BUCKETS, Histogram, histogram_cells
 from embedserve.metrics.shared_counters import Cells, WorkerCounters
 
 OUTCOMES = (
@@ -56,11 +56,7 @@ class RequestMetrics:
         if outcome not in NO_FAILURES:
             own[-1] += seconds
         self.seconds.observe(seconds)
-
-    def bound(self) -> None:
-        """Flushes once PENDING_MAX answered requests are pending; called after every batch."""
-        if len(self.pending) >= PENDING_MAX:
-            self.flush()
+        self.seconds.bound()
 
     def flush(self) -> None:
         own = self._cells.own

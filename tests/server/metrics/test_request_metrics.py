@@ -20,11 +20,10 @@ from embedserve.errors import EmbedServeError
 from embedserve.metrics.histogram import PENDING_MAX
 from embedserve.metrics.metrics import Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
-from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
+from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.shared_counters import (
     SharedCounters,
     WorkerCounters,
-    single_worker_counters,
 )
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
@@ -235,12 +234,21 @@ def test_a_rejection_by_a_version_that_was_replaced_is_not_the_next_ones() -> No
     assert counted(metrics) == {}
 
 
-def test_what_is_answered_waits_in_a_list_that_is_bounded() -> None:
-    requests = RequestMetrics(single_worker_counters(REQUEST_CELLS))
-    for _ in range(PENDING_MAX):
-        requests.answered(0.5)
-    requests.bound()
-    assert requests.total()["OK"] == PENDING_MAX
+def test_what_waits_to_be_counted_is_bounded() -> None:
+    _, (metrics,) = workers_of(1, STABLE)
+    version = metrics.models["shop@stable"].version
+    for _ in range(PENDING_MAX - 1):
+        version.requests.answered(0.5)
+        version.wait_seconds.observe(0.5)
+        version.batch_ids.observe(1)
+    version.bound()
+    assert len(version.requests.pending) == PENDING_MAX - 1
+    version.requests.answered(0.5)
+    version.wait_seconds.observe(0.5)
+    version.bound()
+    waiting = version.requests.pending, version.wait_seconds.pending, version.batch_ids.pending
+    assert waiting == ([], [], [])
+    assert version.requests.total()["OK"] == PENDING_MAX
 
 
 @pytest.mark.parametrize("outcome", [one for one in OUTCOMES if one != "OK"])
