@@ -9,7 +9,7 @@ from types import FrameType
 from typing import NoReturn
 
 
-class Terminated(KeyboardInterrupt):  # noqa: N818  as KeyboardInterrupt, it is no error
+class Terminated(KeyboardInterrupt):
     """SIGTERM arrived."""
 
 

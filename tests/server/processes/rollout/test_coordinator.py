@@ -146,7 +146,7 @@ class Workers:
     def failures(self, name: str = "shop") -> list[tuple[int, str] | None]:
         """(version, reason) that each worker is sent."""
         found = [worker.desired.names[name].failure for worker in self.workers.values()]
-        return [one and (one.version, one.reason) for one in found]
+        return [None if one is None else (one.version, one.reason) for one in found]
 
     def watchers(self) -> list[int]:
         return [number for number, one in self.workers.items() if one.desired.watches_store]
