@@ -8,7 +8,6 @@ process passes the objects themselves.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -187,7 +186,7 @@ def desired_to_bytes(desired: Desired) -> bytes:
 
 
 def desired_from_bytes(message: bytes) -> Desired:
-    fields = json.loads(message)
+    fields = orjson.loads(message)
     targets = fields.pop("names").items()
     return Desired(names={name: _target(one) for name, one in targets}, **fields)
 
@@ -207,7 +206,7 @@ def report_to_bytes(report: Report) -> bytes:
 
 
 def report_from_bytes(message: bytes) -> Report:
-    ((kind, fields),) = json.loads(message).items()
+    ((kind, fields),) = orjson.loads(message).items()
     if kind == Command.__name__:
         return Command(operation=Operation(fields.pop("operation")), **fields)
     names = fields.pop("names").items()
