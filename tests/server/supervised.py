@@ -20,9 +20,9 @@ from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.channel import WorkerChannel
-from embedserve.processes.ports import SharedPorts, claim_ports
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.serve import set_up_logging
+from embedserve.processes.startup.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
 
 ANSWER_S = 1.0

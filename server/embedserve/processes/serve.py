@@ -24,7 +24,9 @@ from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.rate_limited_logger import RateLimitedTracebacks
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.processes.loading import (
+from embedserve.processes.log_lines import JsonLines, TextLines
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.startup.loading import (
     on_devices,
     open_folder,
     open_versions,
@@ -33,11 +35,9 @@ from embedserve.processes.loading import (
     prepared,
     restore_all,
 )
-from embedserve.processes.log_lines import JsonLines, TextLines
-from embedserve.processes.ports import Ports, SharedPorts, claim_ports
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
-from embedserve.processes.startup_banner import log_ready, warn_about_settings
-from embedserve.processes.startup_server import serve_health_while_loading
+from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
+from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
+from embedserve.processes.startup.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError

@@ -18,7 +18,6 @@ from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.periodic import repeat
 from embedserve.pipeline import RequestPipeline
 from embedserve.processes.channel import WorkerChannel
-from embedserve.processes.ports import SharedPorts
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
     Report,
@@ -30,6 +29,7 @@ from embedserve.processes.rollout.messages import (
 from embedserve.processes.rollout.store_watcher import begin_shares
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.server import run_server
+from embedserve.processes.startup.ports import SharedPorts
 
 logger = logging.getLogger(__name__)
 

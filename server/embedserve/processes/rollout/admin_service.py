@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 from embedserve.errors import RefusedError
-from embedserve.processes.loading import check_names
 from embedserve.processes.rollout.coordinator import MOVE_S_MAX
 from embedserve.processes.rollout.messages import Command, Operation, Target
 from embedserve.processes.rollout.store_watcher import VersionResolver
 from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.startup.loading import check_names
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import StoreError
 

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from embedserve.config import ServeSettings
 from embedserve.model_names import split_name
-from embedserve.processes.loading import load_named, prepared
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     Desired,
@@ -25,6 +24,7 @@ from embedserve.processes.rollout.messages import (
     StoreReport,
 )
 from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.startup.loading import load_named, prepared
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError

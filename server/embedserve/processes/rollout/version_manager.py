@@ -21,7 +21,6 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.metrics.model_metrics import columns_of
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
 from embedserve.pipeline import RequestPipeline
-from embedserve.processes.loading import open_folder
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     Desired,
@@ -32,6 +31,7 @@ from embedserve.processes.rollout.messages import (
     Status,
     Target,
 )
+from embedserve.processes.startup.loading import open_folder
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.memory.mapped_tables import drop_version_pages

@@ -26,13 +26,13 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
 from embedserve.processes import server
-from embedserve.processes.ports import claim_ports
 from embedserve.processes.rollout import store_watcher
 from embedserve.processes.rollout.agent import start_alone
 from embedserve.processes.rollout.messages import NameStatus, State
 from embedserve.processes.rollout.store_watcher import VersionResolver, begin_shares
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.serve import _until_signalled
+from embedserve.processes.startup.ports import claim_ports
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
 
 PUBLISH = """

@@ -8,8 +8,8 @@ STOPPED = """
 import os, signal, socket
 from pathlib import Path
 from embedserve.config import ServeSettings
-from embedserve.processes.startup_server import serve_health_while_loading
-from embedserve.processes.ports import claim_ports
+from embedserve.processes.startup.startup_server import serve_health_while_loading
+from embedserve.processes.startup.ports import claim_ports
 
 ports = claim_ports("127.0.0.1", 0, 0)
 with serve_health_while_loading(ServeSettings(store=""), ports) as end:
@@ -26,7 +26,7 @@ ENDING = """
 import http.client, threading
 from embedserve.config import ServeSettings
 from embedserve.processes import startup_server
-from embedserve.processes.ports import claim_ports
+from embedserve.processes.startup.ports import claim_ports
 
 startup_server.DRAIN_S = 30.0
 startup_server.END_S_MAX = 30.0

@@ -9,7 +9,7 @@ PULLED = """
 import sys
 
 from embedserve.config import ServeSettings
-from embedserve.processes.loading import open_versions_to_fork
+from embedserve.processes.startup.loading import open_versions_to_fork
 
 store = sys.argv[1]
 settings = ServeSettings(f"file://{store}", model=sys.argv[2:3], default_model=sys.argv[3])
