@@ -25,7 +25,7 @@ with serve_health_while_loading(ServeSettings(store=""), ports) as end:
 ENDING = """
 import http.client, threading
 from embedserve.config import ServeSettings
-from embedserve.processes import startup_server
+from embedserve.processes.startup import startup_server
 from embedserve.processes.startup.ports import claim_ports
 
 startup_server.DRAIN_S = 30.0
