@@ -224,7 +224,7 @@ class RolloutCoordinator:
         one = self._names.get(name)
         if one is None or one.serving is None:  # it was unloaded meanwhile
             return
-        one.shares = found.shares or one.shares
+        one.shares = found.shares
         if not found.wanted:
             return
         self._set_wanted(name, one, found.wanted)

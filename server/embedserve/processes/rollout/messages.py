@@ -155,7 +155,7 @@ class Found:
     """
 
     wanted: int
-    shares: Shares | None = None
+    shares: Shares = Shares(0)
     path: str = ""
     reason: str = ""
     is_final: bool = False
@@ -211,14 +211,11 @@ def report_from_bytes(message: bytes) -> Report:
         return Command(operation=Operation(fields.pop("operation")), **fields)
     names = fields.pop("names").items()
     if kind == StoreReport.__name__:
-        return StoreReport({name: _found(one) for name, one in names})
+        return StoreReport(
+            {name: Found(shares=Shares(**one.pop("shares")), **one) for name, one in names}
+        )
     status = {name: NameStatus(state=State(one.pop("state")), **one) for name, one in names}
     return Status(status, stage=Stage(fields.pop("stage")), **fields)
-
-
-def _found(fields: dict[str, Any]) -> Found:
-    shares = fields.pop("shares")
-    return Found(shares=None if shares is None else Shares(**shares), **fields)
 
 
 def is_news(reason: str, before: str) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -44,20 +44,6 @@ class UnopenedError(StoreError):
     repaired."""
 
 
-@dataclass(frozen=True)
-class DesiredVersion:
-    """The version that a name should serve, as set in the store, and the percentages of its alias.
-    The number is 0 if the name is no longer an alias."""
-
-    number: int
-    traffic: float = 0.0
-    shadow: float = 0.0
-
-    @property
-    def shares(self) -> Shares:
-        return Shares(self.number, self.traffic, self.shadow)
-
-
 class VersionResolver:
     """Resolves served names in the store. It is called in a thread, because a remote store is
     slow."""
@@ -68,32 +54,32 @@ class VersionResolver:
         self._faults: dict[tuple[str, str], str] = {}
         self._opened: dict[str, ModelVersion] = {}
 
-    def wanted(self, names: Iterable[str], *, is_all: bool = False) -> dict[str, DesiredVersion]:
+    def wanted(self, names: Iterable[str], *, is_all: bool = False) -> dict[str, Found]:
         """Returns the desired version of each followed name, or of all ``names`` if ``is_all``.
         Names that the store cannot resolve are left out."""
-        wanted: dict[str, DesiredVersion] = {}
+        wanted: dict[str, Found] = {}
         for name in names:
             if is_all or _is_followed(split_name(name)[1], self._settings.follow):
                 found = partial(self._look_at, name, wanted)
                 self._said_once("cannot be followed", name, found)
         return wanted
 
-    def _look_at(self, name: str, wanted: dict[str, DesiredVersion]) -> None:
+    def _look_at(self, name: str, wanted: dict[str, Found]) -> None:
         """Adds the desired version of ``name`` to ``wanted``; raises StoreError."""
         try:
             wanted[name] = self._wanted(name)
         except UnknownAliasError:
-            wanted[name] = DesiredVersion(0)  # the current version stays, without a share
+            wanted[name] = Found(0)  # the current version stays, without a share
             raise
 
-    def _wanted(self, name: str) -> DesiredVersion:
+    def _wanted(self, name: str) -> Found:
         model, tag = split_name(name)
         store = self._opened_store()
         if not tag or tag.isdigit():
-            return DesiredVersion(store.resolve(model, tag or None))
+            return _found(store.resolve(model, tag or None))
         alias = store.alias(model, tag)
         assert alias.version is not None  # the store rejects an alias without a version
-        return DesiredVersion(alias.version, alias.share, alias.shadow)
+        return _found(alias.version, alias.share, alias.shadow)
 
     def open(self, name: str) -> ModelVersion:
         """Opens the version that ``name`` points to now. It is prepared and kept as in ``load``.
@@ -168,6 +154,10 @@ class VersionResolver:
         return given
 
 
+def _found(number: int, share: float = 0.0, shadow: float = 0.0) -> Found:
+    return Found(number, Shares(number, share, shadow))
+
+
 def _is_followed(tag: str, follow: str) -> bool:
     if not tag:
         return follow == "latest"
@@ -238,23 +228,20 @@ class StoreWatcher:
         if is_all and not any(self._is_new(name, one) for name, one in wanted.items()):
             unknown = ", ".join(name for name in names if name not in wanted)
             logger.info(NOTHING_NEW, f"; it cannot tell of {unknown}" if unknown else "")
-        found = {name: Found(one.number, one.shares) for name, one in wanted.items()}
-        self._send(StoreReport(found))
+        self._send(StoreReport(wanted))
         for name, one in wanted.items():
-            if self._is_to_be_opened(name, one.number):
+            if self._is_to_be_opened(name, one.wanted):
                 opened = await self._open(name, one)
                 self._send(StoreReport({name: opened}))
             elif not self._is_loading(name):
                 self._resolver.forget(name)
 
-    def _is_new(self, name: str, one: DesiredVersion) -> bool:
-        target = self._version_manager.target(name)
-        before = None if target is None else target.shares
-        if one.number not in (0, self._version_manager.number(name)):
+    def _is_new(self, name: str, one: Found) -> bool:
+        if one.wanted not in (0, self._version_manager.number(name)):
             return True
-        return (one.shares.traffic, one.shares.shadow) != (
-            (0.0, 0.0) if before is None else (before.traffic, before.shadow)
-        )
+        target = self._version_manager.target(name)
+        before = target.shares if target is not None and target.shares is not None else Shares(0)
+        return (one.shares.traffic, one.shares.shadow) != (before.traffic, before.shadow)
 
     def _is_to_be_opened(self, name: str, number: int) -> bool:
         target = self._version_manager.target(name)
@@ -267,22 +254,21 @@ class StoreWatcher:
         target = self._version_manager.target(name)
         return target is not None and target.version != self._version_manager.number(name)
 
-    async def _open(self, name: str, one: DesiredVersion) -> Found:
+    async def _open(self, name: str, one: Found) -> Found:
         """Returns ``one`` with the folder of its version, or with the reason why it cannot be
         opened."""
-        load = partial(self._resolver.load, name, one.number)
+        load = partial(self._resolver.load, name, one.wanted)
         try:
             version = await run_in_daemon_thread("follow", load)
         except StoreError as error:
             is_final = not isinstance(error, UnopenedError)
             reason = str(error)
         except Exception as error:
-            logger.exception("%s version %d cannot be opened", name, one.number)
+            logger.exception("%s version %d cannot be opened", name, one.wanted)
             is_final, reason = True, f"{type(error).__name__}: {error}"
         else:
-            return Found(one.number, one.shares, path=str(version.path))
-        reason = reason[:REASON_CHARACTERS_MAX]
-        return Found(one.number, one.shares, reason=reason, is_final=is_final)
+            return replace(one, path=str(version.path))
+        return replace(one, reason=reason[:REASON_CHARACTERS_MAX], is_final=is_final)
 
 
 async def begin_shares(settings: ServeSettings, version_manager: VersionManager) -> None:
