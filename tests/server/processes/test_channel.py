@@ -15,7 +15,7 @@ import os, signal, sys, time
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
 from embedserve.processes.rollout.messages import (
-    Found, NameStatus, Shares, Stage, Status, StoreReport, desired_from_bytes, report_to_bytes
+    StoreEntry, NameStatus, Shares, Stage, Status, StoreReport, desired_from_bytes, report_to_bytes
 )
 from embedserve.processes.supervisor import Supervisor
 
@@ -43,7 +43,7 @@ def run_worker(index, channel):
 
 served = {name: Version(1, "/store/m/1") for name in names}
 coordinator = RolloutCoordinator(served, lambda *_: None)
-shares = {name: Found(1, Shares(1, 5.0)) for name in names}
+shares = {name: StoreEntry(1, Shares(1, 5.0)) for name in names}
 coordinator.on_report(0, StoreReport(shares))
 Supervisor(run_worker, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
 """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from embedserve.errors import RefusedError
 from embedserve.processes.rollout.coordinator import MOVE_S_MAX
-from embedserve.processes.rollout.messages import Command, Operation, Target
+from embedserve.processes.rollout.messages import AdminCommand, Operation, Target
 from embedserve.processes.rollout.store_watcher import VersionResolver
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.startup.loading import check_names
@@ -25,7 +25,7 @@ class AdminService:
         self,
         resolver: VersionResolver,
         version_manager: VersionManager,
-        send: Callable[[Command], None],
+        send: Callable[[AdminCommand], None],
     ) -> None:
         """
         Args:
@@ -50,7 +50,7 @@ class AdminService:
         except (StoreError, ValueError) as error:
             raise RefusedError(str(error), "model") from error
         number, before = version.manifest.version, self._version_manager.target(name)
-        self._send(Command(Operation.LOAD, name, number, str(version.path)))
+        self._send(AdminCommand(Operation.LOAD, name, number, str(version.path)))
         try:
             async with asyncio.timeout(MOVE_S_MAX):
                 while self._version_manager.number(name) != number:
@@ -73,7 +73,7 @@ class AdminService:
             raise RefusedError(f"model is {name!r}: this server has {served}", "model")
         if len(self._version_manager.versions) == 1:
             raise RefusedError(f"model is {name!r}, and nothing else is served", "model")
-        self._send(Command(Operation.UNLOAD, name))
+        self._send(AdminCommand(Operation.UNLOAD, name))
         try:
             async with asyncio.timeout(UNLOAD_S_MAX):
                 while self._version_manager.number(name) is not None:
@@ -84,7 +84,7 @@ class AdminService:
     def reload(self) -> None:
         """Polls the store immediately, regardless of the ``follow`` setting. Rejected versions are
         retried."""
-        self._send(Command(Operation.RELOAD))
+        self._send(AdminCommand(Operation.RELOAD))
 
 
 def _check_load(name: str, number: int, before: Target | None, now: Target | None) -> None:

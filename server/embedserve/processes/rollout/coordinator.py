@@ -16,10 +16,9 @@ from time import monotonic
 
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
-    Command,
+    AdminCommand,
     Desired,
     Failure,
-    Found,
     NameStatus,
     Operation,
     Phase,
@@ -27,6 +26,7 @@ from embedserve.processes.rollout.messages import (
     Shares,
     State,
     Status,
+    StoreEntry,
     StoreReport,
     Target,
     is_news,
@@ -219,7 +219,7 @@ class RolloutCoordinator:
             )
             self.end(worker)
 
-    def _on_found(self, name: str, found: Found) -> None:
+    def _on_found(self, name: str, found: StoreEntry) -> None:
         """Handles the state of a name in the store."""
         one = self._names.get(name)
         if one is None or one.serving is None:  # it was unloaded meanwhile
@@ -248,7 +248,7 @@ class RolloutCoordinator:
         if one.failure is not None and one.failure.version != number:
             one.failure = None
 
-    def _on_command(self, command: Command) -> None:
+    def _on_command(self, command: AdminCommand) -> None:
         if command.operation is Operation.RELOAD:
             self.reload()
         elif command.operation is Operation.UNLOAD:

@@ -144,7 +144,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoreEntry:
     """State of a name in the store.
 
     Attributes:
@@ -165,11 +165,11 @@ class Found:
 class StoreReport:
     """Watching process to coordinator: what a poll of the store has found, by served name."""
 
-    names: Mapping[str, Found]
+    names: Mapping[str, StoreEntry]
 
 
 @dataclass(frozen=True)
-class Command:
+class AdminCommand:
     """Process to coordinator: operation of an administrator. LOAD has a version and its folder."""
 
     operation: Operation
@@ -178,7 +178,7 @@ class Command:
     path: str = ""
 
 
-Report = Status | StoreReport | Command
+Report = Status | StoreReport | AdminCommand
 
 
 def desired_to_bytes(desired: Desired) -> bytes:
@@ -207,12 +207,12 @@ def report_to_bytes(report: Report) -> bytes:
 
 def report_from_bytes(message: bytes) -> Report:
     ((kind, fields),) = orjson.loads(message).items()
-    if kind == Command.__name__:
-        return Command(operation=Operation(fields.pop("operation")), **fields)
+    if kind == AdminCommand.__name__:
+        return AdminCommand(operation=Operation(fields.pop("operation")), **fields)
     names = fields.pop("names").items()
     if kind == StoreReport.__name__:
         return StoreReport(
-            {name: Found(shares=Shares(**one.pop("shares")), **one) for name, one in names}
+            {name: StoreEntry(shares=Shares(**one.pop("shares")), **one) for name, one in names}
         )
     status = {name: NameStatus(state=State(one.pop("state")), **one) for name, one in names}
     return Status(status, stage=Stage(fields.pop("stage")), **fields)

@@ -19,8 +19,8 @@ from embedserve.model_names import split_name
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     Desired,
-    Found,
     Shares,
+    StoreEntry,
     StoreReport,
 )
 from embedserve.processes.rollout.version_manager import VersionManager
@@ -54,32 +54,32 @@ class VersionResolver:
         self._faults: dict[tuple[str, str], str] = {}
         self._opened: dict[str, ModelVersion] = {}
 
-    def wanted(self, names: Iterable[str], *, is_all: bool = False) -> dict[str, Found]:
+    def wanted(self, names: Iterable[str], *, is_all: bool = False) -> dict[str, StoreEntry]:
         """Returns the desired version of each followed name, or of all ``names`` if ``is_all``.
         Names that the store cannot resolve are left out."""
-        wanted: dict[str, Found] = {}
+        wanted: dict[str, StoreEntry] = {}
         for name in names:
             if is_all or _is_followed(split_name(name)[1], self._settings.follow):
                 found = partial(self._look_at, name, wanted)
                 self._said_once("cannot be followed", name, found)
         return wanted
 
-    def _look_at(self, name: str, wanted: dict[str, Found]) -> None:
+    def _look_at(self, name: str, wanted: dict[str, StoreEntry]) -> None:
         """Adds the desired version of ``name`` to ``wanted``; raises StoreError."""
         try:
             wanted[name] = self._wanted(name)
         except UnknownAliasError:
-            wanted[name] = Found(0)  # the current version stays, without a share
+            wanted[name] = StoreEntry(0)  # the current version stays, without a share
             raise
 
-    def _wanted(self, name: str) -> Found:
+    def _wanted(self, name: str) -> StoreEntry:
         model, tag = split_name(name)
         store = self._opened_store()
         if not tag or tag.isdigit():
-            return _found(store.resolve(model, tag or None))
+            return _entry(store.resolve(model, tag or None))
         alias = store.alias(model, tag)
         assert alias.version is not None  # the store rejects an alias without a version
-        return _found(alias.version, alias.share, alias.shadow)
+        return _entry(alias.version, alias.share, alias.shadow)
 
     def open(self, name: str) -> ModelVersion:
         """Opens the version that ``name`` points to now. It is prepared and kept as in ``load``.
@@ -154,8 +154,8 @@ class VersionResolver:
         return given
 
 
-def _found(number: int, share: float = 0.0, shadow: float = 0.0) -> Found:
-    return Found(number, Shares(number, share, shadow))
+def _entry(number: int, share: float = 0.0, shadow: float = 0.0) -> StoreEntry:
+    return StoreEntry(number, Shares(number, share, shadow))
 
 
 def _is_followed(tag: str, follow: str) -> bool:
@@ -236,7 +236,7 @@ class StoreWatcher:
             elif not self._is_loading(name):
                 self._resolver.forget(name)
 
-    def _is_new(self, name: str, one: Found) -> bool:
+    def _is_new(self, name: str, one: StoreEntry) -> bool:
         if one.wanted not in (0, self._version_manager.number(name)):
             return True
         target = self._version_manager.target(name)
@@ -254,7 +254,7 @@ class StoreWatcher:
         target = self._version_manager.target(name)
         return target is not None and target.version != self._version_manager.number(name)
 
-    async def _open(self, name: str, one: Found) -> Found:
+    async def _open(self, name: str, one: StoreEntry) -> StoreEntry:
         """Returns ``one`` with the folder of its version, or with the reason why it cannot be
         opened."""
         load = partial(self._resolver.load, name, one.wanted)

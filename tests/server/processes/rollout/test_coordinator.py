@@ -9,10 +9,9 @@ import pytest
 
 from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
 from embedserve.processes.rollout.messages import (
-    Command,
+    AdminCommand,
     Desired,
     Failure,
-    Found,
     NameStatus,
     Operation,
     Phase,
@@ -21,6 +20,7 @@ from embedserve.processes.rollout.messages import (
     Stage,
     State,
     Status,
+    StoreEntry,
     StoreReport,
     Target,
     desired_from_bytes,
@@ -31,8 +31,8 @@ from embedserve.processes.rollout.messages import (
 from embedserve_store import StoreError
 
 PATH = "/store/shop/8"
-EIGHT = Found(8, path=PATH)
-UNOPENED = Found(8, reason="is cut")
+EIGHT = StoreEntry(8, path=PATH)
+UNOPENED = StoreEntry(8, reason="is cut")
 Told = tuple[int, int, Phase]
 """Worker, version and phase of a name's target."""
 
@@ -123,12 +123,12 @@ class Workers:
             self.workers[worker].load(name, reason)
             self.report(worker)
 
-    def find(self, found: Found, name: str = "shop") -> None:
+    def find(self, found: StoreEntry, name: str = "shop") -> None:
         self.coordinator.on_report(0, StoreReport({name: found}))
 
     def command(self, operation: Operation, name: str, version: int = 0) -> None:
         path = f"/store/shop/{version}" if version else ""
-        self.coordinator.on_report(0, Command(operation, name, version, path))
+        self.coordinator.on_report(0, AdminCommand(operation, name, version, path))
 
     def kill(self, *workers: int, how: str = "was ended by SIGKILL") -> None:
         for worker in workers:
@@ -174,7 +174,7 @@ def test_all_prepare_and_then_all_switch(
     workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    workers.find(Found(8))
+    workers.find(StoreEntry(8))
     assert workers.told() == []
     assert [one.desired.names["shop"].wanted for one in workers.workers.values()] == [8, 8]
     workers.find(EIGHT)
@@ -202,12 +202,12 @@ def test_where_one_cannot_none_does_and_it_is_said_once(
     assert workers.told() == activate(0, 1, version=7)
     assert workers.failures() == [(8, "damaged")] * 2
     workers.find(EIGHT)
-    workers.find(Found(8, reason="cannot be opened either", is_final=True))
+    workers.find(StoreEntry(8, reason="cannot be opened either", is_final=True))
     assert workers.told() == []
     assert workers.failures() == [(8, "damaged")] * 2
     assert caplog.messages == ["shop: version 8 stays out: damaged"]
     for number in (7, 8):  # once another was wanted, it may be tried again
-        workers.find(Found(number))
+        workers.find(StoreEntry(number))
     assert workers.failures() == [None, None]
     workers.find(EIGHT)
     assert workers.told() == prepare(0, 1)
@@ -216,7 +216,7 @@ def test_where_one_cannot_none_does_and_it_is_said_once(
 def test_one_version_is_prepared_at_a_time_and_the_next_one_follows(workers: Workers) -> None:
     workers.find(EIGHT)
     workers.told()
-    workers.find(Found(2, path="/store/films/2"), "films")
+    workers.find(StoreEntry(2, path="/store/films/2"), "films")
     assert workers.told() == []
     workers.load(0, 1)
     assert workers.told() == activate(0, 1) + prepare(0, 1, version=2)
@@ -226,7 +226,7 @@ def test_what_is_not_wanted_any_more_does_not_take_over(workers: Workers) -> Non
     workers.find(EIGHT)
     workers.load(0)
     old = Status({"shop": workers.workers[0].names["shop"]})
-    workers.find(Found(7))
+    workers.find(StoreEntry(7))
     workers.told()
     workers.coordinator.on_report(0, old)
     workers.coordinator.on_report(1, old)
@@ -338,8 +338,8 @@ def test_messages_are_read_as_they_were_written() -> None:
     desired = Desired(names, True, 2, True, True)
     reports: list[Report] = [
         Status({"m": NameStatus(1, 2, State.FAILED, "no\nroom")}, Stage.WARM, "why"),
-        StoreReport({"m": EIGHT, "n": Found(0, Shares(0)), "o": UNOPENED}),
-        Command(Operation.LOAD, "m@x", 8, PATH),
+        StoreReport({"m": EIGHT, "n": StoreEntry(0, Shares(0)), "o": UNOPENED}),
+        AdminCommand(Operation.LOAD, "m@x", 8, PATH),
     ]
     messages = [desired_to_bytes(desired), *map(report_to_bytes, reports)]
     assert desired_from_bytes(messages[0]) == desired
@@ -354,7 +354,7 @@ def test_what_one_joins_and_what_comes_next_do_not_mix(workers: Workers) -> None
     workers.load(0, 1)
     workers.ready(2)
     eight = workers.workers[2].names["shop"]
-    workers.find(Found(9, path="/store/shop/9"))
+    workers.find(StoreEntry(9, path="/store/shop/9"))
     assert workers.told()[-3:] == prepare(0, 1, 2, version=9)
     late = Status({"shop": replace(eight, state=State.PREPARED)})
     workers.coordinator.on_report(2, late)  # it was too late to stop it
@@ -391,7 +391,7 @@ def test_why_it_cannot_be_opened_is_told_anew_and_logged_where_more_than_numbers
     reasons = ["the disk has 1,024 free", "the disk has 88 free", "is cut"]
     for reason in reasons:
         for _ in range(2):
-            workers.find(Found(8, reason=reason))
+            workers.find(StoreEntry(8, reason=reason))
         assert workers.failures() == [(8, reason)] * 2
     logged = [line.partition(" out: ")[2] for line in caplog.messages]
     assert logged == [reasons[0], reasons[2]]
@@ -399,7 +399,7 @@ def test_why_it_cannot_be_opened_is_told_anew_and_logged_where_more_than_numbers
 
 def test_one_that_can_be_opened_while_another_is_prepared_is_next(workers: Workers) -> None:
     workers.find(UNOPENED)
-    workers.find(Found(2, path="/store/films/2"), "films")
+    workers.find(StoreEntry(2, path="/store/films/2"), "films")
     workers.told()
     workers.find(EIGHT)
     assert workers.told() == []
@@ -416,7 +416,7 @@ def test_one_that_cannot_be_opened_is_forgotten_where_it_is_not_wanted(
     if is_removed:
         workers.command(Operation.UNLOAD, "shop")
     else:
-        workers.find(Found(9))
+        workers.find(StoreEntry(9))
     workers.start(2)
     assert all(
         one.failure is None
@@ -439,7 +439,7 @@ def test_a_move_that_takes_for_ever_is_given_up(
 
 def test_a_name_is_loaded_and_removed_by_all(workers: Workers) -> None:
     name = "shop@canary"
-    workers.find(Found(9, path="/store/shop/9"), name)  # of a name that was removed meanwhile
+    workers.find(StoreEntry(9, path="/store/shop/9"), name)  # of a name that was removed meanwhile
     assert workers.told() == []
     workers.command(Operation.LOAD, name, 9)
     assert workers.told() == prepare(0, 1, version=9)
@@ -495,7 +495,7 @@ def test_what_is_removed_while_it_is_loaded_does_not_come_back(workers: Workers)
 
 def test_shares_are_told_to_all_and_to_those_that_come(workers: Workers) -> None:
     shares = Shares(3, 10.0, 5.0)
-    workers.find(Found(0, shares))
+    workers.find(StoreEntry(0, shares))
     workers.start(2)
     told = [one.desired.names["shop"].shares for one in workers.workers.values()]
     assert told == [shares] * 3
