@@ -40,7 +40,7 @@ IMPORTED = (
     "embedserve.commands.cli",
     "embedserve_store.commands.publish",
     "embedserve.engine.restore",
-    "embedserve.processes.admin_service",
+    "embedserve.processes.rollout.agent",
     "embedserve.processes.serve",
     "embedserve.processes.worker",
     "embedserve_store.plans.planner",

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from embedserve.periodic import repeat
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -92,10 +94,12 @@ def _signature(path: str) -> tuple[int, int, int] | None:
 
 async def poll_all(followed: Sequence[FileReloader[Any]]) -> None:
     """Polls all ``followed`` files every LOOK_S, forever."""
-    while True:
-        await asyncio.sleep(LOOK_S)
+
+    async def poll() -> None:
         for one in followed:
             try:
                 await one.poll()
             except Exception:
                 logger.exception("files could not be looked at")
+
+    await repeat(LOOK_S, poll)

@@ -18,8 +18,8 @@ from server.fake_engine import FakeEngine, model_info
 from server.pipelines import make_pipeline
 
 from embedserve.config import DEFAULT_LIMITS, Limits, ServeSettings
-from embedserve.processes.ports import claim_ports
 from embedserve.processes.server import run_server
+from embedserve.processes.startup.ports import claim_ports
 
 ROWS, DIM = 500, 64
 LIMITS = Limits(body_bytes_max=1 << 20, queue_examples_max=1 << 20, queue_ids_max=1 << 24)

@@ -16,8 +16,8 @@ from server.pipelines import IN_THREAD, make_pipeline
 
 from embedserve.config import Limits, ServeSettings
 from embedserve.pipeline import RequestPipeline
-from embedserve.processes.ports import claim_ports
 from embedserve.processes.server import run_server
+from embedserve.processes.startup.ports import claim_ports
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 __all__ = [

@@ -19,15 +19,17 @@ from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.processes.ports import SharedPorts, claim_ports
+from embedserve.processes.channel import WorkerChannel
+from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.serve import set_up_logging
+from embedserve.processes.startup.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
 
 ANSWER_S = 1.0
 
 
 def serve(
-    channel: socket.socket,
+    channel: WorkerChannel,
     counters: WorkerCounters,
     ports: SharedPorts,
     settings: ServeSettings,
@@ -78,7 +80,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         if Path(f"{failure}.asked").exists():
             print("answered" if answers(ports.http) else "waited", flush=True)
 
-    def run_worker(index: int, channel: socket.socket) -> int:
+    def run_worker(index: int, channel: WorkerChannel) -> int:
         print("started", index, flush=True)
         if failure.exists():
             from embedserve.processes.worker import report_failure
@@ -94,6 +96,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
             slots,
             drain_s,
             hang_s,
+            RolloutCoordinator({}, lambda *_: None),
             lambda: "tables are cut off",
             on_ready=on_ready,
             on_stop=ports.remove_files,

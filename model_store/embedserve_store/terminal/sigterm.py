@@ -9,12 +9,16 @@ from types import FrameType
 from typing import NoReturn
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived."""
+
+
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Makes SIGTERM raise KeyboardInterrupt within its block; for the main thread only."""
+    """Makes SIGTERM raise Terminated within its block; for the main thread only."""
 
     def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
+        raise Terminated
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -16,7 +16,7 @@ JSON = "application/json"
 
 
 class AdminOperations(Protocol):
-    """The operations of administrators; processes/admin_service.py implements them."""
+    """The operations of administrators; processes/rollout/admin_service.py implements them."""
 
     async def load(self, name: str) -> int: ...
 

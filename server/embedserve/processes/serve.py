@@ -12,7 +12,6 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,9 @@ from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.rate_limited_logger import RateLimitedTracebacks
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.processes.loading import (
+from embedserve.processes.log_lines import JsonLines, TextLines
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.startup.loading import (
     on_devices,
     open_folder,
     open_versions,
@@ -34,20 +35,21 @@ from embedserve.processes.loading import (
     prepared,
     restore_all,
 )
-from embedserve.processes.log_lines import JsonLines, TextLines
-from embedserve.processes.ports import Ports, SharedPorts, claim_ports
-from embedserve.processes.rollout_coordinator import RolloutCoordinator
-from embedserve.processes.startup_banner import log_ready, warn_about_settings
-from embedserve.processes.startup_server import serve_health_while_loading
+from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
+from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
+from embedserve.processes.startup.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.terminal.console import hush_torch
-from embedserve_store.terminal.sigterm import sigterm_interrupts
+from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
 
 if TYPE_CHECKING:
     from embedserve.pipeline import RequestPipeline
-    from embedserve.processes.version_manager import VersionManager
+    from embedserve.processes.channel import WorkerChannel
+    from embedserve.processes.rollout.version_manager import VersionManager
+
+logger = logging.getLogger(__name__)
 
 Versions = dict[str, ModelVersion]
 Run = Callable[["RequestPipeline", Callable[[], None], "VersionManager"], None]
@@ -71,11 +73,14 @@ def serve(settings: ServeSettings) -> None:
     warn_about_settings(settings)
     # SIGHUP polls the store; while models load it must not end the process, its default action.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with sigterm_interrupts():  # until models are loaded; PID 1 of a container needs it
-        if settings.workers > 1:
-            _serve_workers(settings, start_s)
-        else:
-            _serve_alone(settings, start_s)
+    try:
+        with sigterm_interrupts():  # until models are loaded; PID 1 of a container needs it
+            if settings.workers > 1:
+                _serve_workers(settings, start_s)
+            else:
+                _serve_alone(settings, start_s)
+    except Terminated:
+        logger.info("stopped before the models were loaded")
 
 
 def _check_files(settings: ServeSettings) -> None:
@@ -133,18 +138,18 @@ async def _until_signalled(
     announce: Callable[[], None],
     version_manager: VersionManager,
 ) -> None:
-    from embedserve.processes import server, store_watcher
-    from embedserve.processes.admin_service import AdminService
+    from embedserve.processes import server
+    from embedserve.processes.rollout.agent import start_alone
+    from embedserve.processes.rollout.store_watcher import begin_shares
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop_or_end, stop, number)
-    async with store_watcher.followed(settings, version_manager, stop) as controller:
-        loop.add_signal_handler(signal.SIGHUP, controller.reload)
-        operator = AdminService(settings, version_manager, controller)
-        await store_watcher.begin_shares(settings, version_manager)
-        await server.run_server(stop, pipeline, settings, ports, announce, operator)
+    agent = start_alone(settings, version_manager, stop)
+    loop.add_signal_handler(signal.SIGHUP, agent.admin.reload)
+    await begin_shares(settings, version_manager)
+    await server.run_server(stop, pipeline, settings, ports, announce, agent.admin)
 
 
 def _serve_here(
@@ -190,7 +195,7 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
         columns_max = columns_most(version.manifest for version in versions.values())
         slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
 
-        def run_worker(index: int, channel: socket.socket) -> int:
+        def run_worker(index: int, channel: WorkerChannel) -> int:
             counters = WorkerCounters(slots, index)
             return _run_worker(
                 settings, versions, ports, counters, channel, start_s, names, columns_max
@@ -210,16 +215,14 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
             else:
                 versions[name] = open_folder(path)
 
-        numbers = {name: version.manifest.version for name, version in versions.items()}
-        coordinator = RolloutCoordinator(numbers, adopt)
-        hang_s = settings.worker_hang_s
+        served = {name: Version.of(one) for name, one in versions.items()}
         supervisor = Supervisor(
             run_worker,
             slots,
             settings.drain_s,
-            hang_s,
+            settings.worker_hang_s,
+            RolloutCoordinator(served, adopt),
             find_damage,
-            coordinator,
             on_ready=end_front,
             on_stop=ports.remove_files,
         )
@@ -231,7 +234,7 @@ def _run_worker(
     versions: Versions,
     ports: SharedPorts,
     counters: WorkerCounters,
-    channel: socket.socket,
+    channel: WorkerChannel,
     start_s: float,
     names: int,
     columns_max: int,

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from signal import Signals
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,13 +29,14 @@ from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
+from embedserve.periodic import repeat
 from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.example_request import example_features
-from embedserve.processes.loading import restore_one
-from embedserve.processes.ports import Ports
-from embedserve.processes.version_manager import Restored, VersionManager
+from embedserve.processes.rollout.version_manager import Restored, VersionManager
+from embedserve.processes.startup.loading import restore_one
+from embedserve.processes.startup.ports import Ports
 from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.region_registry import RegionRegistry
 from embedserve.wire.allowed_hosts import AllowedHosts
@@ -243,19 +245,24 @@ async def _serve(
         traces.start()
     _freeze_garbage()
     say_ready()
-    looking = [
-        asyncio.create_task(_check_integrity_periodically(pipeline.models)),
+    periodic = [
+        asyncio.create_task(repeat(LOOK_S, pipeline.models.check_integrity)),
         asyncio.create_task(poll_all(followed)),
     ]
     if access is not None:
-        looking.append(asyncio.create_task(_refresh_expiry_periodically(access)))
-    if pipeline.shared_memory is not None:
-        looking.append(asyncio.create_task(_poll_regions(pipeline.shared_memory, access)))
+        periodic.append(asyncio.create_task(repeat(LOOK_AT_TIME_S, access.refresh_expiry)))
+    if (shared := pipeline.shared_memory) is not None:
+        may_embed = None if access is None else access.may_embed
+        periodic.append(
+            asyncio.create_task(repeat(LOOK_AT_TIME_S, partial(shared.drop_stale, may_embed)))
+        )
     await stop.wait()
-    for task in looking:
+    for task in periodic:
         task.cancel()
     logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
-    pipeline.models.not_ready = DRAINING
+    # A startup server that ends still says that the models are being loaded: the requests that it
+    # rejects come to a server that starts.
+    pipeline.models.not_ready = pipeline.models.not_ready or DRAINING
     ports.remove_files()
     drains = [wire.drain(settings.drain_s) for wire in wires]
     if grpcio_server is not None:
@@ -299,25 +306,6 @@ def _wires(
         None if asks else names,
     )
     return [wire, management]
-
-
-async def _check_integrity_periodically(models: ModelRegistry) -> None:
-    while True:
-        await asyncio.sleep(LOOK_S)
-        await models.check_integrity()
-
-
-async def _refresh_expiry_periodically(authenticator: Authenticator) -> None:
-    while True:
-        await asyncio.sleep(LOOK_AT_TIME_S)
-        authenticator.refresh_expiry()
-
-
-async def _poll_regions(shared: RegionRegistry, authenticator: Authenticator | None) -> None:
-    may_embed = None if authenticator is None else authenticator.may_embed
-    while True:
-        await asyncio.sleep(LOOK_AT_TIME_S)
-        shared.drop_stale(may_embed)
 
 
 def stop_or_end(stop: asyncio.Event, number: int) -> None:

@@ -16,17 +16,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from embedserve.metrics.shared_counters import SharedCounters
-from embedserve.processes.rollout_coordinator import RolloutCoordinator
-from embedserve.processes.rollout_messages import (
-    FAILED,
-    MESSAGE_BYTES_MAX,
-    RolloutMessage,
-    SupervisorChannel,
-    WorkerMessage,
+from embedserve.processes.channel import SupervisorChannel, WorkerChannel
+from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.rollout.messages import (
+    Desired,
+    Stage,
+    Status,
+    desired_to_bytes,
+    report_from_bytes,
 )
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,11 @@ Compiling a large model blocks its event loop."""
 QUICK_END_S = 60.0
 """Seconds for which a worker must run after it was ready for its failure count to be reset. A
 worker that exits sooner is restarted immediately only once."""
+WAKEUP_BYTES = 4096
+"""Bytes of pending wake-ups that are read at once; each signal writes one."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
-RunWorker = Callable[[int, socket.socket], int]
+RunWorker = Callable[[int, WorkerChannel], int]
 """Serves as the worker with that number, with its end of the channel, until it is stopped. Returns
 the exit code of its process."""
 
@@ -63,6 +66,8 @@ class _Worker:
     pid: int = 0
     """Process id; 0 while there is no process."""
     channel: SupervisorChannel | None = None
+    desired: Desired = field(default_factory=Desired)
+    announces: bool = False
     is_warm: bool = False
     is_ready: bool = False
     reason: str = ""
@@ -86,9 +91,9 @@ class Supervisor:
         run_worker: RunWorker,
         shared_counters: SharedCounters,
         drain_s: float,
-        hang_s: float = 0.0,
+        hang_s: float,
+        coordinator: RolloutCoordinator,
         find_damage: Callable[[], str] = str,
-        coordinator: RolloutCoordinator | None = None,
         on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -97,9 +102,9 @@ class Supervisor:
             shared_counters: counters of the workers; the supervisor writes to them which workers
                 are ready.
             hang_s: seconds that a worker may go without a heartbeat; 0: no limit.
+            coordinator: decides which versions the workers serve.
             find_damage: returns which file is damaged, "" for none; called when a worker ended by
                 SIGBUS, as when a file was truncated.
-            coordinator: decides when workers switch versions.
             on_ready: called when a worker is ready; the worker accepts no connection before the
                 call returns.
             on_stop: called before the workers are stopped.
@@ -107,8 +112,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_stop = on_stop
         self._coordinator = coordinator
-        if coordinator is not None:
-            coordinator.send, coordinator.end = self._send_to, self._end
+        coordinator.send, coordinator.end = self._send_to, self._end
         self._find_damage = find_damage
         self._run_worker = run_worker
         self._slots = shared_counters
@@ -127,7 +131,7 @@ class Supervisor:
         Raises:
             WorkerFailedError: a worker ended before all were ready for the first time.
         """
-        with _signals_wake(self._selector, self._stop, self._reload):
+        with _signals_wake(self._selector, self._stop, self._coordinator.reload):
             try:
                 for worker in self._workers:
                     self._start(worker)
@@ -136,10 +140,6 @@ class Supervisor:
             finally:
                 self._drain()
                 self._selector.close()
-
-    def _reload(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.reload()
 
     def _stop(self) -> None:
         self._is_hurried = self._is_stopping
@@ -150,8 +150,7 @@ class Supervisor:
         self._wait(self._seconds_to_restart())
         self._release_workers()
         self._check_heartbeats()
-        if self._coordinator is not None:
-            self._coordinator.check_timeouts()
+        self._coordinator.check_timeouts()
         for worker in self._workers:
             if worker.pid and (status := _ended(worker.pid)) is not None:
                 self._reap(worker, status)
@@ -184,7 +183,7 @@ class Supervisor:
                 continue
             worker.silent_s += passed_s
             hang_s = self._hang_s
-            if self._coordinator is not None and self._coordinator.is_preparing(worker.index):
+            if self._coordinator.is_preparing(worker.index):
                 hang_s = max(hang_s, PREPARING_HANG_S)
             if self._hang_s and worker.silent_s > hang_s:
                 self._end_hung(worker, now_s)
@@ -203,7 +202,8 @@ class Supervisor:
         os.kill(worker.pid, signal.SIGABRT)  # makes faulthandler write the stacks
 
     def _start(self, worker: _Worker) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._coordinator.on_worker_fork()
+        ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
         # A signal that arrives before the worker has reset our handlers would run them in the
@@ -217,10 +217,8 @@ class Supervisor:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
-        worker.channel = SupervisorChannel(ours, self._selector, lambda: self._on_message(worker))
-        worker.pid, worker.reason = pid, ""
-        if self._coordinator is not None:
-            self._coordinator.start(worker.index)
+        worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
+        worker.pid, worker.reason, worker.announces = pid, "", False
 
     def _run_child(self, index: int, channel: socket.socket) -> NoReturn:
         """Runs the worker in the forked process, and ends that process."""
@@ -237,7 +235,7 @@ class Supervisor:
                     other.channel.close()
             self._selector.close()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            status = self._run_worker(index, channel)
+            status = self._run_worker(index, WorkerChannel(channel))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -246,35 +244,32 @@ class Supervisor:
                 sys.stderr.flush()
             os._exit(status)
 
-    def _on_message(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         assert worker.channel is not None
-        try:
-            message = worker.channel.receive()
-        except ConnectionResetError:
-            return  # the worker ended with a message unread; its own messages come next
-        if not message:
+        messages = worker.channel.receive()
+        if messages is None:
             # The worker is exiting or has exited; SIGCHLD reports the exit.
             worker.channel.end()
             worker.channel = None
-        elif message.startswith(FAILED):
-            worker.reason = message.removeprefix(FAILED).decode(errors="replace")
-        elif message == WorkerMessage.WARM.value:
+        for message in messages or ():
+            self._on_message(worker, message)
+
+    def _on_message(self, worker: _Worker, message: bytes) -> None:
+        report = report_from_bytes(message)
+        if isinstance(report, Status) and report.stage is Stage.FAILED:
+            worker.reason = report.reason
+        elif isinstance(report, Status) and report.stage is Stage.WARM:
             worker.is_warm = True
-        elif message == WorkerMessage.READY.value:
+        elif not worker.is_ready:
             worker.is_ready, worker.ready_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
             self._on_ready()
-            if self._coordinator is not None:
-                self._coordinator.on_worker_ready(
-                    worker.index
-                )  # applies the rollouts and shares of all workers before requests
-            worker.channel.send(WorkerMessage.START_ACCEPTING.value)
+            # The worker applies the desired state of all before it accepts a connection.
+            self._coordinator.on_worker_ready(worker.index)
             if self._is_announced:
                 logger.info("worker %d is ready again", worker.index)
-        elif message == WorkerMessage.RELOAD.value:
-            self._reload()
-        elif self._coordinator is not None and not self._is_stopping:
-            self._coordinator.on_message(worker.index, RolloutMessage.from_bytes(message))
+        if worker.is_ready and not self._is_stopping:
+            self._coordinator.on_report(worker.index, report)
 
     def _release_workers(self) -> None:
         """Lets warm workers listen: the first time all together, afterwards each by itself."""
@@ -282,24 +277,22 @@ class Supervisor:
         if not self._has_gone:
             return
         for worker in self._workers:
-            if worker.is_warm and worker.channel is not None:
+            if worker.is_warm:
                 worker.is_warm = False
-                worker.channel.send(WorkerMessage.GO.value)
+                self._send_to(worker.index, Desired())
         if not self._is_announced and all(worker.is_ready for worker in self._workers):
-            self._is_announced = True
-            first = self._workers[0].channel
-            if first is not None:
-                first.send(WorkerMessage.ANNOUNCE.value)
+            self._is_announced = self._workers[0].announces = True
+            self._send_to(0, self._workers[0].desired)
 
     def _reap(self, worker: _Worker, status: int) -> None:
         """Clears the place of a worker that exited with ``status``, and schedules its restart."""
         while worker.channel is not None:  # reads its last messages
-            self._on_message(worker)
+            self._receive(worker)
         how = _described(status)
         if status == -signal.SIGBUS and (found := self._find_damage()):
             how += f" ({found})"
         self._slots.set_ready(worker.index, False)
-        if self._coordinator is not None and not self._is_stopping:
+        if not self._is_stopping:
             self._coordinator.on_worker_exit(worker.index, how)
         was_ready = worker.is_ready
         pid, worker.pid, worker.is_warm, worker.is_ready = worker.pid, 0, False, False
@@ -347,10 +340,11 @@ class Supervisor:
                 if worker.pid and (status := _ended(worker.pid)) is not None:
                     self._reap(worker, status)
 
-    def _send_to(self, index: int, message: bytes) -> None:
-        channel = self._workers[index].channel
-        if channel is not None:
-            channel.send(message)
+    def _send_to(self, index: int, desired: Desired) -> None:
+        worker = self._workers[index]
+        worker.desired = replace(desired, may_accept=worker.is_ready, announces=worker.announces)
+        if worker.channel is not None:
+            worker.channel.send(desired_to_bytes(worker.desired))
 
     def _end(self, index: int) -> None:
         worker = self._workers[index]
@@ -385,7 +379,7 @@ def _signals_wake(
     ours, wakeup = socket.socketpair()
     ours.setblocking(False)
     wakeup.setblocking(False)
-    selector.register(ours, selectors.EVENT_READ, lambda _: ours.recv(MESSAGE_BYTES_MAX))
+    selector.register(ours, selectors.EVENT_READ, lambda _: ours.recv(WAKEUP_BYTES))
     before = {
         signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: stop()),
         signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: stop()),

@@ -16,6 +16,7 @@ import threading
 from collections.abc import AsyncIterator
 from time import monotonic
 
+from embedserve.periodic import repeat
 from embedserve.processes.supervisor import LAST_WORDS_S, POLL_S, PREPARING_HANG_S
 from embedserve.processes.threads import is_any_running
 
@@ -42,11 +43,8 @@ class Watchdog:
         self._stopped.set()
         self._thread.join()
 
-    async def beat(self) -> None:
-        """Sends heartbeats until it is cancelled."""
-        while True:
-            self._beats += 1
-            await asyncio.sleep(BEAT_S)
+    def beat(self) -> None:
+        self._beats += 1
 
     def _watch(self) -> None:
         """Polls the heartbeats every POLL_S. Time in which this thread did not run either, as when
@@ -80,7 +78,7 @@ async def watched(hang_s: float) -> AsyncIterator[None]:
         yield
         return
     watchdog = Watchdog(hang_s)
-    beating = asyncio.create_task(watchdog.beat())
+    beating = asyncio.create_task(repeat(BEAT_S, watchdog.beat))
     watchdog.start()
     try:
         yield

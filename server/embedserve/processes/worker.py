@@ -10,25 +10,26 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable
 
 from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.shared_counters import WorkerCounters
+from embedserve.periodic import repeat
 from embedserve.pipeline import RequestPipeline
-from embedserve.processes.admin_service import AdminService
-from embedserve.processes.ports import SharedPorts
-from embedserve.processes.rollout_agent import RolloutAgent, SupervisorController
-from embedserve.processes.rollout_messages import (
-    FAILED,
-    MESSAGE_BYTES_MAX,
-    WorkerChannel,
-    WorkerMessage,
+from embedserve.processes.channel import WorkerChannel
+from embedserve.processes.rollout.agent import RolloutAgent
+from embedserve.processes.rollout.messages import (
+    Report,
+    Stage,
+    Status,
+    desired_from_bytes,
+    report_to_bytes,
 )
-from embedserve.processes.server import run_server, stop_or_end
-from embedserve.processes.store_watcher import begin_shares
-from embedserve.processes.version_manager import VersionManager
+from embedserve.processes.rollout.store_watcher import begin_shares
+from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.server import run_server
+from embedserve.processes.startup.ports import SharedPorts
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,16 @@ FLUSH_S = 0.5
 workers report its counts at most this late."""
 
 
-def wait_for_start(channel: socket.socket) -> bool:
+def wait_for_start(channel: WorkerChannel) -> bool:
     """Reports that this worker is warm and waits for permission to listen. Returns False if the
     worker is to exit."""
-    channel.send(WorkerMessage.WARM.value)
-    return channel.recv(MESSAGE_BYTES_MAX) == WorkerMessage.GO.value
+    channel.send(report_to_bytes(Status(stage=Stage.WARM)))
+    return channel.wait_for_message() is not None
 
 
-def report_failure(channel: socket.socket, error: Exception) -> None:
+def report_failure(channel: WorkerChannel, error: Exception) -> None:
     """Reports to the supervisor why this worker cannot serve."""
-    channel.send((FAILED + str(error).encode())[:MESSAGE_BYTES_MAX])
+    channel.send(report_to_bytes(Status(stage=Stage.FAILED, reason=str(error))))
 
 
 async def run_worker(
@@ -54,7 +55,7 @@ async def run_worker(
     settings: ServeSettings,
     ports: SharedPorts,
     counters: WorkerCounters,
-    channel: socket.socket,
+    channel: WorkerChannel,
     announce: Callable[[], None],
     version_manager: VersionManager | None = None,
 ) -> None:
@@ -62,46 +63,49 @@ async def run_worker(
 
     Args:
         announce: called if this worker is the one that announces that the server is ready.
-        version_manager: manager of the served versions; it switches versions on messages of the
-            supervisor.
+        version_manager: manager of the served versions; it reconciles them with the desired state
+            of the supervisor.
 
     Raises:
         OSError: another process has taken a port of this server.
     """
-    loop = asyncio.get_running_loop()
-    alone, stop = asyncio.Event(), asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, stop_or_end, stop, signal.SIGTERM)
-    channel.setblocking(False)
-    sending = WorkerChannel(channel)
-    moving = operator = None
+    may_accept, may_announce, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    # The supervisor may not be the only sender: systemd and Ctrl-C signal the whole process group.
+    # At a second signal of its own the supervisor kills the workers.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    agent: RolloutAgent | None = None
     if version_manager is not None:
-        moving = RolloutAgent(settings, version_manager, sending, stop)
-        operator = AdminService(settings, version_manager, SupervisorController(sending))
+
+        def send(report: Report) -> None:
+            channel.send(report_to_bytes(report))
+
+        agent = RolloutAgent(settings, version_manager, send, stop)
         await begin_shares(settings, version_manager)
 
-    def hear() -> None:
-        try:
-            message = channel.recv(MESSAGE_BYTES_MAX)
-        except ConnectionResetError:
-            message = b""
-        if message == WorkerMessage.START_ACCEPTING.value:
-            alone.set()
-        elif message == WorkerMessage.ANNOUNCE.value:
+    def on_message(message: bytes) -> None:
+        desired = desired_from_bytes(message)
+        if agent is not None:
+            agent.apply(desired)
+        if desired.may_accept:
+            may_accept.set()
+        if desired.announces and not may_announce.is_set():
+            may_announce.set()
             announce()
-        elif message and moving is not None:
-            moving.on_message(message)
-        elif not message:
-            loop.remove_reader(channel)
-            logger.error("the supervisor is gone: this worker stops, too")
-            stop.set()
 
-    loop.add_reader(channel, hear)
+    def on_end() -> None:
+        logger.error("the supervisor is gone: this worker stops, too")
+        stop.set()
+
+    channel.attach(on_message, on_end)
     async with heartbeat(pipeline.metrics, counters):
         bound = ports.bind()
         bound.listen(with_grpc=settings.grpc_server == "native")
-        sending.send(WorkerMessage.READY.value)
-        await _either(alone, stop)
-        await run_server(stop, pipeline, settings, bound, lambda: None, operator)
+        names = {} if version_manager is None else version_manager.status().names
+        channel.send(report_to_bytes(Status(names, Stage.READY)))
+        await _either(may_accept, stop)
+        await run_server(
+            stop, pipeline, settings, bound, lambda: None, None if agent is None else agent.admin
+        )
 
 
 async def _either(*events: asyncio.Event) -> None:
@@ -116,13 +120,12 @@ async def heartbeat(metrics: Metrics, counters: WorkerCounters) -> AsyncIterator
     """Sends heartbeats to the supervisor, and flushes this worker's counters for the other workers,
     every FLUSH_S within its block. Flushes the counters once more at the end."""
 
-    async def flush() -> None:
-        while True:
-            counters.beat()
-            metrics.flush()
-            await asyncio.sleep(FLUSH_S)
+    def flush() -> None:
+        counters.beat()
+        metrics.flush()
 
-    flushing = asyncio.create_task(flush())
+    flush()
+    flushing = asyncio.create_task(repeat(FLUSH_S, flush))
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from embedserve.batching.join import to_model_order
 from embedserve.batching.validation import find_invalid
 from embedserve.codec.json_codec import decode_request
 from embedserve.processes.example_request import IDS_MAX, example_features
-from embedserve.processes.startup_banner import curl_line
+from embedserve.processes.startup.startup_banner import curl_line
 from embedserve_store import Bags
 from embedserve_store.ids.string_hashes import hash_strings
 

@@ -170,8 +170,11 @@ async def test_workers_share_a_unix_socket_and_one_that_ends_is_missed_by_nobody
     assert not server.socket_file.exists()
 
 
-async def test_what_was_accepted_is_answered_on_ctrl_c(tmp_path: Path) -> None:
-    """A terminal sends SIGINT to the supervisor and to every worker."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_what_was_accepted_is_answered_where_all_processes_are_signalled(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """A terminal sends SIGINT, and systemd SIGTERM, to the supervisor and to every worker."""
     async with supervised(tmp_path, lookup_s=1.5) as server:
         ways = (None, str(server.socket_file))
         posts = [asyncio.create_task(server.post(way)) for way in ways for _ in range(5)]
@@ -179,7 +182,7 @@ async def test_what_was_accepted_is_answered_on_ctrl_c(tmp_path: Path) -> None:
         async with asyncio.timeout(WAIT_S_MAX):
             while await server.metric(queued) + await server.metric(taken) < len(posts):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        os.killpg(server.process.pid, signal.SIGINT)
+        os.killpg(server.process.pid, number)
         assert await asyncio.gather(*posts) == [200] * len(posts)
         status, output = await server.ended()
     assert status == 0

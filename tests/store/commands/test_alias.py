@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
 from embedserve.config import ServeSettings
-from embedserve.processes.loading import open_versions
+from embedserve.processes.startup.loading import open_versions
 from embedserve_store import publish
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec

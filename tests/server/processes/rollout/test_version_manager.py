@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,17 @@ from embedserve.config import Limits
 from embedserve.errors import UnknownModelError
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.model_info import ModelInfo
-from embedserve.processes.version_manager import Restored, VersionManager
+from embedserve.processes.rollout.messages import (
+    Desired,
+    Failure,
+    NameStatus,
+    Phase,
+    Shares,
+    State,
+    Status,
+    Target,
+)
+from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve_store import Manifest, ModelVersion, StoreError
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.memory.mapped_tables import populate
@@ -61,14 +72,56 @@ class Moving:
     def __init__(self, executor: ThreadPoolExecutor) -> None:
         self.engines = {number: engine_of(number) for number in (7, 8, 9)}
         self.pipeline = make_pipeline(self.engines[7], executor=executor, limits=IN_THREAD)
-        self.prepared: list[int] = []
+        self.restored_numbers: list[int] = []
         self.restored: Callable[[int], None] = nothing
         self._executor = executor
         versions = {"shop": self.version(7)}
         engines = {"shop": self.engines[7]}
+        self.opened: dict[int, ModelVersion] = {}
+        self.reports: list[Status] = []
         self.rollout = VersionManager(
             self.pipeline, versions, engines, self._restore, self._make_batcher
         )
+        self.rollout.open_version = self._open
+        self.rollout.report = self.reports.append
+        self._targets = {"shop": Target(7, "", 0, Phase.ACTIVATE)}
+        self._generation = 0
+
+    def desire(self, name: str = "shop", **fields: Any) -> None:
+        """Changes the target of a name; a version that is prepared has another generation."""
+        before = self._targets.get(name, Target(0, "", 0, Phase.ACTIVATE))
+        if fields.get("phase") is Phase.PREPARE:
+            self._generation += 1
+            fields["generation"] = self._generation
+        self._targets[name] = replace(before, **fields)
+        self.rollout.apply(Desired(dict(self._targets)))
+
+    def prepare(self, number: int, name: str = "shop") -> None:
+        self.desire(name, version=number, phase=Phase.PREPARE, failure=None)
+
+    async def prepared(self, number: int, name: str = "shop") -> None:
+        self.prepare(number, name)
+        await until(lambda: self.state(name).state is State.PREPARED)
+
+    def activate(self, name: str = "shop") -> None:
+        self.desire(name, phase=Phase.ACTIVATE)
+
+    def reject(self, number: int, reason: str, serving: int = 7) -> None:
+        failure = Failure(number, reason, True, 0)
+        self.desire(version=serving, generation=0, phase=Phase.ACTIVATE, failure=failure)
+
+    def remove(self, name: str) -> dict[str, Target]:
+        """Gives the targets that are left."""
+        del self._targets[name]
+        self.rollout.apply(Desired(dict(self._targets)))
+        return self._targets
+
+    def state(self, name: str = "shop") -> NameStatus:
+        """As it was last reported."""
+        return self.reports[-1].names[name]
+
+    def _open(self, name: str, target: Target) -> ModelVersion:
+        return self.opened.get(target.version) or self.version(target.version)
 
     def version(self, number: int) -> ModelVersion:
         return version_of(self.engines[number].model.manifest)
@@ -80,7 +133,7 @@ class Moving:
         say_warming: Callable[[], None],
     ) -> Restored:
         assert threading.current_thread() is not threading.main_thread()
-        self.prepared.append(version.manifest.version)
+        self.restored_numbers.append(version.manifest.version)
         self.restored(version.manifest.version)
         engine = self.engines[version.manifest.version]
         say_warming()
@@ -115,36 +168,47 @@ async def test_it_moves_once_the_next_version_is_loaded_and_it_is_told_to(
     moving: Moving, gate: Gate
 ) -> None:
     moving.restored = gate.before(nothing)
-    moving.rollout.set_desired("shop", 8)
+    moving.desire(wanted=8)
     metrics = moving.pipeline.metrics.models["shop"]
     found_s = metrics.found_s
     assert moving.behind() == (True, False)
-    preparing = asyncio.create_task(moving.rollout.prepare("shop", moving.version(8)))
+    moving.prepare(8)
     await until(lambda: gate.threads)
     assert moving.coming() == (8, "loading", "")
-    moving.rollout.set_desired("shop", 8)  # at the next look
+    assert moving.state() == NameStatus(7, 1, State.LOADING)
+    moving.desire(wanted=8)  # at the next look
     assert metrics.found_s == found_s
     await moving.check(7)
-    assert not moving.rollout.activate("shop", 8)
     gate.opened.set()
-    assert await preparing
+    await until(lambda: moving.state() == NameStatus(7, 1, State.PREPARED))
     await moving.check(7)
-    assert not moving.rollout.activate("shop", 9)
-    assert moving.rollout.activate("shop", 8)
+    moving.activate()
     await moving.check(8)
-    assert moving.rollout.number("shop") == 8
+    assert moving.state() == NameStatus(8)
     assert moving.coming() is None
     assert (metrics.wanted_version, metrics.switches, metrics.model.version) == (8, 1, 8)
     assert moving.behind() == (False, False)
     assert metrics.load_seconds > 0
-    assert moving.prepared == [8]
+    assert moving.restored_numbers == [8]
+
+
+async def test_one_that_follows_the_others_switches_once_it_has_loaded(
+    moving: Moving, gate: Gate
+) -> None:
+    moving.restored = gate.before(nothing)
+    moving.desire(version=8, generation=5, phase=Phase.ACTIVATE)
+    await until(lambda: gate.threads)
+    await moving.check(7)
+    gate.opened.set()
+    await until(lambda: moving.state() == NameStatus(8))
+    await moving.check(8)
 
 
 async def test_what_it_leaves_is_let_go(moving: Moving) -> None:
     engine = weakref.ref(moving.engines[7])
     waiting = submit_to(moving.pipeline.models, make_request(USER))
-    await moving.rollout.prepare("shop", moving.version(8))
-    moving.rollout.activate("shop", 8)
+    await moving.prepared(8)
+    moving.activate()
     await waiting
     del moving.engines[7], waiting
     gc.collect()  # of asyncio's futures
@@ -152,15 +216,26 @@ async def test_what_it_leaves_is_let_go(moving: Moving) -> None:
     await moving.check(8)
 
 
+async def test_what_is_restored_numbersand_not_wanted_is_let_go(moving: Moving) -> None:
+    engine = weakref.ref(moving.engines[8])
+    await moving.prepared(8)
+    del moving.engines[8]
+    moving.desire(version=7, generation=0, phase=Phase.ACTIVATE)
+    gc.collect()  # of asyncio's futures
+    await until(lambda: engine() is None)
+    assert moving.coming() is None
+    await moving.check(7)
+
+
 async def test_its_rows_are_let_go_in_pieces(moving: Moving, tmp_path: Path) -> None:
     """Not all at once, as where they are unmapped, which stops all who map memory meanwhile."""
     tables = map_tables(tmp_path / "rows", 1 << 20)
-    version = version_of(moving.engines[8].model.manifest, tables)
-    populate(version, 1 << 30)
-    for number, one in ((8, version), (9, moving.version(9))):
-        await moving.rollout.prepare("shop", one)
+    moving.opened[8] = version_of(moving.engines[8].model.manifest, tables)
+    populate(moving.opened[8], 1 << 30)
+    for number in (8, 9):
+        await moving.prepared(number)
         assert mapped_kb(tmp_path / "rows") == 1 << 10
-        assert moving.rollout.activate("shop", number)
+        moving.activate()
     await until(lambda: not mapped_kb(tmp_path / "rows"))
     await moving.check(9)
 
@@ -179,84 +254,82 @@ async def test_a_version_that_cannot_be_loaded_stays_out(
         raise error
 
     moving.restored = fail
-    with pytest.raises(StoreError, match=f"^{reason}$"):
-        await moving.rollout.prepare("shop", moving.version(8))
-    moving.rollout.reject("shop", 8, reason)
+    moving.desire(wanted=8)
+    moving.prepare(8)
+    await until(lambda: moving.state().state is State.FAILED)
+    assert moving.state() == NameStatus(7, 1, State.FAILED, reason)
+    moving.reject(8, reason)
     assert moving.coming() == (8, "failed", reason)
-    assert moving.behind()[1]
-    assert moving.rollout.rejected("shop") == 8
-    assert not moving.rollout.activate("shop", 8)
+    assert moving.behind() == (True, True)
+    assert moving.state() == NameStatus(7)
     await moving.check(7)
-    moving.rollout.set_desired("shop", 8)
-    assert moving.rollout.rejected("shop") == 8
-    moving.rollout.set_desired("shop", 7)  # another is wanted: 8 may be tried again afterwards
-    assert moving.rollout.rejected("shop") is None
+    moving.desire(wanted=7, failure=None)  # 8 may be tried again afterwards
+    assert moving.coming() is None
     assert moving.behind() == (False, False)
     moving.restored = nothing
-    moving.rollout.set_desired("shop", 8)
-    assert await moving.rollout.prepare("shop", moving.version(8))
-    assert moving.rollout.activate("shop", 8)
+    await moving.prepared(8)
+    moving.activate()
     await moving.check(8)
+
+
+async def test_a_failure_that_is_told_anew_is_shown_since_its_beginning(moving: Moving) -> None:
+    moving.reject(8, "is cut")
+    shown = moving.pipeline.models.pending["shop"]
+    shown.since = "then"
+    for reason in ("is cut", "is cut still"):
+        moving.reject(8, reason)
+        shown = moving.pipeline.models.pending["shop"]
+        assert (shown.reason, shown.since) == (reason, "then")
 
 
 async def test_what_is_refused_while_it_is_loaded_is_not_kept(moving: Moving, gate: Gate) -> None:
     moving.restored = gate.before(nothing)
-    preparing = asyncio.create_task(moving.rollout.prepare("shop", moving.version(8)))
+    moving.prepare(8)
     await until(lambda: gate.threads)
-    moving.rollout.reject("shop", 8, "another worker cannot load it")
+    moving.reject(8, "another worker cannot load it")
     gate.opened.set()
-    assert not await preparing
-    assert not moving.rollout.activate("shop", 8)
-    assert moving.coming() == (8, "failed", "another worker cannot load it")
-    assert await moving.rollout.prepare("shop", moving.version(9))
-    assert moving.rollout.activate("shop", 9)
+    await moving.prepared(9)
+    assert moving.restored_numbers == [8, 9]
+    assert {one.names["shop"].state for one in moving.reports} == {
+        State.LOADING,
+        State.ACTIVE,
+        State.PREPARED,
+    }
+    moving.activate()
+    await moving.check(9)
 
 
-async def test_one_that_cannot_be_opened_ends_no_load_of_the_same(
-    moving: Moving, gate: Gate
-) -> None:
-    """As where an operator had it opened, before or since."""
-    rollout = moving.rollout
-    rollout.set_desired("shop", 8)
-    assert rollout.report_unopened("shop", 8, "is cut")
-    assert (rollout.rejected("shop"), moving.coming()) == (None, (8, "failed", "is cut"))
-    moving.restored = gate.before(nothing)
-    loading = asyncio.create_task(rollout.prepare("shop", moving.version(8)))
-    await until(lambda: gate.threads)
-    assert not rollout.report_unopened("shop", 8, "is cut")
-    gate.opened.set()
-    assert await loading
-    assert rollout.activate("shop", 8)
-    assert moving.behind() == (False, False)
-    await moving.check(8)
+async def test_a_repeated_attempt_is_loaded_again(moving: Moving) -> None:
+    for attempt in (1, 2):
+        await moving.prepared(8)
+        assert moving.state().generation == attempt
+    assert moving.restored_numbers == [8, 8]
 
 
 async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> None:
     """What torchrec builds, and torch.fx traces, is built by one thread."""
     begun: list[int] = []
     moving.restored = gate.before(begun.append)
-    first, second = (
-        asyncio.create_task(moving.rollout.prepare("shop", moving.version(number)))
-        for number in (8, 9)
-    )
+    moving.prepare(8)
     await until(lambda: gate.threads)
+    moving.prepare(9)  # another is wanted meanwhile
     await asyncio.sleep(0.05)
     assert len(gate.threads) == 1
     gate.opened.set()
-    assert not await first  # another was wanted meanwhile
-    assert await second
+    await until(lambda: moving.state() == NameStatus(7, 2, State.PREPARED))
     assert begun == [8, 9]
-    assert moving.rollout.activate("shop", 9)
+    moving.activate()
     await moving.check(9)
 
 
 async def test_a_version_with_more_features_than_are_counted_is_refused(moving: Moving) -> None:
     many = model_info("shop", {f"f{i}": (2, 1) for i in range(COLUMNS_MIN + 1)})
-    version = version_of(replace(many.manifest, version=8))
+    moving.opened[8] = version_of(replace(many.manifest, version=8))
+    moving.prepare(8)
+    await until(lambda: moving.state().state is State.FAILED)
     said = "has 1025 features or keys, and this server has room to count 1024"
-    with pytest.raises(StoreError, match=said):
-        await moving.rollout.prepare("shop", version)
-    assert moving.prepared == []
+    assert said in moving.state().reason
+    assert moving.restored_numbers == []
 
 
 async def test_a_name_is_added_and_removed(moving: Moving) -> None:
@@ -265,22 +338,32 @@ async def test_a_name_is_added_and_removed(moving: Moving) -> None:
     with pytest.raises(UnknownModelError, match=said):
         await moving.check(8, "shop@canary")
     assert rollout.number("shop@canary") is None
-    assert await rollout.prepare("shop@canary", moving.version(8))
-    assert moving.prepared == [8]
-    assert rollout.activate("shop@canary", 8)
+    await moving.prepared(8, "shop@canary")
+    assert moving.restored_numbers == [8]
+    moving.activate("shop@canary")
     for name, number in (("shop", 7), ("shop@canary", 8), ("shop@7", 7), ("shop@8", 8)):
         await moving.check(number, name)
     said = r"^version is 9: the versions of shop are 7, 8 \(canary\)$"
     with pytest.raises(UnknownModelError, match=said):
         await moving.check(9, "shop@9")
     engine = weakref.ref(moving.engines.pop(8))
-    assert rollout.remove("shop@canary")
-    assert not rollout.remove("shop@canary")
+    targets = moving.remove("shop@canary")
     await until(lambda: engine() is None)
     assert "shop@canary" not in moving.pipeline.metrics.models
     with pytest.raises(UnknownModelError):
         await moving.check(8, "shop@canary")
     await moving.check(7)
+    assert set(moving.reports[-1].names) == set(targets)
+
+
+async def test_the_last_name_serves_until_another_one_does(moving: Moving) -> None:
+    """As in a worker that started before the names changed."""
+    moving.prepare(8, "shop@canary")
+    moving.remove("shop")
+    await moving.check(7)
+    moving.activate("shop@canary")
+    await until(lambda: set(moving.rollout.versions) == {"shop@canary"})
+    await moving.check(8)
 
 
 async def test_a_version_that_leaves_is_told_until_it_has_answered(moving: Moving) -> None:
@@ -289,8 +372,8 @@ async def test_a_version_that_leaves_is_told_until_it_has_answered(moving: Movin
     waiting = submit_to(models, make_request(USER))
     await until(lambda: moving.engines[7].lookups)
     since = models.status(models.model("shop"))["since"]
-    assert await moving.rollout.prepare("shop", moving.version(8))
-    assert moving.rollout.activate("shop", 8)
+    await moving.prepared(8)
+    moving.activate()
     status = models.status(models.model("shop"))
     assert status["leaving"] == [7]
     assert status["since"] >= since
@@ -299,11 +382,16 @@ async def test_a_version_that_leaves_is_told_until_it_has_answered(moving: Movin
     await until(lambda: not models.status(models.model("shop"))["leaving"])
 
 
-async def with_canary(moving: Moving) -> VersionManager:
-    """The rollout, once version 8 answers for the canary."""
-    assert await moving.rollout.prepare("shop@canary", moving.version(8))
-    assert moving.rollout.activate("shop@canary", 8)
-    return moving.rollout
+@pytest.fixture
+async def canary(moving: Moving) -> Moving:
+    """Version 8 answers for the canary."""
+    await moving.prepared(8, "shop@canary")
+    moving.activate("shop@canary")
+    return moving
+
+
+def share(moving: Moving, version: int, traffic: float, shadow: float = 0.0) -> None:
+    moving.desire("shop@canary", shares=Shares(version, traffic, shadow))
 
 
 def shares(moving: Moving) -> tuple[float, float]:
@@ -313,38 +401,34 @@ def shares(moving: Moving) -> tuple[float, float]:
     return status["share"], status["shadow"]
 
 
-async def test_a_share_begins_with_its_version_and_not_before(moving: Moving) -> None:
-    rollout = await with_canary(moving)
-    rollout.share("shop@canary", 9, 50.0, 20.0)
-    assert shares(moving) == (0.0, 0.0)
-    assert await rollout.prepare("shop@canary", moving.version(9))
-    assert shares(moving) == (0.0, 0.0)
-    assert rollout.activate("shop@canary", 9)
-    assert shares(moving) == (50.0, 20.0)
-    rollout.share("shop@canary", 9, 10.0, 0.0)
-    assert shares(moving) == (10.0, 0.0)
+async def test_a_share_begins_with_its_version_and_not_before(canary: Moving) -> None:
+    share(canary, 9, 50.0, 20.0)
+    assert shares(canary) == (0.0, 0.0)
+    await canary.prepared(9, "shop@canary")
+    assert shares(canary) == (0.0, 0.0)
+    canary.activate("shop@canary")
+    assert shares(canary) == (50.0, 20.0)
+    share(canary, 9, 10.0)
+    assert shares(canary) == (10.0, 0.0)
 
 
-async def test_a_version_that_cannot_be_loaded_gives_its_share_to_no_other(moving: Moving) -> None:
+async def test_a_version_that_cannot_be_loaded_gives_its_share_to_no_other(canary: Moving) -> None:
     """A bad canary has no share. Another is to have half of all requests, and cannot be loaded."""
-    rollout = await with_canary(moving)
-    rollout.share("shop@canary", 8, 0.0, 0.0)
-    rollout.set_desired("shop@canary", 9)
-    rollout.share("shop@canary", 9, 50.0, 0.0)
-    rollout.reject("shop@canary", 9, "it cannot be read")
+    share(canary, 8, 0.0)
+    share(canary, 9, 50.0)
+    canary.desire("shop@canary", wanted=9, failure=Failure(9, "it cannot be read", True, 0))
     for _ in range(50):
-        await moving.check(7)
-    rollout.share("shop@canary", 8, 5.0, 0.0)  # the alias is set back
-    assert shares(moving) == (5.0, 0.0)
+        await canary.check(7)
+    share(canary, 8, 5.0)  # the alias is set back
+    assert shares(canary) == (5.0, 0.0)
 
 
-async def test_a_share_that_waits_goes_with_its_alias(moving: Moving) -> None:
-    rollout = await with_canary(moving)
-    rollout.share("shop@canary", 8, 30.0, 0.0)
-    rollout.share("shop@canary", 9, 50.0, 0.0)
-    assert shares(moving) == (30.0, 0.0)
-    rollout.share("shop@canary", None, 0.0, 0.0)
-    assert shares(moving) == (0.0, 0.0)
-    assert await rollout.prepare("shop@canary", moving.version(9))
-    assert rollout.activate("shop@canary", 9)
-    assert shares(moving) == (0.0, 0.0)
+async def test_a_share_that_waits_goes_with_its_alias(canary: Moving) -> None:
+    share(canary, 8, 30.0)
+    share(canary, 9, 50.0)
+    assert shares(canary) == (30.0, 0.0)
+    share(canary, 0, 0.0)
+    assert shares(canary) == (0.0, 0.0)
+    await canary.prepared(9, "shop@canary")
+    canary.activate("shop@canary")
+    assert shares(canary) == (0.0, 0.0)

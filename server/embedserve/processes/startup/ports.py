@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from embedserve.processes.socket_files import SocketFile, listen_at
+from embedserve.processes.startup.socket_files import SocketFile, listen_at
 
 BACKLOG = 4096
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from server.python import environment, run_python
 
-from embedserve.processes.ports import claim_ports
-from embedserve.processes.socket_files import listen_at
+from embedserve.processes.startup.ports import claim_ports
+from embedserve.processes.startup.socket_files import listen_at
 
 CLAIM = """
 import sys
-from embedserve.processes.socket_files import listen_at
+from embedserve.processes.startup.socket_files import listen_at
 sys.stdin.read(1)
 try:
     listening = listen_at(sys.argv[1], 0o600, "HTTP")
@@ -31,7 +31,7 @@ else:
 """
 FORKED = """
 import os, sys
-from embedserve.processes.socket_files import listen_at
+from embedserve.processes.startup.socket_files import listen_at
 listening = listen_at(sys.argv[1], 0o600, "HTTP")
 if not os.fork():
     listening.close()

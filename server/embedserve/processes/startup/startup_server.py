@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from embedserve.config import ServeSettings
 from embedserve.errors import LOADING
-from embedserve.processes.ports import Ports, SharedPorts
+from embedserve.processes.startup.ports import Ports, SharedPorts
 
 END_S_MAX = 2.0
 """Seconds that the startup server may take to exit before it is killed."""

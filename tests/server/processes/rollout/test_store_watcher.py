@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +25,14 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
-from embedserve.processes import server, store_watcher
-from embedserve.processes.ports import claim_ports
+from embedserve.processes import server
+from embedserve.processes.rollout import store_watcher
+from embedserve.processes.rollout.agent import start_alone
+from embedserve.processes.rollout.messages import NameStatus, State
+from embedserve.processes.rollout.store_watcher import VersionResolver, begin_shares
+from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.serve import _until_signalled
-from embedserve.processes.store_watcher import (
-    LocalController,
-    StoreWatcher,
-    VersionResolver,
-    begin_shares,
-    followed,
-)
-from embedserve.processes.version_manager import Restored, VersionManager
+from embedserve.processes.startup.ports import claim_ports
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
 
 PUBLISH = """
@@ -90,10 +87,11 @@ class Serving:
         follow: str = "latest",
     ) -> None:
         self.name = model
-        self.settings = ServeSettings(str(store), model=(model,), follow=follow, follow_s=0.1)
+        self.settings = ServeSettings(str(store), model=(model,), follow=follow, follow_s=3600)
         first = ModelStore(store).load("shop", model.partition("@")[2] or None)
         self.attempts: list[int] = []
         self.failures: dict[int, Exception] = {}
+        self.before_restore: Callable[[], None] = lambda: None
         engine, _ = self._restore(model, first, lambda: None)
         self.attempts.clear()
         assert isinstance(engine, FakeEngine)
@@ -103,8 +101,7 @@ class Serving:
         self.rollout = VersionManager(
             self.pipeline, versions, {model: engine}, self._restore, self._make_batcher
         )
-        self.alone = LocalController(self.rollout)
-        self._follower = StoreWatcher(VersionResolver(self.settings), self.rollout, self.alone)
+        self.stop = asyncio.Event()
 
     def _restore(
         self,
@@ -114,6 +111,7 @@ class Serving:
     ) -> Restored:
         manifest = version.manifest
         self.attempts.append(manifest.version)
+        self.before_restore()
         if manifest.version in self.failures:
             raise self.failures[manifest.version]
         info = replace(served_of(manifest, version.translator), served_name=name)
@@ -131,10 +129,26 @@ class Serving:
         values = {name: value for name, _, value in metrics.models[self.name].samples()}
         return status["next"], bool(values["embedserve_model_refused"])
 
+    def start(self) -> None:
+        """Follows the store until ``stop`` is set."""
+        self.agent = start_alone(self.settings, self.rollout, self.stop)
+
     async def look(self) -> int:
-        """Looks at the store; gives the version that answers then."""
-        await self._follower.poll()
+        """Looks at the store; gives the version that answers once all is loaded."""
+        if not hasattr(self, "agent"):
+            self.start()
+            await self._settled()
+        await self.agent._watcher.poll()
+        await self._settled()
         return await self.answering()
+
+    async def _settled(self) -> None:
+        for _ in range(10):  # what is sent through the event loop
+            await asyncio.sleep(0)
+        await until(lambda: all(one.state is State.ACTIVE for one in self._names()))
+
+    def _names(self) -> Iterable[NameStatus]:
+        return self.rollout.status().names.values()
 
     async def answering(self) -> int:
         result = await submit_to(self.pipeline.models, make_request({"user": [[1]]}))
@@ -376,15 +390,16 @@ async def test_a_remote_store_is_followed(
 async def test_the_store_is_looked_at_until_the_stop(
     store: Path, later: Path, executor: ThreadPoolExecutor
 ) -> None:
-    serving, stop = Serving(store, executor), asyncio.Event()
-    async with followed(serving.settings, serving.rollout, stop):
-        appear(later, store, 2)
-        await until(lambda: serving.rollout.number("shop") == 2)
-        stop.set()
-        await asyncio.sleep(serving.settings.follow_s)  # a look that had begun may end
-        appear(later, store, 3)
-        await asyncio.sleep(5 * serving.settings.follow_s)
-        assert await serving.answering() == 2
+    serving = Serving(store, executor)
+    serving.settings = replace(serving.settings, follow_s=0.1)
+    serving.start()
+    appear(later, store, 2)
+    await until(lambda: serving.rollout.number("shop") == 2)
+    serving.stop.set()
+    await asyncio.sleep(serving.settings.follow_s)  # a look that had begun may end
+    appear(later, store, 3)
+    await asyncio.sleep(5 * serving.settings.follow_s)
+    assert await serving.answering() == 2
 
 
 async def test_shares_begin_before_the_first_look(

@@ -8,15 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server.processes.test_store_watcher import Serving, appear
-from server.processes.test_store_watcher import later as later
-from server.processes.test_store_watcher import published as published
-from server.processes.test_store_watcher import store as store
+from server.gate import Gate
+from server.processes.rollout.test_store_watcher import Serving, appear
+from server.processes.rollout.test_store_watcher import later as later
+from server.processes.rollout.test_store_watcher import published as published
+from server.processes.rollout.test_store_watcher import store as store
 from server.waiting import until
 
 from embedserve.errors import RefusedError
-from embedserve.processes.admin_service import AdminService
-from embedserve.processes.store_watcher import followed
 from embedserve_store import StoreError, set_alias
 
 
@@ -25,7 +24,8 @@ class Operated(Serving):
 
     def __init__(self, store: Path, executor: ThreadPoolExecutor) -> None:
         super().__init__(store, executor, follow="none")
-        self.operator = AdminService(self.settings, self.rollout, self.alone)
+        self.start()
+        self.operator = self.agent.admin
 
     def served(self) -> dict[str, int]:
         return {model.served_as: model.version for model in self.pipeline.models.models()}
@@ -88,39 +88,61 @@ async def test_what_cannot_be_served_is_refused_and_may_be_tried_again(
     assert await operated.operator.load("shop") == 2
 
 
+async def test_a_load_that_the_store_overtakes_is_refused(
+    store: Path, later: Path, executor: ThreadPoolExecutor, gate: Gate
+) -> None:
+    operated = Operated(store, executor)
+    appear(later, store, 2)
+    operated.before_restore = gate.before(lambda: None)
+    loading = asyncio.create_task(operated.operator.load("shop"))
+    await until(lambda: gate.threads)
+    appear(later, store, 3)
+    operated.operator.reload()
+    with pytest.raises(RefusedError, match=r"^shop version 2 is not loaded: the store names 3 "):
+        await loading
+    gate.opened.set()
+    await until(lambda: operated.served() == {"shop": 3})
+
+
+async def test_a_load_waits_for_the_one_before_it(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    operated = Operated(store, executor)
+    for number in (2, 3):
+        appear(later, store, number)
+    operated.failures[2] = StoreError("no room")
+    names = ("shop@2", "shop@3")
+    two, three = await asyncio.gather(*map(operated.operator.load, names), return_exceptions=True)
+    assert (str(two), three) == ("shop@2 version 2 stays out: no room", 3)
+    assert operated.served() == {"shop": 1, "shop@3": 3}
+
+
 async def test_a_reload_looks_at_all_that_is_served(
     store: Path, later: Path, executor: ThreadPoolExecutor
 ) -> None:
-    operated, stop = Operated(store, executor), asyncio.Event()
-    async with followed(operated.settings, operated.rollout, stop) as mover:
-        operator = AdminService(operated.settings, operated.rollout, mover)
-        appear(later, store, 2)
-        operated.failures[2] = StoreError("no room")
-        operator.reload()
-        await until(lambda: operated.rollout.rejected("shop") == 2)
-        del operated.failures[2]
-        operator.reload()
-        await until(lambda: operated.rollout.number("shop") == 2)
-        stop.set()
+    operated = Operated(store, executor)
+    appear(later, store, 2)
+    operated.failures[2] = StoreError("no room")
+    operated.operator.reload()
+    await until(lambda: operated.shown()[1])
+    del operated.failures[2]
+    operated.operator.reload()
+    await until(lambda: operated.rollout.number("shop") == 2)
 
 
 async def test_a_reload_that_finds_nothing_new_says_so(
     store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    operated, stop = Operated(store, executor), asyncio.Event()
-    nothing = "looked at the store, as asked: nothing new"
-    async with followed(operated.settings, operated.rollout, stop) as mover:
-        operator = AdminService(operated.settings, operated.rollout, mover)
+    operated = Operated(store, executor)
+    operator, nothing = operated.operator, "looked at the store, as asked: nothing new"
+    for times in (1, 2):
         operator.reload()
-        await until(lambda: caplog.messages == [nothing])
-        operator.reload()
-        await until(lambda: caplog.messages == [nothing, nothing])
-        appear(later, store, 2)
-        operator.reload()
-        await until(lambda: operated.rollout.number("shop") == 2)
-        assert caplog.messages.count(nothing) == 2
-        (store / "shop").rename(store / "gone")
-        operator.reload()
-        await until(lambda: caplog.messages[-1] == f"{nothing}; it cannot tell of shop")
-        stop.set()
+        await until(lambda: caplog.messages == [nothing] * times)  # noqa: B023
+    appear(later, store, 2)
+    operator.reload()
+    await until(lambda: operated.rollout.number("shop") == 2)
+    assert caplog.messages.count(nothing) == 2
+    (store / "shop").rename(store / "gone")
+    operator.reload()
+    await until(lambda: caplog.messages[-1] == f"{nothing}; it cannot tell of shop")

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PULL_ERRORS = (StoreError, OSError, ValueError)
+"""Errors of open_versions that a child process reports to its parent."""
 WAIT_S = 2.0
 """Seconds between two polls of a store that does not have the models yet."""
 
@@ -163,7 +165,8 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     folders.
 
     Raises:
-        StoreError: as in open_versions; also if a setting is invalid or the child ended early.
+        StoreError, OSError, ValueError: as in open_versions; StoreError also if the child ended
+            early.
     """
     if not is_url(settings.store):
         return open_versions(settings)
@@ -179,9 +182,10 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     if not report:
         raise StoreError(f"{settings.store}: the process that pulls it was ended")
     pulled = json.loads(report)
-    if isinstance(pulled, str):
-        raise StoreError(pulled)
-    return {name: open_folder(path) for name, path in pulled.items()}
+    for kind in _PULL_ERRORS:
+        if reason := pulled["errors"].get(kind.__name__):
+            raise kind(reason)
+    return {name: open_folder(path) for name, path in pulled["folders"].items()}
 
 
 def open_folder(path: str) -> ModelVersion:
@@ -193,13 +197,15 @@ def open_folder(path: str) -> ModelVersion:
 def _report_pulled(settings: ServeSettings, pipe: int) -> None:
     """Writes the folder of each version to ``pipe``, or the error; ends the process."""
     status = 1
+    folders: dict[str, str] = {}
+    errors: dict[str, str] = {}
     try:
         try:
-            versions = open_versions(settings)
-            report: object = {name: str(one.path) for name, one in versions.items()}
-        except (StoreError, OSError, ValueError) as error:
-            report = str(error)
-        os.write(pipe, json.dumps(report).encode())
+            folders = {name: str(one.path) for name, one in open_versions(settings).items()}
+        except _PULL_ERRORS as error:
+            kind = next(one for one in _PULL_ERRORS if isinstance(error, one))
+            errors[kind.__name__] = str(error)
+        os.write(pipe, json.dumps({"folders": folders, "errors": errors}).encode())
         status = 0
     finally:
         sys.stderr.flush()

@@ -10,7 +10,7 @@ import pytest
 from running_servers import free_port
 from server.python import run_python
 
-from embedserve.processes.ports import claim_ports
+from embedserve.processes.startup.ports import claim_ports
 
 SERVE = """
 import sys

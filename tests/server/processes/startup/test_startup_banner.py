@@ -12,8 +12,8 @@ from server.fake_models import model_info
 from server.python import run_python
 
 from embedserve.config import ServeSettings
-from embedserve.processes.ports import SharedPorts
-from embedserve.processes.startup_banner import log_ready, warn_about_settings
+from embedserve.processes.startup.ports import SharedPorts
+from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
 
 
 @pytest.mark.parametrize(

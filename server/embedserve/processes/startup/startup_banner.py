@@ -10,7 +10,7 @@ import shlex
 from embedserve.config import ServeSettings, is_loopback
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import split_name
-from embedserve.processes.ports import Ports, SharedPorts, bracketed
+from embedserve.processes.startup.ports import Ports, SharedPorts, bracketed
 from embedserve_store.terminal.console import say
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,102 @@
+"""Admin operations on a running server: load, unload and reload models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from embedserve.errors import RefusedError
+from embedserve.processes.rollout.coordinator import MOVE_S_MAX
+from embedserve.processes.rollout.messages import AdminCommand, Operation, Target
+from embedserve.processes.rollout.store_watcher import VersionResolver
+from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.startup.loading import check_names
+from embedserve.processes.threads import run_in_daemon_thread
+from embedserve_store import StoreError
+
+UNLOAD_S_MAX = 10.0
+"""Seconds that an unload may wait for the coordinator."""
+
+
+class AdminService:
+    """Admin operations in one process; with several workers all of them execute each operation."""
+
+    def __init__(
+        self,
+        resolver: VersionResolver,
+        version_manager: VersionManager,
+        send: Callable[[AdminCommand], None],
+    ) -> None:
+        """
+        Args:
+            send: sends a command to the coordinator.
+        """
+        self._resolver = resolver
+        self._version_manager = version_manager
+        self._send = send
+
+    async def load(self, name: str) -> int:
+        """Serves the version that ``name`` (NAME, NAME@VERSION or NAME@ALIAS) points to now, and
+        returns its number once it serves. It replaces the current version of that name; other names
+        are not affected.
+
+        Raises:
+            RefusedError: there is no such version, it cannot be served, or the store names another
+                one meanwhile.
+        """
+        try:
+            check_names([name])
+            version = await run_in_daemon_thread("load", lambda: self._resolver.open(name))
+        except (StoreError, ValueError) as error:
+            raise RefusedError(str(error), "model") from error
+        number, before = version.manifest.version, self._version_manager.target(name)
+        self._send(AdminCommand(Operation.LOAD, name, number, str(version.path)))
+        try:
+            async with asyncio.timeout(MOVE_S_MAX):
+                while self._version_manager.number(name) != number:
+                    _check_load(name, number, before, self._version_manager.target(name))
+                    await self._version_manager.wait_for_change()
+        except TimeoutError:
+            raise RefusedError(f"{name} version {number} is not loaded yet", "model") from None
+        finally:
+            self._resolver.forget(name)
+        return number
+
+    async def unload(self, name: str) -> None:
+        """Stops serving ``name``; requests in its queue are still completed.
+
+        Raises:
+            RefusedError: ``name`` is not served, or nothing else is served.
+        """
+        served = ", ".join(self._version_manager.versions)
+        if self._version_manager.number(name) is None:
+            raise RefusedError(f"model is {name!r}: this server has {served}", "model")
+        if len(self._version_manager.versions) == 1:
+            raise RefusedError(f"model is {name!r}, and nothing else is served", "model")
+        self._send(AdminCommand(Operation.UNLOAD, name))
+        try:
+            async with asyncio.timeout(UNLOAD_S_MAX):
+                while self._version_manager.number(name) is not None:
+                    await self._version_manager.wait_for_change()
+        except TimeoutError:
+            raise RefusedError(f"{name} is served still", "model") from None
+
+    def reload(self) -> None:
+        """Polls the store immediately, regardless of the ``follow`` setting. Rejected versions are
+        retried."""
+        self._send(AdminCommand(Operation.RELOAD))
+
+
+def _check_load(name: str, number: int, before: Target | None, now: Target | None) -> None:
+    """Raises RefusedError if the load of a version, requested in the state ``before``, has
+    failed."""
+    if now is None:
+        return
+    failure = now.failure
+    if failure is not None and failure.version == number and failure != (before and before.failure):
+        raise RefusedError(f"{name} version {number} stays out: {failure.reason}", "model")
+    if now.wanted not in (0, number, 0 if before is None else before.wanted):
+        raise RefusedError(
+            f"{name} version {number} is not loaded: the store names {now.wanted} meanwhile",
+            "model",
+        )

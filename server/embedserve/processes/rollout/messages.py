@@ -1,0 +1,224 @@
+"""States that the rollout coordinator and the serving processes exchange.
+
+The coordinator sends what every process is to serve, as a whole: a newer `Desired` replaces an
+older one, and a worker that starts needs only the last. Processes report what they serve, also as a
+whole. Between a supervisor and its workers a message is a line of JSON (channel.py). A single
+process passes the objects themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import orjson
+
+REASON_CHARACTERS_MAX = 1000
+_DIGITS = re.compile(r"[\d.,]+")
+
+
+class Phase(StrEnum):
+    """Whether a process loads a version next to the current one, or serves it."""
+
+    PREPARE = "prepare"
+    ACTIVATE = "activate"
+
+
+class State(StrEnum):
+    """State of a name in one process."""
+
+    LOADING = "loading"
+    PREPARED = "prepared"
+    ACTIVE = "active"
+    FAILED = "failed"
+
+
+class Stage(StrEnum):
+    """Stage of a worker's start."""
+
+    WARM = "warm"
+    """The models are loaded. The worker listens once it has received its first `Desired`."""
+    READY = "ready"
+    """The worker listens. It accepts connections once it may."""
+    FAILED = "failed"
+
+
+class Operation(StrEnum):
+    """Operation that an administrator requests."""
+
+    LOAD = "load"
+    UNLOAD = "unload"
+    RELOAD = "reload"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Percentages of the requests that name only the model, and of the other versions' batches to
+    compare. They apply once ``version`` serves; with version 0 to the version that serves now."""
+
+    version: int
+    traffic: float = 0.0
+    shadow: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Version that is not served, and why.
+
+    Attributes:
+        is_final: False if each poll of the store retries the version.
+        generation: distinguishes failures of repeated attempts.
+    """
+
+    version: int
+    reason: str
+    is_final: bool
+    generation: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """Desired state of one served name: NAME, NAME@VERSION or NAME@ALIAS.
+
+    Attributes:
+        version: version to prepare or to serve; 0 if no version can be served.
+        path: folder of the version.
+        generation: number of the rollout; a repeated attempt has a new one.
+        wanted: version that the store points to; 0 if that is not known.
+    """
+
+    version: int
+    path: str
+    generation: int
+    phase: Phase
+    wanted: int = 0
+    failure: Failure | None = None
+    shares: Shares | None = None
+
+
+@dataclass(frozen=True)
+class Desired:
+    """Coordinator to process: what to serve, by served name. Other names are removed.
+
+    Attributes:
+        watches_store: whether this process watches the store for all.
+        polls: number of immediate polls that were requested so far.
+        may_accept: whether only workers listen on the ports now, so that this one may accept
+            connections.
+        announces: whether this process announces that the server is ready.
+    """
+
+    names: Mapping[str, Target] = field(default_factory=dict)
+    watches_store: bool = False
+    polls: int = 0
+    may_accept: bool = False
+    announces: bool = False
+
+
+@dataclass(frozen=True)
+class NameStatus:
+    """Status of one name in a process.
+
+    Attributes:
+        version: version that serves; 0 for none.
+        generation: generation of the target that ``state`` refers to.
+        reason: reason of a failure.
+    """
+
+    version: int
+    generation: int = 0
+    state: State = State.ACTIVE
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Process to coordinator: what it serves and loads, by served name."""
+
+    names: Mapping[str, NameStatus] = field(default_factory=dict)
+    stage: Stage = Stage.READY
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StoreEntry:
+    """State of a name in the store.
+
+    Attributes:
+        wanted: version that the name points to; 0 if its alias was removed.
+        path: folder of that version, if it was opened because it is to be rolled out.
+        reason: why it cannot be opened.
+        is_final: False if the next poll retries it.
+    """
+
+    wanted: int
+    shares: Shares = Shares(0)
+    path: str = ""
+    reason: str = ""
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """Watching process to coordinator: what a poll of the store has found, by served name."""
+
+    names: Mapping[str, StoreEntry]
+
+
+@dataclass(frozen=True)
+class AdminCommand:
+    """Process to coordinator: operation of an administrator. LOAD has a version and its folder."""
+
+    operation: Operation
+    name: str = ""
+    version: int = 0
+    path: str = ""
+
+
+Report = Status | StoreReport | AdminCommand
+
+
+def desired_to_bytes(desired: Desired) -> bytes:
+    return orjson.dumps(desired)
+
+
+def desired_from_bytes(message: bytes) -> Desired:
+    fields = orjson.loads(message)
+    targets = fields.pop("names").items()
+    return Desired(names={name: _target(one) for name, one in targets}, **fields)
+
+
+def _target(fields: dict[str, Any]) -> Target:
+    failure, shares = fields.pop("failure"), fields.pop("shares")
+    return Target(
+        phase=Phase(fields.pop("phase")),
+        failure=None if failure is None else Failure(**failure),
+        shares=None if shares is None else Shares(**shares),
+        **fields,
+    )
+
+
+def report_to_bytes(report: Report) -> bytes:
+    return orjson.dumps({type(report).__name__: report})
+
+
+def report_from_bytes(message: bytes) -> Report:
+    ((kind, fields),) = orjson.loads(message).items()
+    if kind == AdminCommand.__name__:
+        return AdminCommand(operation=Operation(fields.pop("operation")), **fields)
+    names = fields.pop("names").items()
+    if kind == StoreReport.__name__:
+        return StoreReport(
+            {name: StoreEntry(shares=Shares(**one.pop("shares")), **one) for name, one in names}
+        )
+    status = {name: NameStatus(state=State(one.pop("state")), **one) for name, one in names}
+    return Status(status, stage=Stage(fields.pop("stage")), **fields)
+
+
+def is_news(reason: str, before: str) -> bool:
+    """Returns whether ``reason`` differs from ``before`` in more than numbers, such as free bytes.
+    Only new reasons are logged."""
+    return _DIGITS.sub("", reason) != _DIGITS.sub("", before)

@@ -1,0 +1,305 @@
+"""Reconciles the versions that a process serves with the desired state.
+
+The next version is loaded in a thread while the current one serves: opened, restored, warmed and
+compared with its goldens. Once it is to be activated, new requests switch to it between two
+event-loop iterations. The previous version completes its queued requests, and is released together
+with its rows. A version that fails to load is not served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from threading import Thread
+from time import perf_counter
+
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.metrics.model_metrics import columns_of
+from embedserve.model_info import ModelInfo, PendingVersion, now_iso
+from embedserve.pipeline import RequestPipeline
+from embedserve.processes.rollout.messages import (
+    REASON_CHARACTERS_MAX,
+    Desired,
+    NameStatus,
+    Phase,
+    Shares,
+    State,
+    Status,
+    Target,
+)
+from embedserve.processes.startup.loading import open_folder
+from embedserve.processes.threads import run_in_daemon_thread
+from embedserve_store import ModelVersion, StoreError
+from embedserve_store.memory.mapped_tables import drop_version_pages
+
+logger = logging.getLogger(__name__)
+
+Restored = tuple[LookupEngine, ModelInfo]
+Restore = Callable[[str, ModelVersion, Callable[[], None]], Restored]
+"""Returns the warm engine of a version for a name. Runs in a thread; calls back when it warms
+up."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A loaded version."""
+
+    version: ModelVersion
+    engine: LookupEngine
+    info: ModelInfo
+
+
+@dataclass(eq=False)
+class _Load:
+    """A version that a process loads, or has loaded next to the current one.
+
+    Attributes:
+        pending: what /models shows of it.
+        found_s: perf_counter when it was found in the store.
+    """
+
+    target: Target
+    pending: PendingVersion
+    found_s: float
+    state: State = State.LOADING
+    reason: str = ""
+    prepared: _Prepared | None = None
+
+    def say_warming(self) -> None:
+        self.pending.state = "warming"
+
+    def release(self) -> None:
+        if self.prepared is not None:
+            held: list[object] = [self.prepared.engine, self.prepared.version]
+            self.prepared = None
+            _release_in_background(held)
+
+
+class VersionManager:
+    """The versions that a process serves and loads, by their served names.
+
+    Attributes:
+        versions, engines: current versions and their engines; replaced when other versions take
+            over.
+        open_version: function that opens the version of a target for a name. Runs in a thread.
+        report: function that reports what this process serves and loads, when that has changed.
+    """
+
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        versions: dict[str, ModelVersion],
+        engines: Mapping[str, LookupEngine],
+        restore: Restore,
+        make_batcher: Callable[[LookupEngine, ModelInfo], Batcher],
+    ) -> None:
+        """
+        Args:
+            make_batcher: called when a version takes over.
+        """
+        self.versions = versions
+        self.engines = dict(engines)
+        self.open_version: Callable[[str, Target], ModelVersion] = _open_folder
+        self.report: Callable[[Status], None] = lambda status: None
+        self._models = pipeline.models
+        self._metrics = pipeline.metrics
+        self._restore = restore
+        self._make_batcher = make_batcher
+        self._desired: Desired | None = None
+        self._loads: dict[str, _Load] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()  # one thread at a time builds and traces torchrec
+        self._reported: Status | None = None
+        self._changed = asyncio.Event()
+
+    def number(self, name: str) -> int | None:
+        """Returns the number of the version that serves ``name``, or None."""
+        version = self.versions.get(name)
+        return None if version is None else version.manifest.version
+
+    def target(self, name: str) -> Target | None:
+        """Returns the desired state of ``name``, or None."""
+        return None if self._desired is None else self._desired.names.get(name)
+
+    async def wait_for_change(self) -> None:
+        """Waits for another desired state, or for progress towards it."""
+        await self._changed.wait()
+
+    def status(self) -> Status:
+        """Returns what this process serves and loads."""
+        names = {}
+        for name in (*self.versions, *self._loads):
+            load, number = self._loads.get(name), self.number(name) or 0
+            names[name] = (
+                NameStatus(number)
+                if load is None
+                else NameStatus(number, load.target.generation, load.state, load.reason)
+            )
+        return Status(names)
+
+    def apply(self, desired: Desired) -> None:
+        """Adopts ``desired`` as the state to reconcile with."""
+        self._desired = desired
+        self._reconcile()
+
+    def _reconcile(self) -> None:
+        """Begins, drops and activates versions so that this process serves what is desired."""
+        assert self._desired is not None
+        names = self._desired.names
+        for name, target in names.items():
+            self._reconcile_name(name, target)
+        for name in [one for one in self._loads if one not in names]:
+            self._drop_load(name)
+        for name in [one for one in self.versions if one not in names]:
+            if len(self.versions) > 1:  # the last one serves until another has been loaded
+                self._remove(name)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        status = self.status()
+        if status != self._reported:
+            self._reported = status
+            self.report(status)
+
+    def _reconcile_name(self, name: str, target: Target) -> None:
+        load = self._loads.get(name)
+        is_due = target.version not in (0, self.number(name))
+        if load is not None and not (is_due and load.target.generation == target.generation):
+            self._drop_load(name)
+            load = None
+        if is_due and load is None:
+            load = self._begin_load(name, target)
+        if load is not None and target.phase is Phase.ACTIVATE and load.prepared is not None:
+            self._activate(name, load, load.prepared)
+        if target.shares is not None:
+            self.share(name, target.shares)
+        self._show(name, target)
+
+    def share(self, name: str, shares: Shares) -> None:
+        """Applies ``shares`` if their version serves. Until then the previous version keeps its
+        own, permanently if the new version cannot be loaded."""
+        if name in self.versions and shares.version in (0, self.number(name)):
+            self._models.share(name, shares.traffic)
+            self._models.shadow(name, shares.shadow)
+
+    def _show(self, name: str, target: Target) -> None:
+        """Shows in /models and the metrics which version is desired, and whether it has failed."""
+        load, failure, pending = self._loads.get(name), target.failure, self._models.pending
+        before = pending.pop(name, None)
+        if load is not None:
+            pending[name] = load.pending
+        elif failure is not None:
+            since = now_iso()
+            if before is not None and (before.version, before.state) == (failure.version, "failed"):
+                since = before.since
+            pending[name] = PendingVersion(failure.version, "failed", failure.reason, since)
+        metrics = self._metrics.models.get(name)
+        if metrics is None:
+            return
+        is_behind = name in pending or target.wanted not in (0, self.number(name))
+        if not is_behind or (target.wanted and target.wanted != metrics.wanted_version):
+            metrics.found_s = None
+        if is_behind and metrics.found_s is None:
+            metrics.found_s = perf_counter()
+        metrics.wanted_version = target.wanted or metrics.wanted_version
+        metrics.is_refused = load is None and failure is not None
+
+    def _begin_load(self, name: str, target: Target) -> _Load:
+        metrics = self._metrics.models.get(name)
+        found_s = None if metrics is None else metrics.found_s
+        pending = PendingVersion(target.version, "loading", "", now_iso())
+        load = self._loads[name] = _Load(target, pending, found_s or perf_counter())
+        task = asyncio.create_task(self._load(name, load))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return load
+
+    async def _load(self, name: str, load: _Load) -> None:
+        try:
+            async with self._one_at_a_time:
+                if self._loads.get(name) is not load:
+                    return
+                load.prepared = await run_in_daemon_thread(
+                    "load", partial(self._prepare, name, load)
+                )
+            load.state = State.PREPARED
+        except (StoreError, OSError, ValueError) as error:
+            load.state, load.reason = State.FAILED, str(error)[:REASON_CHARACTERS_MAX]
+        except Exception as error:  # any error: the coordinator waits for the result
+            logger.exception("%s version %d cannot be loaded", name, load.target.version)
+            reason = f"{type(error).__name__}: {error}"
+            load.state, load.reason = State.FAILED, reason[:REASON_CHARACTERS_MAX]
+        if self._loads.get(name) is load:
+            self._reconcile()
+        else:  # another version became desired meanwhile
+            load.release()
+
+    def _prepare(self, name: str, load: _Load) -> _Prepared:
+        """Returns the loaded version of ``load``. Runs in a thread."""
+        version = self.open_version(name, load.target)
+        self._check_columns(version)
+        engine, info = self._restore(name, version, load.say_warming)
+        return _Prepared(version, engine, info)
+
+    def _check_columns(self, version: ModelVersion) -> None:
+        columns, most = columns_of(version.manifest), self._metrics.columns_max
+        if columns > most:
+            raise StoreError(
+                f"{version.path}: has {columns} features or keys, and this server has room "
+                f"to count {most} since its start: restart it"
+            )
+
+    def _drop_load(self, name: str) -> None:
+        self._loads.pop(name).release()
+        self._models.pending.pop(name, None)
+
+    def _activate(self, name: str, load: _Load, prepared: _Prepared) -> None:
+        """Switches to the prepared version."""
+        metrics = self._metrics.models.get(name)
+        if metrics is None:
+            self._metrics.add(prepared.info).wanted_version = load.target.version
+        else:
+            metrics.switch(prepared.info, perf_counter() - load.found_s)
+        gone: list[object] = [self.engines.get(name), self.versions.get(name)]
+        number_before = self.number(name)
+        before = self._models.activate(name, self._make_batcher(prepared.engine, prepared.info))
+        self.engines[name], self.versions[name] = prepared.engine, prepared.version
+        del self._loads[name]
+        if before is not None and number_before is not None:
+            self._retire(before, (name, number_before), gone)
+
+    def _remove(self, name: str) -> None:
+        """Stops serving ``name``."""
+        leaving = name, self.versions[name].manifest.version
+        before = self._models.remove(name)
+        self._models.pending.pop(name, None)
+        self._metrics.remove(name)
+        self._retire(before, leaving, [self.engines.pop(name), self.versions.pop(name)])
+
+    def _retire(self, batcher: Batcher, leaving: tuple[str, int], gone: list[object]) -> None:
+        self._models.draining.append(leaving)
+
+        def end() -> None:
+            self._models.draining.remove(leaving)
+            _release_in_background(gone)
+
+        batcher.retire(end)
+
+
+def _open_folder(name: str, target: Target) -> ModelVersion:
+    return open_folder(target.path)
+
+
+def _release_in_background(held: list[object]) -> None:
+    """Drops the last references in ``held``, in a background thread, because unmapping is slow."""
+    Thread(target=_empty, args=(held,), name="let go", daemon=True).start()
+
+
+def _empty(held: list[object]) -> None:
+    while held:
+        one = held.pop()
+        if isinstance(one, ModelVersion):
+            drop_version_pages(one)

@@ -1,0 +1,1 @@
+"""Before a server serves: its ports, its models, and what answers meanwhile."""

@@ -1,0 +1,59 @@
+"""What answers while the models load ends when it is told to, whatever it does."""
+
+from __future__ import annotations
+
+from server.python import run_python
+
+STOPPED = """
+import os, signal, socket
+from pathlib import Path
+from embedserve.config import ServeSettings
+from embedserve.processes.startup.startup_server import serve_health_while_loading
+from embedserve.processes.startup.ports import claim_ports
+
+ports = claim_ports("127.0.0.1", 0, 0)
+with serve_health_while_loading(ServeSettings(store=""), ports) as end:
+    (front,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    os.kill(int(front), signal.SIGSTOP)
+    socket.create_connection(("127.0.0.1", ports.http))
+    end()
+    print("there" if Path(f"/proc/{front}").exists() else "ended")
+    ports.http_socket.settimeout(10)
+    print(ports.http_socket.accept()[1][0])
+"""
+
+ENDING = """
+import http.client, threading
+from embedserve.config import ServeSettings
+from embedserve.processes.startup import startup_server
+from embedserve.processes.startup.ports import claim_ports
+
+startup_server.DRAIN_S = 30.0
+startup_server.END_S_MAX = 30.0
+ports = claim_ports("127.0.0.1", 0, 0)
+body = b'{"features": {"user": [[1]]}}'
+caller = http.client.HTTPConnection("127.0.0.1", ports.http)
+with startup_server.serve_health_while_loading(ServeSettings(store=""), ports) as end:
+    caller.connect()
+    caller.sock.sendall(b"POST /embed HTTP/1.1\\r\\nHost: localhost\\r\\n")
+    caller.sock.sendall(b"Content-Length: %d\\r\\n\\r\\n" % len(body))
+    late = threading.Timer(1.0, caller.sock.sendall, [body])
+    late.start()
+    end()
+answer = http.client.HTTPResponse(caller.sock)
+answer.begin()
+print(answer.status, answer.read().decode())
+"""
+
+
+def test_a_front_that_ends_says_that_the_models_load() -> None:
+    """The server whose requests it rejects starts; it does not stop."""
+    done = run_python("-c", ENDING)
+    assert done.stderr == ""
+    assert done.stdout.startswith("503 ")
+    assert "the models are being loaded" in done.stdout
+
+
+def test_a_front_that_hangs_is_killed_and_who_waited_is_left_to_the_server() -> None:
+    done = run_python("-c", STOPPED)
+    assert (done.stdout, done.stderr) == ("ended\n127.0.0.1\n", "")

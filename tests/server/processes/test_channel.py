@@ -1,0 +1,108 @@
+"""The state that the supervisor sends a worker comes before the worker takes a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import socket
+
+from server.python import run_python
+
+from embedserve.processes.channel import LineSocket, SupervisorChannel, WorkerChannel
+
+SERVED = """
+import os, signal, sys, time
+from embedserve.metrics.shared_counters import SharedCounters
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.rollout.messages import (
+    StoreEntry, NameStatus, Shares, Stage, Status, StoreReport, desired_from_bytes, report_to_bytes
+)
+from embedserve.processes.supervisor import Supervisor
+
+names, pause_s = [f"m{number}@canary" for number in range(int(sys.argv[1]))], float(sys.argv[2])
+
+def run_worker(index, channel):
+    def receive():
+        return desired_from_bytes(channel.wait_for_message())
+
+    channel.send(report_to_bytes(Status(stage=Stage.WARM)))
+    assert not receive().may_accept
+    channel.send(report_to_bytes(Status({name: NameStatus(1) for name in names}, Stage.READY)))
+    time.sleep(pause_s)  # a worker that loads a version does not read for so long
+    told = receive()
+    assert (told.may_accept, told.watches_store) == (True, True), told
+    assert {name: one.shares for name, one in told.names.items()} == dict.fromkeys(
+        names, Shares(1, 5.0)
+    )
+    print("all", flush=True)
+    while not told.announces:
+        told = receive()
+    assert len(told.names) == len(names)
+    os.kill(os.getppid(), signal.SIGTERM)
+    return 0
+
+served = {name: Version(1, "/store/m/1") for name in names}
+coordinator = RolloutCoordinator(served, lambda *_: None)
+shares = {name: StoreEntry(1, Shares(1, 5.0)) for name in names}
+coordinator.on_report(0, StoreReport(shares))
+Supervisor(run_worker, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
+"""
+
+
+def test_a_worker_knows_the_shares_before_it_takes_connections() -> None:
+    done = run_python("-c", SERVED, "3", "0")
+    assert (done.stdout, done.stderr) == ("all\n", "")
+
+
+def test_more_than_a_channel_holds_comes_all() -> None:
+    done = run_python("-c", SERVED, "3000", "0.5")
+    assert (done.stdout, done.stderr) == ("all\n", "")
+
+
+async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:
+    """As at the first look of a server that follows hundreds of aliases."""
+    ours, supervisors = socket.socketpair()
+    with ours, supervisors:
+        supervisors.setblocking(False)
+        channel = WorkerChannel(ours)
+        channel.attach(lambda line: None, lambda: None)
+        sent = [b"%d" % number * 1000 for number in range(1000)]
+        for line in sent:
+            channel.send(line)
+        received: list[bytes] = []
+        theirs = LineSocket(supervisors)
+        async with asyncio.timeout(10):
+            while len(received) < len(sent):
+                received += theirs.receive() or []
+                await asyncio.sleep(0)
+        assert received == sent
+        asyncio.get_running_loop().remove_reader(ours)
+
+
+def test_only_the_newest_state_waits_for_a_worker_that_does_not_read() -> None:
+    """The one that was begun is sent to its end; those between it and the last are dropped."""
+    ours, workers = socket.socketpair()
+    with ours, workers, selectors.DefaultSelector() as selector:
+        channel = SupervisorChannel(ours, selector, lambda: None)
+        sent = [b"%d" % number * (1 << 20) for number in range(5)]
+        for line in sent:
+            channel.send(line)
+        workers.setblocking(False)
+        received: list[bytes] = []
+        theirs = LineSocket(workers)
+        while received != [sent[0], sent[-1]]:
+            for key, events in selector.select(0):
+                key.data(events)
+            received += theirs.receive() or []
+
+
+def test_each_end_sees_the_end_of_the_other() -> None:
+    ours, workers = socket.socketpair()
+    ours.send(b"last\n")
+    ours.close()
+    with workers:
+        theirs = LineSocket(workers)
+        assert theirs.receive() == [b"last"]
+        assert theirs.receive() is None
+        theirs.queue(b"nobody reads this")
+        assert theirs.flush()
