@@ -7,11 +7,8 @@ flag, an EMBEDSERVE_* variable and a TOML key from it (commands/serve_options.py
 from __future__ import annotations
 
 import ipaddress
-import os
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
-from urllib.parse import urlsplit
 
 MIB = 1 << 20
 LIMIT_MAX = 2**31 - 1
@@ -92,7 +89,7 @@ class Limits:
         "millisecond of work; a larger batch runs in a lookup thread.",
     )
 
-    def said(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Returns the value and the flag of limit ``name``, as a part of an error message."""
         return f"the limit is {getattr(self, name)} (--{name.replace('_', '-')})"
 
@@ -292,109 +289,12 @@ CHOICES = {
 }
 
 
-def check_settings(settings: ServeSettings) -> None:
-    """Raises ValueError for settings that are invalid or contradict each other on any host and with
-    any store."""
-    for name, choices in CHOICES.items():
-        value = getattr(settings, name)
-        if value not in choices:
-            raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
-    if 0 < settings.worker_hang_s < HANG_S_MIN:
-        raise ValueError(
-            f"worker_hang_s is {settings.worker_hang_s:g}, which a busy host's workers would pass: "
-            f"use {HANG_S_MIN:g} or more, or 0 for never"
-        )
-    _check_security(settings)
-    _check_proxies(settings)
-    _check_traces(settings)
-    _check_unix_sockets(settings)
-    check_device(settings, settings.devices)
-
-
-def why_fixed(settings: ServeSettings, device_type: str) -> str:
-    """Returns why the served versions cannot change while the server runs; "" if they can."""
-    if device_type == "cuda":
-        return (
-            "the tables go to GPUs, where a version that comes would have to fit beside the one "
-            "that answers, which is not seen to yet: use none"
-        )
-    if settings.workers > 1 and settings.tables == "resident":
-        return (
-            "a version that comes while workers run cannot be copied into memory that they share: "
-            "use --tables mapped, or --workers 1"
-        )
-    return ""
-
-
 def is_loopback(host: str) -> bool:
     """Whether an address can be reached from this host alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _check_traces(settings: ServeSettings) -> None:
-    endpoint = settings.otlp_endpoint
-    if not endpoint:
-        if settings.trace_share:
-            raise ValueError(
-                f"trace_share is {settings.trace_share:g}, but traces go nowhere: give "
-                "otlp_endpoint, too"
-            )
-        return
-    try:
-        url = urlsplit(endpoint)
-        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:
-        is_url = False
-    if not is_url:
-        raise ValueError(f"otlp_endpoint is {endpoint!r}, expected http:// or https:// and a host")
-    try:
-        is_installed = all(map(find_spec, OPENTELEMETRY))
-    except ModuleNotFoundError:
-        is_installed = False
-    if not is_installed:
-        raise ValueError(
-            f"otlp_endpoint is {endpoint!r}, but OpenTelemetry is not installed: "
-            "pip install 'embedserve[otel]'"
-        )
-
-
-def _check_proxies(settings: ServeSettings) -> None:
-    for one in settings.trusted_proxy:
-        try:
-            ipaddress.ip_network(one)
-        except ValueError:
-            raise ValueError(
-                f"trusted_proxy has {one!r}, expected an address or a network such as 10.0.0.0/8"
-            ) from None
-
-
-def _check_security(settings: ServeSettings) -> None:
-    if bool(settings.tls_cert) != bool(settings.tls_key):
-        raise ValueError(
-            f"tls_cert is {settings.tls_cert!r} and tls_key is {settings.tls_key!r}: a certificate "
-            "and its key come together"
-        )
-    if settings.tls_client_ca and not settings.tls_cert:
-        raise ValueError(
-            f"tls_client_ca is {settings.tls_client_ca!r}, but clients show certificates over TLS "
-            "only: give tls_cert and tls_key, too"
-        )
-    has_more = settings.tls_cert or settings.tokens or settings.management_port >= 0
-    has_more = has_more or settings.http_uds or settings.grpc_uds
-    if settings.grpc_server == "grpcio" and has_more:
-        raise ValueError(
-            "grpc_server is 'grpcio', which is there to compare with and has neither TLS nor "
-            "tokens, no management port and no Unix sockets: use native"
-        )
-    host = settings.management_host
-    if settings.management_port >= 0 and not settings.tokens and not is_loopback(host):
-        raise ValueError(
-            f"management_host is {host!r}, which others than this host reach: "
-            "give tokens, too, or use 127.0.0.1"
-        )
 
 
 def uds_mode(settings: ServeSettings) -> int:
@@ -405,40 +305,3 @@ def uds_mode(settings: ServeSettings) -> int:
     if int(mode, 8) > UDS_MODE_MAX:
         raise ValueError(f"uds_mode is {mode!r}, expected {UDS_MODE_MAX:o} at most")
     return int(mode, 8)
-
-
-def _check_unix_sockets(settings: ServeSettings) -> None:
-    uds_mode(settings)
-    for name in ("http_uds", "grpc_uds"):
-        path = getattr(settings, name)
-        nbytes = len(os.fsencode(path))
-        if nbytes > UDS_PATH_BYTES_MAX:
-            raise ValueError(
-                f"{name} is {path!r}, {nbytes} bytes: the path of a Unix socket has at most "
-                f"{UDS_PATH_BYTES_MAX}"
-            )
-        if "\0" in path:
-            raise ValueError(f"{name} is {path!r}, which is no path")
-    if settings.http_uds and settings.http_uds == settings.grpc_uds:
-        raise ValueError(
-            f"http_uds and grpc_uds are both {settings.http_uds!r}: either takes all protocols, "
-            "give one of them"
-        )
-
-
-def check_device(settings: ServeSettings, device_type: str) -> None:
-    """Raises ValueError for settings that contradict tables on ``device_type``, "cpu" or "cuda"."""
-    if settings.follow != "none" and (why := why_fixed(settings, device_type)):
-        raise ValueError(f"follow is {settings.follow!r}, but {why}")
-    if device_type != "cuda":
-        return
-    if settings.workers > 1:
-        raise ValueError(
-            f"workers is {settings.workers}, but the tables go to GPUs, and each worker would copy "
-            "them there again: use 1"
-        )
-    if settings.tables == "resident":
-        raise ValueError(
-            "tables is 'resident', but they are copied to GPUs, and nothing reads them in this "
-            "host's memory: use mapped"
-        )

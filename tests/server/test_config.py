@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from embedserve.config import CHOICES, ServeSettings, check_device, check_settings
+from embedserve.config import CHOICES, ServeSettings
+from embedserve.config_checks import check_device, check_settings
 
 PLAIN = ServeSettings(store="store")
 

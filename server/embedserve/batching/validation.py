@@ -37,7 +37,7 @@ def check_feature_count(field: str, count: int, limits: Limits) -> None:
     """Raises RequestTooLargeError if ``count`` exceeds the number of features of a request."""
     if count > limits.request_features_max:
         raise RequestTooLargeError(
-            f"{field} names {count} features, {limits.said('request_features_max')}", field
+            f"{field} names {count} features, {limits.describe('request_features_max')}", field
         )
 
 

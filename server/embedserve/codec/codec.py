@@ -84,7 +84,7 @@ class Codec:
             name = "body_bytes_max" if limits.body_bytes_max == bytes_max else self.limit
             at_least = "" if is_whole else "at least "
             raise RequestTooLargeError(
-                f"body has {at_least}{nbytes} bytes, {limits.said(name)}", "body"
+                f"body has {at_least}{nbytes} bytes, {limits.describe(name)}", "body"
             )
 
 

@@ -119,7 +119,7 @@ def check_cost(body: bytes, limits: Limits) -> None:
     if count > limits.request_values_max:
         raise RequestTooLargeError(
             f"body has {count} commas and opening brackets, "
-            f"{limits.said('request_values_max')}; protobuf's packed ids are not so limited",
+            f"{limits.describe('request_values_max')}; protobuf's packed ids are not so limited",
             "body",
         )
 

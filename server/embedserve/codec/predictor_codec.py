@@ -113,7 +113,7 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
         raise InvalidRequestError(f"batch_size is {batch_size}: an empty batch", "batch_size")
     if batch_size > limits.request_examples_max:
         raise RequestTooLargeError(
-            f"batch_size is {batch_size}, {limits.said('request_examples_max')}", "batch_size"
+            f"batch_size is {batch_size}, {limits.describe('request_examples_max')}", "batch_size"
         )
     given = [
         _bags(one, batch_size, limits)

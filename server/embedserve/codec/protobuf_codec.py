@@ -105,7 +105,7 @@ class ProtobufDecoder:
         except TooManyFieldsError as error:
             raise RequestTooLargeError(
                 "body has too many keys, strings and numbers that are not packed: "
-                + limits.said("request_values_max"),
+                + limits.describe("request_values_max"),
                 "body",
             ) from error
         return self._decode_numbers(body, numbers, rest, model, limits)
@@ -130,7 +130,7 @@ class ProtobufDecoder:
             if raw:
                 return _array(field, {f"{field}_bytes": (raw,)}, per_limit, limits, limit)
             if len(numbers) > per_limit * getattr(limits, limit):
-                raise _too_many(field, per_limit * getattr(limits, limit), limits.said(limit))
+                raise _too_many(field, per_limit * getattr(limits, limit), limits.describe(limit))
             return np.array(numbers[:], DTYPES[field])
 
         request = _request(message, array, model, limits)
@@ -147,7 +147,7 @@ class ProtobufDecoder:
         if nbytes > limits.request_text_bytes_max:
             raise RequestTooLargeError(
                 f"body has {nbytes} bytes beside its numbers, "
-                + limits.said("request_text_bytes_max"),
+                + limits.describe("request_text_bytes_max"),
                 "body",
             )
         try:
@@ -318,14 +318,14 @@ def _array(field: str, numbers: _Numbers, per_limit: int, limits: Limits, limit:
         raise _both_given(field)
     is_fixed = len(raw) or dtype is _FLOAT32
     if (len(raw) or nbytes) > count_max * (dtype.itemsize if is_fixed else VARINT_BYTES_MAX):
-        raise _too_many(field, count_max, limits.said(limit))
+        raise _too_many(field, count_max, limits.describe(limit))
     if len(packed) > 1:
         _check_parts(field, packed, dtype.itemsize if is_fixed else 0)
     if is_fixed:
         return _from_bytes(field, raw or b"".join(packed), dtype)
     joined = b"".join(packed)
     if count_varints(joined) > count_max:
-        raise _too_many(field, count_max, limits.said(limit))
+        raise _too_many(field, count_max, limits.describe(limit))
     try:
         return read_varints(joined).astype(dtype, copy=False)
     except ValueError as error:

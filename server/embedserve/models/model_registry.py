@@ -306,13 +306,13 @@ class ModelRegistry:
         if request.batch_size > limits.request_examples_max:
             raise RequestTooLargeError(
                 f"features: the batch has {request.batch_size} examples, "
-                + limits.said("request_examples_max"),
+                + limits.describe("request_examples_max"),
                 "features",
             )
         if request.ids.size > limits.request_ids_max:
             raise RequestTooLargeError(
                 f"features: the batch has {request.ids.size} ids, "
-                + limits.said("request_ids_max"),
+                + limits.describe("request_ids_max"),
                 "features",
             )
         asked = (
@@ -322,7 +322,7 @@ class ModelRegistry:
         )
         raise RequestTooLargeError(
             f"features: the answer to {asked} {request.response_bytes(model)} bytes, "
-            + limits.said("request_output_bytes_max"),
+            + limits.describe("request_output_bytes_max"),
             "features",
         )
 

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING, TextIO
 
-from embedserve.config import ServeSettings, check_settings, uds_mode
+from embedserve.config import ServeSettings, uds_mode
+from embedserve.config_checks import check_settings
 from embedserve.metrics.log_stream import LogHandler, unblock_output
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most

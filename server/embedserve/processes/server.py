@@ -22,7 +22,8 @@ from embedserve.api.console.labels import read_labels
 from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
-from embedserve.config import Limits, ServeSettings, is_loopback, why_fixed
+from embedserve.config import Limits, ServeSettings, is_loopback
+from embedserve.config_checks import why_fixed
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.metrics.metrics import Metrics

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from embedserve.config import ServeSettings, check_settings
+from embedserve.config import ServeSettings
+from embedserve.config_checks import check_settings
 from embedserve.shared_memory.settings import check_shared_memory
 
 PLAIN = ServeSettings(store="store")

@@ -15,7 +15,8 @@ from server.live import Live, make_pipeline, serving
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
-from embedserve.config import ServeSettings, check_settings
+from embedserve.config import ServeSettings
+from embedserve.config_checks import check_settings
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 

@@ -238,7 +238,8 @@ class _BagReader:
         self._ids += count
         if self._ids > self._limits.request_ids_max:
             raise RequestTooLargeError(
-                f"features has {self._ids} ids, {self._limits.said('request_ids_max')}", "features"
+                f"features has {self._ids} ids, {self._limits.describe('request_ids_max')}",
+                "features",
             )
         if self._is_now and self._ids > NOW_IDS_MAX:
             raise WouldBlockError
@@ -331,7 +332,7 @@ class _BagReader:
             if found > getattr(self._limits, limit):
                 raise RequestTooLargeError(
                     f"{column.field} and those before have {found} {what}, "
-                    f"{self._limits.said(limit)}",
+                    f"{self._limits.describe(limit)}",
                     column.field,
                 )
 

@@ -234,7 +234,7 @@ def _batch(message: ArrowMessage, schema: Schema, first: int, limits: Limits) ->
         )
     if first + rows > limits.request_examples_max:
         raise RequestTooLargeError(
-            f"features has {first + rows} examples, {limits.said('request_examples_max')}",
+            f"features has {first + rows} examples, {limits.describe('request_examples_max')}",
             "features",
         )
     lengths, nulls = nodes[:, 0], nodes[:, 1]

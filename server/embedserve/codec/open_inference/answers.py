@@ -92,7 +92,8 @@ def set_output(
         return
     if len(names) > limits.request_features_max:
         raise RequestTooLargeError(
-            f"outputs names {len(names)} tensors, {limits.said('request_features_max')}", "outputs"
+            f"outputs names {len(names)} tensors, {limits.describe('request_features_max')}",
+            "outputs",
         )
     keys = tuple(names)
     has_pooled = POOLED in keys

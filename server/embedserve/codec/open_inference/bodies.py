@@ -240,7 +240,8 @@ def _cut(body: bytes, json_bytes: int | None, limits: Limits) -> tuple[bytes, me
         )
     if json_bytes > limits.request_text_bytes_max:
         raise RequestTooLargeError(
-            f"body has {json_bytes} bytes of JSON, {limits.said('request_text_bytes_max')}", "body"
+            f"body has {json_bytes} bytes of JSON, {limits.describe('request_text_bytes_max')}",
+            "body",
         )
     return body[:json_bytes], memoryview(body)[json_bytes:]
 
@@ -285,7 +286,7 @@ def _tensors(
                 if is_now and text_bytes > NOW_BYTES_MAX:
                     return None
                 _check_text(text_bytes, limits)
-                count_max, limit = limits.request_values_max, limits.said("request_values_max")
+                count_max, limit = limits.request_values_max, limits.describe("request_values_max")
                 tensor.data = read_strings(tensor, rest[end - size : end], count_max, limit)
         tensors.append(tensor)
     if position != len(rest):
@@ -300,7 +301,7 @@ def _tensors(
 def _check_text(nbytes: int, limits: Limits) -> None:
     if nbytes > limits.request_text_bytes_max:
         raise RequestTooLargeError(
-            f"inputs has {nbytes} bytes of strings, {limits.said('request_text_bytes_max')}",
+            f"inputs has {nbytes} bytes of strings, {limits.describe('request_text_bytes_max')}",
             "inputs",
         )
 

@@ -165,7 +165,7 @@ class MessageDecoder:
         except TooManyFieldsError as error:
             raise RequestTooLargeError(
                 "body has too many tensors, strings and numbers that are not packed: "
-                + limits.said("request_values_max"),
+                + limits.describe("request_values_max"),
                 "body",
             ) from error
         text_bytes = sum(map(len, rest)) + sum(
@@ -175,7 +175,7 @@ class MessageDecoder:
         if text_bytes > limits.request_text_bytes_max:
             raise RequestTooLargeError(
                 f"body has {text_bytes} bytes beside its numbers, "
-                + limits.said("request_text_bytes_max"),
+                + limits.describe("request_text_bytes_max"),
                 "body",
             )
         message = _parse(b"".join(rest))

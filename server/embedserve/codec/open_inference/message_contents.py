@@ -49,9 +49,9 @@ Contents = dict[str, list[memoryview]]
 def raw_strings(tensor: Input, raw: bytes | memoryview, limits: Limits) -> list[str]:
     if len(raw) > limits.request_text_bytes_max:
         raise RequestTooLargeError(
-            f"{tensor} has {len(raw)} bytes, {limits.said('request_text_bytes_max')}", "inputs"
+            f"{tensor} has {len(raw)} bytes, {limits.describe('request_text_bytes_max')}", "inputs"
         )
-    count_max, limit = limits.request_values_max, limits.said("request_values_max")
+    count_max, limit = limits.request_values_max, limits.describe("request_values_max")
     return read_strings(tensor, memoryview(raw), count_max, limit)
 
 
@@ -82,7 +82,7 @@ def from_contents(tensor: Input, contents: Contents, limits: Limits) -> Data:
     count = count_varints(joined)
     if count > limits.request_ids_max:
         raise RequestTooLargeError(
-            f"{tensor} has {count} values, {limits.said('request_ids_max')}", "inputs"
+            f"{tensor} has {count} values, {limits.describe('request_ids_max')}", "inputs"
         )
     _check_field(tensor, field, count)
     try:

@@ -104,19 +104,20 @@ def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_now: bool)
     nbytes = sum(place.nbytes for _, place in placed)
     if nbytes > limits.body_bytes_max:
         raise RequestTooLargeError(
-            f"inputs has {nbytes} bytes in shared memory, {limits.said('body_bytes_max')}", "inputs"
+            f"inputs has {nbytes} bytes in shared memory, {limits.describe('body_bytes_max')}",
+            "inputs",
         )
     text_bytes = sum(place.nbytes for tensor, place in placed if tensor.datatype == BYTES)
     if text_bytes > limits.request_text_bytes_max:
         raise RequestTooLargeError(
             f"inputs has {text_bytes} bytes of strings in shared memory, "
-            + limits.said("request_text_bytes_max"),
+            + limits.describe("request_text_bytes_max"),
             "inputs",
         )
     is_much = nbytes > NOW_BYTES_MAX or len(placed) > NOW_TENSORS_MAX
     if is_now and (is_much or text_bytes > NOW_TEXT_BYTES_MAX):
         return False
-    count_max, limit = limits.request_values_max, limits.said("request_values_max")
+    count_max, limit = limits.request_values_max, limits.describe("request_values_max")
     for run in runs(placed):
         (_, first), (_, last) = run[0], run[-1]
         data = memoryview(first.region.read(first.offset, last.offset + last.nbytes - first.offset))

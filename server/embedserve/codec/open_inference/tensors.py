@@ -165,7 +165,7 @@ def _by_feature(tensors: Iterable[InputTensor], limits: Limits) -> dict[str, _Fe
     for count, tensor in enumerate(tensors):
         if count >= count_max:
             raise RequestTooLargeError(
-                f"inputs has over {count_max} tensors: {limits.said('request_features_max')}",
+                f"inputs has over {count_max} tensors: {limits.describe('request_features_max')}",
                 "inputs",
             )
         name, _, part = tensor.name.rpartition(".")
@@ -245,12 +245,11 @@ def _batch_size(features: Mapping[str, _Feature], limits: Limits) -> int:
     batch_size = first.shape[0]
     if not batch_size:
         raise wrong(first, "is an empty batch")
-    for what, count, limit in (
-        ("examples", batch_size, "request_examples_max"),
-        ("ids", ids, "request_ids_max"),
-    ):
+    limited = ("examples", batch_size, "request_examples_max"), ("ids", ids, "request_ids_max")
+    for what, count, limit in limited:
         if count > getattr(limits, limit):
-            raise RequestTooLargeError(f"inputs has {count} {what}, {limits.said(limit)}", "inputs")
+            message = f"inputs has {count} {what}, {limits.describe(limit)}"
+            raise RequestTooLargeError(message, "inputs")
     return batch_size
 
 
@@ -325,7 +324,7 @@ def _any(
             weights.append(given if one.padded is None else given.reshape(batch_size, -1)[is_id])
         if sum(counts) > limits.request_ids_max:
             raise RequestTooLargeError(
-                f"inputs has over {sum(counts)} ids, {limits.said('request_ids_max')}", "inputs"
+                f"inputs has over {sum(counts)} ids, {limits.describe('request_ids_max')}", "inputs"
             )
     is_weighted = any(one.weights is not None for one in features.values())
     return _request(

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from embedserve.config import ServeSettings, check_device, check_settings
+from embedserve.config import ServeSettings
+from embedserve.config_checks import check_device, check_settings
 from embedserve.processes.memory_bounds import Rows, ServerMemory, server_memory
 from embedserve_store.terminal.sizes import human_bytes
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embedserve.config import ServeSettings, check_device
+from embedserve.config import ServeSettings
+from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
 from embedserve_store import ModelStore, ModelVersion, StoreError, verify
 from embedserve_store.errors import UnknownAliasError, missing_model
