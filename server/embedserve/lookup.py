@@ -31,14 +31,14 @@ class OutputOptions:
         keys: requested keys, in any order; empty for all keys.
         field: request field that names the keys, for error messages.
         has_all: whether the response has the vectors of all keys; ``keys`` are then only validated.
-        form: format options of the codec that writes the response. They are small, as they are held
-            with the queued request.
+        format_options: options of the codec that writes the response. They are small, as they are
+            held with the queued request.
     """
 
     keys: tuple[str, ...] = ()
     field: str = "output_keys"
     has_all: bool = False
-    form: object = None
+    format_options: object = None
 
 
 class StringIds(Protocol):

@@ -265,22 +265,22 @@ def _run_worker(
     return 0
 
 
-def set_up_logging(level: str, form: str = "text") -> None:
-    """Sets up the logging of this process and of the processes that it forks; ``form`` is text or
-    json."""
+def set_up_logging(level: str, log_format: str = "text") -> None:
+    """Sets up the logging of this process and of the processes that it forks; ``log_format`` is
+    text or json."""
     unblock_output()
     faulthandler.enable()  # writes the stacks of a process that a signal such as SIGBUS ends
     # torchrec and FBGEMM log at length how they were built; only their warnings are shown.
-    logging.basicConfig(level=logging.WARNING, handlers=[log_handler(form)])
+    logging.basicConfig(level=logging.WARNING, handlers=[log_handler(log_format)])
     for ours in ("embedserve", "embedserve_store"):
         logging.getLogger(ours).setLevel(level.upper())
     hush_torch()
 
 
-def log_handler(form: str, stream: TextIO | None = None) -> logging.Handler:
-    """Returns the handler of all log lines, which writes to ``stream`` or stderr; ``form`` is text
-    or json."""
+def log_handler(log_format: str, stream: TextIO | None = None) -> logging.Handler:
+    """Returns the handler of all log lines, which writes to ``stream`` or stderr; ``log_format`` is
+    text or json."""
     handler = LogHandler(stream)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     handler.addFilter(RateLimitedTracebacks())
     return handler

@@ -187,7 +187,7 @@ class HeaderTemplateCache:
         self._limits = limits
         self._codecs = codecs
         self.allowed_hosts = allowed_hosts
-        self._forms: dict[int, list[HeaderTemplate]] = {}
+        self._templates: dict[int, list[HeaderTemplate]] = {}
         self._count = 0
 
     def match(self, data: bytes, end: int) -> tuple[HeaderTemplate, int] | None:
@@ -195,29 +195,29 @@ class HeaderTemplateCache:
 
         Returns None if uvicorn must handle the request.
         """
-        for form in self._forms.get(end, ()):
-            length = form.content_length(data, end)
+        for template in self._templates.get(end, ()):
+            length = template.content_length(data, end)
             if length >= 0:
-                return form, length
+                return template, length
         return self._remember(data[:end])
 
     def _remember(self, head: bytes) -> tuple[HeaderTemplate, int] | None:
         if len(head) > HEAD_BYTES_MAX:
             return None
-        form = parse_head(head, self._metrics, self._limits, self._codecs, self.allowed_hosts)
-        length = -1 if form is None else form.content_length(head, len(head))
-        if form is None or length < 0:
+        template = parse_head(head, self._metrics, self._limits, self._codecs, self.allowed_hosts)
+        length = -1 if template is None else template.content_length(head, len(head))
+        if template is None or length < 0:
             return None
         if self._count >= TEMPLATES_MAX:
-            self._forms.clear()
+            self._templates.clear()
             self._count = 0
-        forms = self._forms.setdefault(len(head), [])
-        if len(forms) >= TEMPLATES_PER_LENGTH_MAX:
-            forms.pop()
+        templates = self._templates.setdefault(len(head), [])
+        if len(templates) >= TEMPLATES_PER_LENGTH_MAX:
+            templates.pop()
             self._count -= 1
-        forms.insert(0, form)
+        templates.insert(0, template)
         self._count += 1
-        return form, length
+        return template, length
 
 
 def parse_head(
@@ -255,9 +255,9 @@ def parse_head(
         options = read_headers(route, reader.headers, metrics, codecs)
     except EmbedServeError:
         return None
-    form = HeaderTemplate(head, options, options.codec.bytes_max(limits), codecs)
+    template = HeaderTemplate(head, options, options.codec.bytes_max(limits), codecs)
     # No template where llhttp and the pattern disagree, as on folded lines.
-    return form if len(_LINE.findall(head)) == len(names) else None
+    return template if len(_LINE.findall(head)) == len(names) else None
 
 
 class _Reader:

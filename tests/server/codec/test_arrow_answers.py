@@ -18,7 +18,7 @@ from embedserve.lookup import LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 
 POOLED, UNPOOLED = model_info(), unpooled_info()
-BY_KEY = OutputOptions(form="keys")
+BY_KEY = OutputOptions(format_options="keys")
 KEYS = {"user": slice(0, 4), "movie": slice(4, 7), "tag": slice(7, 9)}
 
 

@@ -126,7 +126,7 @@ def form(request: pytest.FixtureRequest) -> Any:
 def contents(request: LookupRequest | None) -> tuple[object, ...]:
     assert request is not None
     assert request.output is not None
-    answered = request.output.form
+    answered = request.output.format_options
     assert isinstance(answered, ResponseOptions)
     places = answered.places
     assert places is not None

@@ -121,7 +121,7 @@ def encode_pieces(result: LookupResult) -> Iterator[Piece]:
 def _is_by_key(result: LookupResult) -> bool:
     if result.lengths is not None:
         return True
-    return result.output is not None and result.output.form == BY_KEY
+    return result.output is not None and result.output.format_options == BY_KEY
 
 
 def _is_quick(result: LookupResult) -> bool:

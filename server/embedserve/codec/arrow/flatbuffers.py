@@ -38,9 +38,9 @@ class FlatTable:
         self._vtable = vtable
         self._fields = (_UINT16.unpack_from(data, vtable)[0] - 4) // 2
 
-    def number(self, field: int, form: Struct, default: int = 0) -> int:
+    def number(self, field: int, layout: Struct, default: int = 0) -> int:
         where = self._where(field)
-        value: int = form.unpack_from(self._data, where)[0] if where else default
+        value: int = layout.unpack_from(self._data, where)[0] if where else default
         return value
 
     def table(self, field: int) -> FlatTable | None:
@@ -102,7 +102,7 @@ def root(data: bytes) -> FlatTable:
 class Number:
     """The value of a numeric field, with its format."""
 
-    form: Struct
+    layout: Struct
     value: int
 
 
@@ -126,7 +126,7 @@ def _put_table(out: bytearray, fields: Fields) -> int:
     offsets = [0] * (max(fields, default=-1) + 1)
     size = INT32.size
     for field, value in sorted(fields.items()):
-        nbytes = value.form.size if isinstance(value, Number) else OFFSET_BYTES
+        nbytes = value.layout.size if isinstance(value, Number) else OFFSET_BYTES
         size += -size % nbytes
         offsets[field] = size
         size += nbytes
@@ -140,7 +140,7 @@ def _put_table(out: bytearray, fields: Fields) -> int:
     for field, value in fields.items():
         where = at + offsets[field]
         if isinstance(value, Number):
-            value.form.pack_into(out, where, value.value)
+            value.layout.pack_into(out, where, value.value)
         else:
             _UINT32.pack_into(out, where, _put(out, value) - where)
     return at

@@ -150,7 +150,7 @@ def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
         request.model = qualified_model_name(request.model, options.version)
     if options.output_keys or options.columns != IN_ONE:
         check_feature_count("output_keys", len(options.output_keys), limits)
-        request.output = OutputOptions(options.output_keys, form=options.columns)
+        request.output = OutputOptions(options.output_keys, format_options=options.columns)
 
 
 class _BagReader:

@@ -87,7 +87,7 @@ def set_output(
         )
     if not names:
         request.output = OutputOptions(
-            form=ResponseOptions(request_id, is_binary=is_binary), field="outputs"
+            format_options=ResponseOptions(request_id, is_binary=is_binary), field="outputs"
         )
         return
     if len(names) > limits.request_features_max:
@@ -115,8 +115,8 @@ def set_output(
             f"ask for {POOLED!r}",
             "outputs",
         )
-    form = ResponseOptions(request_id, has_pooled, bool(keys), most, frozenset(others), places)
-    request.output = OutputOptions(keys, "outputs", has_pooled, form)
+    options = ResponseOptions(request_id, has_pooled, bool(keys), most, frozenset(others), places)
+    request.output = OutputOptions(keys, "outputs", has_pooled, options)
 
 
 def set_output_dtype(request: LookupRequest, value: object) -> None:
@@ -151,15 +151,15 @@ def versioned(model: str, version: str) -> str:
 def response_options_of(result: LookupResult) -> tuple[ResponseOptions, OutputOptions]:
     output = result.output
     assert output is not None
-    form = output.form
-    assert isinstance(form, ResponseOptions)
-    if form.has_pooled and not result.model.is_pooled:
+    options = output.format_options
+    assert isinstance(options, ResponseOptions)
+    if options.has_pooled and not result.model.is_pooled:
         raise InvalidRequestError(
             f"outputs: model {result.model.name!r} answers one row for each id and pools nothing: "
             f"it has no {POOLED!r}",
             "outputs",
         )
-    return form, output
+    return options, output
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class OutputTensor:
 
 
 def tensors_of(
-    result: LookupResult, form: ResponseOptions, output: OutputOptions
+    result: LookupResult, options: ResponseOptions, output: OutputOptions
 ) -> list[OutputTensor]:
     """Returns the outputs of the response, in the model's order."""
     model = result.model
@@ -200,10 +200,10 @@ def tensors_of(
         return _rows_of(result)
     batch_size = len(result.values) + sum(map(len, result.extra_chunks))
     tensors = []
-    if form.has_pooled:
+    if options.has_pooled:
         tensors.append(OutputTensor(POOLED, (batch_size, sum(model.length_per_key))))
-    if form.has_keys:
-        wanted = set(output.keys) if form.has_pooled else None
+    if options.has_keys:
+        wanted = set(output.keys) if options.has_pooled else None
         start = 0
         for key, dim in zip(model.keys, model.length_per_key, strict=True):
             if wanted is None or key in wanted:
@@ -224,7 +224,7 @@ def _rows_of(result: LookupResult) -> list[OutputTensor]:
 
 
 def write_placed(
-    tensors: Sequence[OutputTensor], result: LookupResult, form: ResponseOptions
+    tensors: Sequence[OutputTensor], result: LookupResult, options: ResponseOptions
 ) -> None:
     """Writes the values of the outputs that are requested in shared memory.
 
@@ -232,9 +232,9 @@ def write_placed(
         InvalidRequestError: an output has more bytes than its location, and nothing is written; or
             a region no longer exists.
     """
-    if form.places is None:
+    if options.places is None:
         return
-    placed = [(one, form.places[one.name]) for one in tensors if one.name in form.places]
+    placed = [(one, options.places[one.name]) for one in tensors if one.name in options.places]
     for one, place in placed:
         nbytes = one.nbytes(result.values.itemsize)
         if nbytes > place.nbytes:
@@ -247,36 +247,43 @@ def write_placed(
         place.write(values.data for values in one.pieces(result))
 
 
-def is_quick(result: LookupResult, form: ResponseOptions) -> bool:
+def is_quick(result: LookupResult, options: ResponseOptions) -> bool:
     """Returns whether the values are encoded as bytes in about a millisecond."""
-    if result.extra_chunks or result.lengths is not None or form.places is not None:
+    if result.extra_chunks or result.lengths is not None or options.places is not None:
         return result.values.nbytes <= NOW_BYTES_MAX and not result.extra_chunks
     return (
         result.values.nbytes <= NOW_BYTES_MAX
-        or not form.has_keys
-        or (not form.has_pooled and len(result.model.keys) == 1)
+        or not options.has_keys
+        or (not options.has_pooled and len(result.model.keys) == 1)
     )
 
 
-def are_in_order(result: LookupResult, form: ResponseOptions) -> bool:
+def are_in_order(result: LookupResult, options: ResponseOptions) -> bool:
     """Returns whether the values of all outputs, in order, are the result's values as they are in
     memory."""
     if result.lengths is not None:
         return True
-    if form.has_pooled:
-        return not form.has_keys
+    if options.has_pooled:
+        return not options.has_keys
     return len(result.model.keys) == 1 or (len(result.values) == 1 and not result.extra_chunks)
 
 
-def start_key(kind: str, result: LookupResult, form: ResponseOptions) -> tuple[object, ...] | None:
+def start_key(
+    kind: str, result: LookupResult, options: ResponseOptions
+) -> tuple[object, ...] | None:
     """Returns the key under which the encoded outputs are cached with the model; None where they
     are not cached."""
-    if result.extra_chunks or result.lengths is not None or form.others or form.places is not None:
+    if (
+        result.extra_chunks
+        or result.lengths is not None
+        or options.others
+        or options.places is not None
+    ):
         return None
-    if form.has_pooled and form.has_keys:
+    if options.has_pooled and options.has_keys:
         return None
     shape = result.values.shape[0], result.values.itemsize
-    return (kind, *shape, form.has_pooled, form.is_binary)
+    return (kind, *shape, options.has_pooled, options.is_binary)
 
 
 def keep_start(model: ModelInfo, key: tuple[object, ...] | None, start: object) -> None:

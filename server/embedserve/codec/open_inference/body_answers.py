@@ -33,53 +33,55 @@ from embedserve.shared_memory.memory_slice import MemorySlice
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """Encodes like encode_pieces, with the byte count; returns None where that would take long."""
-    form, output = response_options_of(result)
-    are_placed = form.places is not None and len(form.places) == len(output.keys) + form.has_pooled
-    if are_placed or (form.is_binary and not form.others):
-        return with_size([*_encode(result, form)]) if is_quick(result, form) else None
+    options, output = response_options_of(result)
+    are_placed = (
+        options.places is not None and len(options.places) == len(output.keys) + options.has_pooled
+    )
+    if are_placed or (options.is_binary and not options.others):
+        return with_size([*_encode(result, options)]) if is_quick(result, options) else None
     if result.values.size > NOW_VALUES_MAX or result.extra_chunks:
         return None
-    parts = [*_encode(result, form)]
+    parts = [*_encode(result, options)]
     return with_size(parts if head_bytes(parts) else [b"".join(parts)])
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order, each quick to encode. If values are in binary,
     the first chunk is the whole JSON."""
-    form, _ = response_options_of(result)
-    yield from _encode(result, form)
+    options, _ = response_options_of(result)
+    yield from _encode(result, options)
 
 
-def _encode(result: LookupResult, form: ResponseOptions) -> Iterator[bytes | memoryview]:
+def _encode(result: LookupResult, options: ResponseOptions) -> Iterator[bytes | memoryview]:
     assert result.output is not None
-    head = _head(result, form)
-    key = start_key("v2", result, form) if form.is_binary else None
+    head = _head(result, options)
+    key = start_key("v2", result, options) if options.is_binary else None
     described = None if key is None else result.model.response_prefix_cache.get(key)
     tensors = None
     if described is None:
-        tensors = tensors_of(result, form, result.output)
-        write_placed(tensors, result, form)
-        if not any(_in_binary(one, form) for one in tensors):
-            yield from _all_json(head, tensors, result, form)
+        tensors = tensors_of(result, options, result.output)
+        write_placed(tensors, result, options)
+        if not any(_in_binary(one, options) for one in tensors):
+            yield from _all_json(head, tensors, result, options)
             return
-        described = _described(tensors, result, form)
+        described = _described(tensors, result, options)
         keep_start(result.model, key, described)
     yield head + described
-    if are_in_order(result, form) and not form.others:
+    if are_in_order(result, options) and not options.others:
         for values in (result.values, *result.extra_chunks):
             yield values.data
         return
-    for one in tensors or tensors_of(result, form, result.output):
-        if _in_binary(one, form):
+    for one in tensors or tensors_of(result, options, result.output):
+        if _in_binary(one, options):
             for values in one.pieces(result):
                 yield values.data
 
 
-def _in_binary(tensor: OutputTensor, form: ResponseOptions) -> bool:
-    return form.is_binary != (tensor.name in form.others)
+def _in_binary(tensor: OutputTensor, options: ResponseOptions) -> bool:
+    return options.is_binary != (tensor.name in options.others)
 
 
-def _head(result: LookupResult, form: ResponseOptions) -> bytes:
+def _head(result: LookupResult, options: ResponseOptions) -> bytes:
     """Returns all bytes before the outputs."""
     model = result.model
     start = model.response_prefix_cache.get(("v2 model",))
@@ -87,8 +89,8 @@ def _head(result: LookupResult, form: ResponseOptions) -> bytes:
         told = {"model_name": model.name, "model_version": str(model.version)}
         start = orjson.dumps(told)[:-1]
         keep_start(model, ("v2 model",), start)
-    if form.request_id:
-        start += b',"id":' + orjson.dumps(form.request_id)
+    if options.request_id:
+        start += b',"id":' + orjson.dumps(options.request_id)
     if result.unknown_ids:
         unknown = {f"unknown_ids.{name}": count for name, count in result.unknown_ids.items()}
         start += b',"parameters":' + orjson.dumps(unknown)
@@ -102,16 +104,18 @@ def _start(tensor: OutputTensor, itemsize: int) -> bytes:
     return orjson.dumps(told)[:-1]
 
 
-def _described(tensors: list[OutputTensor], result: LookupResult, form: ResponseOptions) -> bytes:
+def _described(
+    tensors: list[OutputTensor], result: LookupResult, options: ResponseOptions
+) -> bytes:
     """Returns the outputs as JSON, with the values of those that are not binary."""
     itemsize = result.values.itemsize
     outputs = []
     for one in tensors:
         start = _start(one, itemsize)
-        if _in_binary(one, form):
+        if _in_binary(one, options):
             size = one.nbytes(itemsize)
             outputs.append(b'%b,"parameters":{"binary_data_size":%d}}' % (start, size))
-        elif (place := form.place(one.name)) is not None:
+        elif (place := options.place(one.name)) is not None:
             outputs.append(start + _place_told(place, one.nbytes(itemsize)) + b"}")
         else:
             outputs.append(start + b"".join(_values(one, result)) + b"}")
@@ -119,13 +123,13 @@ def _described(tensors: list[OutputTensor], result: LookupResult, form: Response
 
 
 def _all_json(
-    head: bytes, tensors: list[OutputTensor], result: LookupResult, form: ResponseOptions
+    head: bytes, tensors: list[OutputTensor], result: LookupResult, options: ResponseOptions
 ) -> Iterator[bytes]:
     itemsize = result.values.itemsize
     before = head + b',"outputs":['
     for at, one in enumerate(tensors):
         before += (b"," if at else b"") + _start(one, itemsize)
-        place = form.place(one.name)
+        place = options.place(one.name)
         if place is not None:
             before += _place_told(place, one.nbytes(itemsize)) + b"}"
             continue

@@ -25,7 +25,7 @@ from embedserve.codec.open_inference.message_contents import (
     raw_strings,
 )
 from embedserve.codec.open_inference.message_template import (
-    FORM_INPUTS_MAX,
+    TEMPLATE_INPUTS_MAX,
     MessageTemplate,
     MessageTemplateCache,
 )
@@ -94,10 +94,10 @@ class MessageDecoder:
         if known is not None:
             return known
         if regions:
-            form = self.of_placed.find(body, limits)
-            if form is not None:
-                known = form.read_known(regions) if form.is_quick else None
-                if known is not None or not form.is_quick:
+            template = self.of_placed.find(body, limits)
+            if template is not None:
+                known = template.read_known(regions) if template.is_quick else None
+                if known is not None or not template.is_quick:
                     return known
         small_bytes = min(SMALL_BYTES, limits.request_values_max, limits.request_text_bytes_max)
         if len(body) <= small_bytes:
@@ -135,7 +135,7 @@ class MessageDecoder:
             return
         inputs = len(message.inputs)
         is_plain = len(raw) == inputs == 2 * len(request.features) and not request.string_features
-        if is_plain and inputs <= FORM_INPUTS_MAX:
+        if is_plain and inputs <= TEMPLATE_INPUTS_MAX:
             model = message.model_name, message.model_version
             outputs = [one.name for one in message.outputs]
             self.templates.remember(
@@ -155,9 +155,9 @@ class MessageDecoder:
             RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
                 decoded.
         """
-        form = self.of_placed.find(body, limits) if regions else None
-        if form is not None and regions is not None:
-            known = form.read_known(regions)
+        template = self.of_placed.find(body, limits) if regions else None
+        if template is not None and regions is not None:
+            known = template.read_known(regions)
             if known is not None:
                 return known
         try:
@@ -239,7 +239,7 @@ class MessageDecoder:
         read = read_request(model, tensors, placed, regions, limits, is_now=is_now)
         if read is None:
             return None
-        request, form = read
+        request, template = read
         outputs = message.outputs
         names = [one.name for one in outputs] if outputs else ()
         places = {
@@ -250,8 +250,8 @@ class MessageDecoder:
         set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
         if message.parameters and "output_dtype" in message.parameters:
             set_output_dtype(request, message.parameters["output_dtype"].string_param)
-        if form is not None and not message.id:
-            self.of_placed.remember(body, form, request)
+        if template is not None and not message.id:
+            self.of_placed.remember(body, template, request)
         return request
 
 

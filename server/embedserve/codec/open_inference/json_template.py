@@ -16,7 +16,7 @@ import numpy as np
 
 from embedserve.codec.open_inference.message_template import (
     BATCH_SIZES_MAX,
-    FORM_INPUTS_MAX,
+    TEMPLATE_INPUTS_MAX,
     VIEWED_BYTES,
 )
 from embedserve.codec.open_inference.tensors import add_up
@@ -147,8 +147,8 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
 
     def read(self, body: bytes, end: int, model: str, limits: Limits) -> LookupRequest | None:
         """Returns the request in a body whose template is cached; None for any other body."""
-        for form in self.templates:
-            request = form.read(body, end, model, limits)
+        for template in self.templates:
+            request = template.read(body, end, model, limits)
             if request is not None:
                 return request
         return None
@@ -169,7 +169,7 @@ class JsonTemplateCache(TemplateCache[JsonTemplate]):
         between = _NUMBER.split(head)
         numbers = len(between) - 1
         features = len(like.features)
-        if numbers != NUMBERS_PER_FEATURE * features or 2 * features > FORM_INPUTS_MAX:
+        if numbers != NUMBERS_PER_FEATURE * features or 2 * features > TEMPLATE_INPUTS_MAX:
             return
         # Replaces each number by a unique mark. If a number is part of a name or another value, the
         # marked JSON differs in more than its sizes. The marks' order shows which size is which.

@@ -41,15 +41,15 @@ STREAMED_TAG = bytes(
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     """Returns (the chunks of a ModelInferResponse, their byte count), or None where encoding would
     take long."""
-    form, output = response_options_of(result)
-    if not is_quick(result, form):
+    options, output = response_options_of(result)
+    if not is_quick(result, options):
         return None
     values = result.values
     is_one = result.lengths is None and len(values) == 1 and not result.extra_chunks
-    if is_one and not output.has_all and form.places is None:
+    if is_one and not output.has_all and options.places is None:
         # The most common response: the vectors of a key are contiguous, and are not copied twice.
-        parts: list[bytes | memoryview] = [_head(result, form)]
-        described, starts, _ = _described_once(result, form, output)
+        parts: list[bytes | memoryview] = [_head(result, options)]
+        described, starts, _ = _described_once(result, options, output)
         parts.append(described)
         octets, end, itemsize = memoryview(values.data).cast("B"), 0, values.itemsize
         for start, dim in zip(starts, result.model.length_per_key, strict=True):
@@ -63,11 +63,11 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
     """Yields the chunks of any response in order, each quick to encode."""
-    form, output = response_options_of(result)
-    described, starts, tensors = _described_once(result, form, output)
-    write_placed(tensors, result, form)
-    yield _head(result, form) + described
-    placed = form.places or ()
+    options, output = response_options_of(result)
+    described, starts, tensors = _described_once(result, options, output)
+    write_placed(tensors, result, options)
+    yield _head(result, options) + described
+    placed = options.places or ()
     for start, one in zip(starts, tensors, strict=True):
         yield start
         if one.name in placed:
@@ -77,22 +77,22 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
 
 
 def _described_once(
-    result: LookupResult, form: ResponseOptions, output: OutputOptions
+    result: LookupResult, options: ResponseOptions, output: OutputOptions
 ) -> tuple[bytes, list[bytes], list[OutputTensor]]:
     """Returns (the outputs without their values, the bytes before the values of each, the outputs).
     They are cached with the model where possible."""
-    key = start_key("v2 grpc", result, form)
+    key = start_key("v2 grpc", result, options)
     made = None if key is None else result.model.response_prefix_cache.get(key)
     if made is None:
-        tensors = tensors_of(result, form, output)
-        starts = [_raw_start(one, result, form) for one in tensors]
-        made = _described(tensors, result, form), starts, tensors
+        tensors = tensors_of(result, options, output)
+        starts = [_raw_start(one, result, options) for one in tensors]
+        made = _described(tensors, result, options), starts, tensors
         keep_start(result.model, key, made)
     described: tuple[bytes, list[bytes], list[OutputTensor]] = made
     return described
 
 
-def _head(result: LookupResult, form: ResponseOptions) -> bytes:
+def _head(result: LookupResult, options: ResponseOptions) -> bytes:
     """Returns all bytes before the outputs."""
     model = result.model
     start = model.response_prefix_cache.get(("v2 grpc model",))
@@ -102,8 +102,8 @@ def _head(result: LookupResult, form: ResponseOptions) -> bytes:
         ).SerializeToString()
         keep_start(model, ("v2 grpc model",), start)
     head: bytes = start
-    if form.request_id:
-        request_id = form.request_id.encode()
+    if options.request_id:
+        request_id = options.request_id.encode()
         head += ID_TAG + varint(len(request_id)) + request_id
     if result.unknown_ids:
         parameters = {
@@ -115,16 +115,16 @@ def _head(result: LookupResult, form: ResponseOptions) -> bytes:
 
 
 def _described(
-    tensors: Sequence[OutputTensor], result: LookupResult, form: ResponseOptions
+    tensors: Sequence[OutputTensor], result: LookupResult, options: ResponseOptions
 ) -> bytes:
     datatype = DATATYPES[result.values.itemsize]
     outputs = [
         pb.ModelInferResponse.InferOutputTensor(name=one.name, datatype=datatype, shape=one.shape)
         for one in tensors
     ]
-    if form.places is not None:
+    if options.places is not None:
         for one, output in zip(tensors, outputs, strict=True):
-            if (place := form.place(one.name)) is not None:
+            if (place := options.place(one.name)) is not None:
                 _tell_place(output, place, one.nbytes(result.values.itemsize))
     return pb.ModelInferResponse(outputs=outputs).SerializeToString()
 
@@ -136,10 +136,10 @@ def _tell_place(output: _OutputMessage, place: MemorySlice, nbytes: int) -> None
     parameters[BYTE_SIZE].int64_param = nbytes
 
 
-def _raw_start(tensor: OutputTensor, result: LookupResult, form: ResponseOptions) -> bytes:
+def _raw_start(tensor: OutputTensor, result: LookupResult, options: ResponseOptions) -> bytes:
     """Returns the tag and length of an output's raw contents. The length is 0 for an output in
     shared memory, because clients expect an entry for every output."""
-    is_placed = form.place(tensor.name) is not None
+    is_placed = options.place(tensor.name) is not None
     return RAW_OUTPUT_TAG + varint(0 if is_placed else tensor.nbytes(result.values.itemsize))
 
 

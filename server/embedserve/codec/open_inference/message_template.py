@@ -31,7 +31,7 @@ _Input = pb.ModelInferRequest.InferInputTensor
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 _frombuffer = np.frombuffer
 TEMPLATE_BYTES_MAX = 4096
-FORM_INPUTS_MAX = 128
+TEMPLATE_INPUTS_MAX = 128
 BATCH_SIZES_MAX = 32
 """Batch sizes for which a template caches the bytes between its counts of ids. All templates
 together then take a few megabytes at most."""
@@ -218,15 +218,15 @@ class MessageTemplateCache(TemplateCache[MessageTemplate]):
 
     def read(self, body: bytes, limits: Limits) -> LookupRequest | None:
         """Returns the request in a message whose template is cached; None for any other message."""
-        for form in self.templates:
-            if body.startswith(form.head):
-                request = form.read(body, limits)
+        for template in self.templates:
+            if body.startswith(template.head):
+                request = template.read(body, limits)
                 if request is not None:
                     return request
         return None
 
-    def remember(self, body: bytes, form: MessageTemplate, limits: Limits) -> None:
-        """Caches ``form`` if ``body``, a message without a cached template, matches it. A
+    def remember(self, body: bytes, template: MessageTemplate, limits: Limits) -> None:
+        """Caches ``template`` if ``body``, a message without a cached template, matches it. A
         serializer may write the same message in other bytes."""
-        if form.nbytes <= TEMPLATE_BYTES_MAX and form.read(body, limits) is not None:
-            self.add(form, form.nbytes)
+        if template.nbytes <= TEMPLATE_BYTES_MAX and template.read(body, limits) is not None:
+            self.add(template, template.nbytes)

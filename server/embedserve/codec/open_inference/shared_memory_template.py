@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from embedserve.codec.open_inference.answers import ResponseOptions as AnswerForm
-from embedserve.codec.open_inference.message_template import FORM_INPUTS_MAX
+from embedserve.codec.open_inference.answers import ResponseOptions
+from embedserve.codec.open_inference.message_template import TEMPLATE_INPUTS_MAX
 from embedserve.codec.open_inference.shared_memory_tensors import (
     NOW_BYTES_MAX,
     PlacedTensor,
@@ -121,16 +121,19 @@ class SharedMemoryTemplate:
         first request."""
         output = self._output
         assert output is not None
-        form = output.form
-        assert isinstance(form, AnswerForm)
-        if form.places is not None:  # whose regions may since belong to another caller or be gone
+        options = output.format_options
+        assert isinstance(options, ResponseOptions)
+        if (
+            options.places is not None
+        ):  # whose regions may since belong to another caller or be gone
             places: dict[str, MemorySlice] = {}
-            for name, was in form.places.items():
+            for name, was in options.places.items():
                 place = _place(was.region.name, was.offset, was.nbytes, regions)
                 if place is None:
                     return None
                 places[name] = place
-            output = replace(output, form=replace(form, places=places))
+            options = replace(options, places=places)
+            output = replace(output, format_options=options)
         request = self.read(self._model if model is None else model, regions)
         if request is not None:
             request.output, request.output_dtype = output, self._output_dtype
@@ -156,30 +159,30 @@ def read_request(
         InvalidRequestError: the inputs are invalid, as in lookup_request and read_placed.
         RequestTooLargeError: the inputs are too large, as in these functions.
     """
-    form = _form_of(placed, limits) if len(placed) == len(tensors) else None
-    if form is not None and regions is not None:
-        if is_now and not form.is_quick:
+    template = _template_of(placed, limits) if len(placed) == len(tensors) else None
+    if template is not None and regions is not None:
+        if is_now and not template.is_quick:
             return None
-        request = form.read(model, regions)
+        request = template.read(model, regions)
         if request is not None:
-            return request, form
+            return request, template
     if placed and not read_placed(placed, limits, is_now=is_now):
         return None
     return lookup_request(model, tensors, limits), None
 
 
-def _form_of(placed: Sequence[PlacedTensor], limits: Limits) -> SharedMemoryTemplate | None:
+def _template_of(placed: Sequence[PlacedTensor], limits: Limits) -> SharedMemoryTemplate | None:
     """Returns the template of inputs that are all in shared memory. Returns None where their layout
     has no template, or they exceed ``limits``."""
-    if not 0 < len(placed) <= FORM_INPUTS_MAX:
+    if not 0 < len(placed) <= TEMPLATE_INPUTS_MAX:
         return None
     sizes = plain_sizes(
         [tensor for tensor, _ in placed], [place.nbytes for _, place in placed], limits
     )
     if sizes is None or not any(sizes[1]):
         return None
-    form = SharedMemoryTemplate(sizes, placed, limits)
-    return form if form.nbytes <= limits.body_bytes_max else None
+    template = SharedMemoryTemplate(sizes, placed, limits)
+    return template if template.nbytes <= limits.body_bytes_max else None
 
 
 def _place(name: str, offset: int, nbytes: int, regions: Regions) -> MemorySlice | None:
@@ -195,13 +198,13 @@ class SharedMemoryTemplateCache(TemplateCache[SharedMemoryTemplate]):
     def find(self, told: bytes, limits: Limits) -> SharedMemoryTemplate | None:
         """Returns the template of requests with the bytes ``told``, checked against these
         ``limits``."""
-        for form in self.templates:
-            if form.is_told_by(told, limits):
-                return form
+        for template in self.templates:
+            if template.is_told_by(told, limits):
+                return template
         return None
 
-    def remember(self, told: bytes, form: SharedMemoryTemplate, like: LookupRequest) -> None:
-        """Caches the template ``form`` of ``like``, the first request with the bytes ``told``."""
+    def remember(self, told: bytes, template: SharedMemoryTemplate, like: LookupRequest) -> None:
+        """Caches ``template`` of ``like``, the first request with the bytes ``told``."""
         if len(told) <= TEMPLATE_BYTES_MAX:
-            form.keep(told, like)
-            self.add(form, len(told))
+            template.keep(told, like)
+            self.add(template, len(told))
