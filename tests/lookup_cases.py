@@ -105,7 +105,7 @@ def check(case: Case, store: Path, devices: str, gpu_layout: str = "shards") -> 
             store, unpooled_source(), dtype=case.dtype, sharding=case.sharding, world_size=ranks
         )
     engine = restore(version, devices, gpu_layout=gpu_layout)
-    rows = stored_rows(version, in_half=engine.device_type == "cuda")
+    rows = stored_rows(version, as_float16=engine.device_type == "cuda")
     for lookup in engine.each():
         (_check_pooled if case.is_pooled else _check_unpooled)(lookup, engine, version, rows)
 
@@ -144,7 +144,7 @@ def _check_unpooled(
 
 
 def _check_half(lookup: Look, engine: Engine, ids: np.ndarray, lengths: np.ndarray) -> None:
-    rounded = lookup(ids, lengths, in_half=True)
+    rounded = lookup(ids, lengths, as_float16=True)
     assert rounded.dtype == np.float16
     np.testing.assert_array_equal(rounded, engine.to_float16(lookup(ids, lengths)))
 

@@ -82,9 +82,9 @@ def sample(version: ModelVersion, batch_size: int = 7) -> dict[str, list[list[in
     return random_bags(np.random.default_rng(5), rows, batch_size)
 
 
-def stored_rows(version: ModelVersion, *, in_half: bool = False) -> dict[str, np.ndarray]:
-    """Every table of ``version`` as float32, dequantized by hand; ``in_half`` as on GPUs."""
-    dequantize = rows_in_half if in_half else dequantize_rows
+def stored_rows(version: ModelVersion, *, as_float16: bool = False) -> dict[str, np.ndarray]:
+    """Every table of ``version`` as float32, dequantized by hand; ``as_float16`` as on GPUs."""
+    dequantize = rows_in_half if as_float16 else dequantize_rows
     return {
         table.name: dequantize(version.tables.rows(table.name), table.dtype, table.embedding_dim)
         for table in version.manifest.tables

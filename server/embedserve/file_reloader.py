@@ -17,7 +17,7 @@ from embedserve.periodic import repeat
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOOK_S = 1.0
+POLL_S = 1.0
 """Seconds between two polls of the files."""
 
 Signature = tuple[tuple[int, int, int] | None, ...]
@@ -93,7 +93,7 @@ def _signature(path: str) -> tuple[int, int, int] | None:
 
 
 async def poll_all(followed: Sequence[FileReloader[Any]]) -> None:
-    """Polls all ``followed`` files every LOOK_S, forever."""
+    """Polls all ``followed`` files every POLL_S, forever."""
 
     async def poll() -> None:
         for one in followed:
@@ -102,4 +102,4 @@ async def poll_all(followed: Sequence[FileReloader[Any]]) -> None:
             except Exception:
                 logger.exception("files could not be looked at")
 
-    await repeat(LOOK_S, poll)
+    await repeat(POLL_S, poll)

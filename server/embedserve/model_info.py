@@ -19,7 +19,7 @@ from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.plans.plan import Plan
 
 T = TypeVar("T")
-PARTS_MAX = PART_STARTS_MAX = 16
+SELECTIONS_MAX = PART_STARTS_MAX = 16
 """Maximum number of key selections cached per model, and of response prefixes cached per selection.
 All selections together hold at most 256 prefixes, as many as the model itself."""
 
@@ -155,7 +155,7 @@ class ModelInfo:
                 response_prefix_cache={},
                 key_selections={},
             )
-            if len(self.key_selections) >= PARTS_MAX:
+            if len(self.key_selections) >= SELECTIONS_MAX:
                 self.key_selections.clear()
             self.key_selections[keys] = part
         return part

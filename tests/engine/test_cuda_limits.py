@@ -165,7 +165,7 @@ class OnGpu(Engine):
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray:
         def rows_of(table: TableSpec, numbers: np.ndarray) -> np.ndarray:
             rows = self._version.tables.rows(table.name)[numbers]

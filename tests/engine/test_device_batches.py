@@ -68,10 +68,10 @@ def test_pooled(published: Publish, dtype: str, sharding: str, world_size: int) 
         weights = np.random.default_rng(1).normal(size=ids.size).astype(np.float32)
         for given in (None, weights):
             expected = engine.lookup(ids, lengths, given)
-            values = batches.lookup(ids, lengths, given, in_half=False)
+            values = batches.lookup(ids, lengths, given, as_float16=False)
             assert values.dtype == np.float32
             np.testing.assert_array_equal(values, expected)
-            rounded = batches.lookup(ids, lengths, given, in_half=True)
+            rounded = batches.lookup(ids, lengths, given, as_float16=True)
             assert rounded.dtype == np.float16
             np.testing.assert_array_equal(rounded, engine.to_float16(expected))
 
@@ -81,7 +81,7 @@ def test_rows_that_are_not_pooled(tmp_path: Path, sharding: str, world_size: int
     version = write_version(tmp_path, unpooled_source(), sharding=sharding, world_size=world_size)
     batches, engine = batches_of(version, compiled(version)), restore(version)
     ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
-    values = batches.lookup(ids, lengths, None, in_half=False)
+    values = batches.lookup(ids, lengths, None, as_float16=False)
     np.testing.assert_array_equal(values, engine.lookup(ids, lengths))
 
 
@@ -98,7 +98,7 @@ def test_tables_on_one_device_are_looked_up_by_the_kernel_alone(tmp_path: Path) 
     assert {one for one in operators if one.startswith("fbgemm")} == {LOOKUP_OPERATOR}
     assert not any("cumsum" in one for one in operators)
     ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
-    values = batches_of(version, lookups).lookup(ids, lengths, None, in_half=False)
+    values = batches_of(version, lookups).lookup(ids, lengths, None, as_float16=False)
     np.testing.assert_array_equal(values, restore(version).lookup(ids, lengths))
 
 
@@ -108,12 +108,12 @@ def test_several_threads_at_once(published: Publish) -> None:
     requests: list[Any] = [
         to_kjt(sample(version, size), version.manifest.features) for size in (1, 7, 100)
     ]
-    expected = [batches.lookup(ids, lengths, None, in_half=False) for ids, lengths in requests]
+    expected = [batches.lookup(ids, lengths, None, as_float16=False) for ids, lengths in requests]
 
     def is_right(number: int) -> bool:
         which = number % len(requests)
         ids, lengths = requests[which]
-        values = batches.lookup(ids, lengths, None, in_half=False)
+        values = batches.lookup(ids, lengths, None, as_float16=False)
         return np.array_equal(values, expected[which])
 
     with ThreadPoolExecutor(4) as threads:
@@ -124,7 +124,7 @@ def test_an_answer_stays_as_it_is_when_the_next_comes(published: Publish) -> Non
     version = published(sharding="table_wise")
     batches = batches_of(version, compiled(version))
     ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
-    values = batches.lookup(ids, lengths, None, in_half=False)
+    values = batches.lookup(ids, lengths, None, as_float16=False)
     before = values.copy()
-    batches.lookup(np.zeros_like(ids), lengths, None, in_half=False)
+    batches.lookup(np.zeros_like(ids), lengths, None, as_float16=False)
     np.testing.assert_array_equal(values, before)

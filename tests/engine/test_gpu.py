@@ -94,7 +94,7 @@ def test_column_shards_that_share_a_gpu(published: Publish, dtype: str) -> None:
                 lengths=torch.from_numpy(lengths).cuda(),
             )
         )
-    tables = stored_rows(version, in_half=True)
+    tables = stored_rows(version, as_float16=True)
     for column in version.manifest.columns:
         feature = version.manifest.features[column.feature]
         values = answer[column.key].cpu().numpy()

@@ -212,9 +212,9 @@ def ask(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, Called]:
         batches = DeviceBatches(manifest, device, plan.world_size, lookup)
         bags = EXAMPLES * len(manifest.features)
         packed = torch.zeros(bags + 1, dtype=torch.int32)
-        batches.on_device(packed, bags, 0, in_half=True)
+        batches.on_device(packed, bags, 0, as_float16=True)
         with Called() as called:
-            answer = batches.on_device(packed, bags, 0, in_half=True)
+            answer = batches.on_device(packed, bags, 0, as_float16=True)
     return answer, called
 
 

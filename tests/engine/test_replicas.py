@@ -34,7 +34,7 @@ class Held:
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray:
         self._came.put(self)
         assert self.may_answer.wait(WAIT_S)
@@ -125,7 +125,7 @@ def test_each_answers_as_one_alone_would_to_many_at_once(published: Publish) -> 
     random = np.random.default_rng(1)
     weights = [random.normal(size=ids.size).astype(np.float32) for ids, _ in requests]
     expected = [
-        [engines[0].lookup(*one), engines[0].lookup(*one, weight, in_half=True)]
+        [engines[0].lookup(*one), engines[0].lookup(*one, weight, as_float16=True)]
         for one, weight in zip(requests, weights, strict=True)
     ]
 

@@ -49,7 +49,7 @@ class TableEngine(FakeEngine):
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray:
         if (lengths == 1).all():
             return np.take(self.table, ids, axis=0)

@@ -40,7 +40,7 @@ class Lookup:
     weights: np.ndarray | None
     batch_size: int
     is_inline: bool
-    in_half: bool = False
+    as_float16: bool = False
 
 
 class FakeEngine:
@@ -92,11 +92,11 @@ class FakeEngine:
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray:
         bags = lengths.reshape(len(self.model.features), -1)
         is_inline = threading.current_thread() is threading.main_thread()
-        self.lookups.append(Lookup(ids, lengths, weights, bags.shape[1], is_inline, in_half))
+        self.lookups.append(Lookup(ids, lengths, weights, bags.shape[1], is_inline, as_float16))
         if not is_inline and not self._may_go_on.wait(HOLD_S_MAX):
             raise TimeoutError("nobody released the fake engine")
         time.sleep(self.delay_s)
@@ -116,7 +116,7 @@ class FakeEngine:
             else:
                 blocks += [self.tables[table.name][ids[s]] for s in slices]
         values = np.ascontiguousarray(np.concatenate(blocks, axis=1 if self.model.is_pooled else 0))
-        return self.to_float16(values) if in_half else values
+        return self.to_float16(values) if as_float16 else values
 
     def check(self) -> None:
         """Raises ``damage``, if it was set."""

@@ -67,14 +67,14 @@ def check_answers(
     tables: TablesFile,
     where: str,
     *,
-    in_half: bool = False,
+    as_float16: bool = False,
 ) -> None:
     """Compares ``answers``, results for the goldens' bags, with both references of the goldens.
 
     Args:
         numbers: row numbers of the bags' ids, int64 [n].
         where: name of the version in errors.
-        in_half: whether values of int8 and int4 rows may be rounded to float16 before they are
+        as_float16: whether values of int8 and int4 rows may be rounded to float16 before they are
             added up. FBGEMM's CUDA kernels do so (vecn.cuh: one multiply-add in half precision).
             Values of other rows may not be rounded.
 
@@ -84,7 +84,7 @@ def check_answers(
     """
     bags = goldens.bags
     bounds = SUMS_TOLERANCE * _largest_per_key(goldens.stored_answers, bags, manifest)
-    if in_half:
+    if as_float16:
         bounds = bounds + _added_up(bags, numbers, manifest, partial(_half_bounds, tables))
     _compare(
         answers,

@@ -151,8 +151,8 @@ def routes(pipeline: RequestPipeline) -> APIRouter:
     @router.get("/models/stats")
     async def statistics_of_all(request: Request) -> Statistics:
         """Returns request counts and times of every model that the caller may use."""
-        told = {"model_stats": statistics(pipeline, quota=request.scope.get(CLIENT))}
-        return Statistics.model_validate(told)
+        stats = {"model_stats": statistics(pipeline, quota=request.scope.get(CLIENT))}
+        return Statistics.model_validate(stats)
 
     @router.get("/models/{model}/versions/{version}")
     async def model_version(model: str, version: str) -> ModelMetadata:
@@ -189,8 +189,8 @@ def routes(pipeline: RequestPipeline) -> APIRouter:
     @router.get("/models/{model}/versions/{version}/stats")
     async def statistics_of_version(model: str, version: str, request: Request) -> Statistics:
         """Returns request counts and times of a version."""
-        told = {"model_stats": statistics(pipeline, model, version, request.scope.get(CLIENT))}
-        return Statistics.model_validate(told)
+        stats = {"model_stats": statistics(pipeline, model, version, request.scope.get(CLIENT))}
+        return Statistics.model_validate(stats)
 
     @router.get("/models/{model}/stats")
     async def statistics_of_model(model: str, request: Request) -> Statistics:

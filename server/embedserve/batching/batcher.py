@@ -222,7 +222,7 @@ class Batcher:
             self._timer_s = start_s
         return True
 
-    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _schedule_next(self, loop: asyncio.AbstractEventLoop) -> None:
         small, large = self._small, self._large
         if (small.examples and not small.is_working) or (large.examples and not large.is_working):
             self._schedule(loop)
@@ -256,7 +256,7 @@ class Batcher:
         for queue in self._queues:
             if queue.examples and not queue.is_working:
                 self._run(loop, queue)
-        self._go_on(loop)
+        self._schedule_next(loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue) -> None:
         callers = self._take(queue)
@@ -325,11 +325,11 @@ class Batcher:
         def finish(looked_up: list[LookedUp]) -> None:
             queue.end()
             self._finish(callers, batch, looked_up)
-            self._go_on(loop)
+            self._schedule_next(loop)
 
         queue.begin()
-        in_half = self._lookups.waits_for_device and self._all_request_float16(callers)
-        self._lookups.submit(loop, batch, in_half, finish)
+        as_float16 = self._lookups.waits_for_device and self._all_request_float16(callers)
+        self._lookups.submit(loop, batch, as_float16, finish)
 
     def _all_request_float16(self, callers: Sequence[PendingRequest]) -> bool:
         """Whether all requests want float16 and no shadow needs the float32 values."""

@@ -24,7 +24,7 @@ from embedserve.errors import InvalidRequestError
 from embedserve.lookup import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
 
-BAGS_REMEMBERED = 4096
+CACHED_BAGS_MAX = 4096
 """Maximum number of bags of a batch whose shape is cached.
 
 It bounds the bag order in one cache entry to 32 KiB, 8 bytes per bag."""
@@ -131,15 +131,13 @@ class _Shape:
         return feature_major_order(np.array(self.sizes), self._features)
 
 
-_remembered_shape = lru_cache(maxsize=512)(_Shape)
+_cached_shape = lru_cache(maxsize=512)(_Shape)
 
 
 def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
     """Returns the shape for ``sizes``, cached for small batches, as their sizes recur often."""
     bags = sum(sizes) * features
-    return (
-        _remembered_shape(sizes, features) if bags <= BAGS_REMEMBERED else _Shape(sizes, features)
-    )
+    return _cached_shape(sizes, features) if bags <= CACHED_BAGS_MAX else _Shape(sizes, features)
 
 
 def split_by_examples(batch: Batch, features: int, pieces: int) -> list[Batch]:

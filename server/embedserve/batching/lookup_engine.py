@@ -26,7 +26,7 @@ class LookupEngine(Protocol):
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray: ...
 
     def to_float16(self, values: np.ndarray) -> np.ndarray: ...

@@ -56,12 +56,12 @@ class LookupExecutor:
         self._pieces = threads if model.is_pooled and not self.waits_for_device else 1
         self._log = RateLimitedLogger(logger)
 
-    def run(self, batch: Batch, in_half: bool = False) -> LookedUp:
-        """Looks ``batch`` up on the calling thread; with ``in_half`` float16 values suffice."""
+    def run(self, batch: Batch, as_float16: bool = False) -> LookedUp:
+        """Looks ``batch`` up on the calling thread; with ``as_float16`` float16 values suffice."""
         start_s = perf_counter()
         values: np.ndarray | EmbedServeError
         try:
-            values = self.engine.lookup(batch.ids, batch.lengths, batch.weights, in_half)
+            values = self.engine.lookup(batch.ids, batch.lengths, batch.weights, as_float16)
             values = in_request_order(values, batch, self._model)
         except Exception:
             self.log_failure(f"lookup of {batch.ids.size} ids in {batch.batch_size} examples")
@@ -72,7 +72,7 @@ class LookupExecutor:
         self,
         loop: asyncio.AbstractEventLoop,
         batch: Batch,
-        in_half: bool,
+        as_float16: bool,
         finish: Callable[[list[LookedUp]], None],
     ) -> None:
         """Looks ``batch`` up in threads, one chunk for each, as a kernel call uses one thread.
@@ -81,7 +81,7 @@ class LookupExecutor:
         """
         pieces = split_by_examples(batch, len(self._model.features), self._pieces)
         looking_up = asyncio.gather(
-            *(loop.run_in_executor(self._executor, self.run, piece, in_half) for piece in pieces)
+            *(loop.run_in_executor(self._executor, self.run, piece, as_float16) for piece in pieces)
         )
         looking_up.add_done_callback(lambda done: finish(done.result()))
 

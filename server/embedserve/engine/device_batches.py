@@ -59,12 +59,12 @@ class DeviceBatches:
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray:
-        """Looks up one batch, as Engine.lookup does; the result is float16 if ``in_half``."""
+        """Looks up one batch, as Engine.lookup does; the result is float16 if ``as_float16``."""
         packed = self._packed(ids, lengths, weights)
         with torch.inference_mode(), self._streams() as stream:
-            answer = self.on_device(packed, lengths.size, ids.size, in_half=in_half)
+            answer = self.on_device(packed, lengths.size, ids.size, as_float16=as_float16)
             values = self._empty(answer.shape, answer.dtype)
             values.copy_(answer, non_blocking=True)
             if stream is not None:
@@ -73,7 +73,7 @@ class DeviceBatches:
         return array
 
     def on_device(
-        self, packed: torch.Tensor, bags: int, ids: int, *, in_half: bool
+        self, packed: torch.Tensor, bags: int, ids: int, *, as_float16: bool
     ) -> torch.Tensor:
         """Returns the result of a batch on the device, where it may not be ready yet.
 
@@ -91,7 +91,7 @@ class DeviceBatches:
             answer = self._weighted_lookup(numbers, offsets, weights)
         if self._has_means:
             answer.div_(self._divisors(offsets))
-        return answer.to(torch.float16) if in_half else answer
+        return answer.to(torch.float16) if as_float16 else answer
 
     def _packed(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None

@@ -108,7 +108,7 @@ class Engine:
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray:
         """Returns the rows of ``ids``, pooled if the model pools.
 
@@ -117,26 +117,26 @@ class Engine:
             lengths: int32 [F * B], in the order of ``manifest.features``, with the sum n.
             weights: float32 [n], or None to count every id once. A mean divides the weighted sum by
                 the number of ids, as FBGEMM does. None for an unpooled model.
-            in_half: whether the result is float16. GPUs then round before they send the result.
+            as_float16: whether the result is float16. GPUs then round before they send the result.
 
         Returns:
             float32 [B, sum(manifest.length_per_key)], with columns in the order of
             ``manifest.keys``. For an unpooled model [N, dim]: for each of ``manifest.keys`` one row
             per id of its feature, in the order of the ids. If each feature has one table, row i
-            belongs to ids[i]. With ``in_half``, float16 as rounded by ``to_float16``.
+            belongs to ids[i]. With ``as_float16``, float16 as rounded by ``to_float16``.
         """
         look_up = self._lookup if weights is None else self._weighted_lookup
         if look_up is None:
             raise ValueError("rows that are not pooled have no weights")
         if self._on_gpus is not None:
-            return self._on_gpus.lookup(ids, lengths, weights, in_half)
+            return self._on_gpus.lookup(ids, lengths, weights, as_float16)
         with torch.inference_mode():
             flat = None if weights is None else torch.from_numpy(weights)
             answer = look_up(torch.from_numpy(ids), torch.from_numpy(lengths), flat)
             values: np.ndarray = answer.numpy()
         if self._means:
             self._divide_means(values, lengths)
-        return self.to_float16(values) if in_half else values
+        return self.to_float16(values) if as_float16 else values
 
     def to_float16(self, values: np.ndarray) -> np.ndarray:
         """Returns ``values`` rounded to float16; values beyond 65504 become infinite. numpy takes
@@ -189,7 +189,7 @@ class Engine:
                 self.manifest,
                 version.tables,
                 str(version.path),
-                in_half=self.device_type == "cuda",  # as FBGEMM dequantizes on CUDA
+                as_float16=self.device_type == "cuda",  # as FBGEMM dequantizes on CUDA
             )
         self._golden = _Golden(numbers, lengths, bags.weights, tuple(answered))
 

@@ -17,7 +17,7 @@ class Replica(Protocol):
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray: ...
 
 
@@ -46,14 +46,14 @@ class Replicas:
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray:
         """Looks up one batch on one of the replicas; arguments and result are those of
         Engine.lookup."""
         work = ids.size + lengths.size
         chosen = self._begin(work)
         try:
-            return self.each[chosen].lookup(ids, lengths, weights, in_half)
+            return self.each[chosen].lookup(ids, lengths, weights, as_float16)
         finally:
             with self._lock:
                 self._under_way[chosen] -= work

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from embedserve.batching.batcher import AT_ONCE
 from embedserve.config import Limits, ServeSettings
 from embedserve.pipeline.codec_executor import WAITING_BYTES_MAX
-from embedserve.wire.server import LOOK_BYTES
+from embedserve.wire.server import CHECK_BYTES
 
 CONNECTION_BYTES = 16 << 10
 """Bytes of an idle connection."""
@@ -49,7 +49,7 @@ def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[s
     parts = {
         "connections": CONNECTION_BYTES * limits.connections_max,
         "requests that have not come whole, answers that are not read": (
-            limits.connection_bytes_max + LOOK_BYTES
+            limits.connection_bytes_max + CHECK_BYTES
         ),
         "large requests and answers that wait to be read and written": WAITING_BYTES_MAX,
         "one of them that is": max(

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 10.0
+INTEGRITY_CHECK_S = 10.0
 """Seconds between two integrity checks of the served models."""
 LOOK_AT_TIME_S = 1.0
 """Seconds between two checks of what has expired."""
@@ -247,7 +247,7 @@ async def _serve(
     _freeze_garbage()
     say_ready()
     periodic = [
-        asyncio.create_task(repeat(LOOK_S, pipeline.models.check_integrity)),
+        asyncio.create_task(repeat(INTEGRITY_CHECK_S, pipeline.models.check_integrity)),
         asyncio.create_task(poll_all(followed)),
     ]
     if access is not None:

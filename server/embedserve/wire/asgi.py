@@ -136,9 +136,11 @@ class EmbedEndpoint:
             options = read_headers(route, scope["headers"], self._metrics, self._pipeline.codecs)
         except EmbedServeError as error:
             seconds, peer = perf_counter() - start_s, scope.get(PEER, "")
-            told = record_early_rejection(self._pipeline, error, scope["headers"], seconds, peer)
+            extra_headers = record_early_rejection(
+                self._pipeline, error, scope["headers"], seconds, peer
+            )
             encode = error_encoder(scope["path"])
-            await _send(send, error.http_status, *error_answer(error, told, encode))
+            await _send(send, error.http_status, *error_answer(error, extra_headers, encode))
             return
         writer = AsgiWriter(options.response_codec, scope)
         call = RequestContext(options, start_s, self._pipeline, writer)
@@ -229,13 +231,13 @@ class AsgiStream:
         self._size += len(data)
         if self._size > MANAGEMENT_BODY_BYTES_MAX:
             said = f"body has at least {self._size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
-            write_error(self._stream, RequestTooLargeError(said, "body"), self._told())
+            write_error(self._stream, RequestTooLargeError(said, "body"), self._extra_headers())
             return
         self._body.append(data)
         if is_end:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def _told(self) -> HeaderList:
+    def _extra_headers(self) -> HeaderList:
         return request_id_header(one_header(self._request.headers, REQUEST_ID))
 
     async def _run(self) -> None:
@@ -250,7 +252,7 @@ class AsgiStream:
             path = self._request.target[:SHOWN_CHARACTERS_MAX].decode("latin-1")
             logger.exception("%s %a failed", scope["method"], path)
             if not self._has_started:
-                write_error(self._stream, EngineError(INTERNAL), self._told())
+                write_error(self._stream, EngineError(INTERNAL), self._extra_headers())
         if not self._stream.is_sent and self._stream.tail is None:
             self._stream.cancel(ErrorCode.INTERNAL_ERROR)
 
@@ -289,7 +291,7 @@ class AsgiStream:
 
     def check_time(self, now_s: float) -> None:
         if self._task is None and now_s - self._start_s > REQUEST_S_MAX:
-            write_error(self._stream, late_request(), self._told())
+            write_error(self._stream, late_request(), self._extra_headers())
 
     def drain(self) -> None:
         """Does nothing: the request is answered as soon as it is complete."""

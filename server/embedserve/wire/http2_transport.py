@@ -79,7 +79,7 @@ class Http2Transport(asyncio.Protocol):
             # Yields to other connections before the rest is read.
             self._registry.has_grown(len(data))
             self._transport.pause_reading()
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._continue_reading)
         elif connection.flow_control.held_bytes:
             self._registry.has_grown(len(data))
         sender = connection.frame_writer
@@ -91,7 +91,7 @@ class Http2Transport(asyncio.Protocol):
         else:
             self.flush()
 
-    def _go_on(self) -> None:
+    def _continue_reading(self) -> None:
         if self._has_ended or self._transport.is_closing():
             return
         if self._paused_s:
@@ -152,7 +152,7 @@ class Http2Transport(asyncio.Protocol):
         if self._paused_s:
             return
         if self._connection.has_more:
-            self._loop.call_soon(self._go_on)
+            self._loop.call_soon(self._continue_reading)
         else:
             self._transport.resume_reading()
 

@@ -224,15 +224,15 @@ def record_early_rejection(
         extra headers of the response: the request id.
     """
     metrics = pipeline.metrics.protocols["rest"]
-    told = request_id_header(one_header(headers, REQUEST_ID))
-    request_id = told[0][1].decode("ascii")
+    extra_headers = request_id_header(one_header(headers, REQUEST_ID))
+    request_id = extra_headers[0][1].decode("ascii")
 
     def fields() -> Fields:
         address = pipeline.addresses.find(peer, headers_by_name(headers).get)
         return {"request_id": request_id, "address": address, "protocol": metrics.protocol}
 
     metrics.refused(error.code, error.message, seconds, fields)
-    return told
+    return extra_headers
 
 
 def error_answer(

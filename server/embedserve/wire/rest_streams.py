@@ -142,9 +142,11 @@ def refused(
     """Returns a handler factory that answers each stream with ``error``."""
 
     def open_refused(stream: Stream) -> Handler:
-        told = record_early_rejection(pipeline, error, request.headers, 0.0, stream.connection.peer)
+        extra_headers = record_early_rejection(
+            pipeline, error, request.headers, 0.0, stream.connection.peer
+        )
         path = request.target.partition(b"?")[0].decode("latin-1")
-        write_error(stream, error, told, request.method, error_encoder(path))
+        write_error(stream, error, extra_headers, request.method, error_encoder(path))
         return NULL_HANDLER
 
     return open_refused

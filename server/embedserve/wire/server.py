@@ -42,7 +42,7 @@ CHECK_S = 1.0
 """Seconds between two checks of the connections' time and memory limits."""
 AGE_JITTER = (0.9, 1.1)
 """Range of the random factor of connection_age_s_max, so that retirements are spread in time."""
-LOOK_BYTES = 64 << 20
+CHECK_BYTES = 64 << 20
 """Bytes by which connections may grow before their memory is checked ahead of CHECK_S."""
 CUT_SHOWN = 5
 """Client addresses in the log of aborted connections, those with the most connections first."""
@@ -236,7 +236,7 @@ class WireServer:
 
     def has_grown(self, nbytes: int) -> None:
         self._grown_bytes += nbytes
-        if self._grown_bytes > LOOK_BYTES:
+        if self._grown_bytes > CHECK_BYTES:
             # Not deferred: one event-loop iteration may read megabytes from each connection.
             self._cut_largest()
 

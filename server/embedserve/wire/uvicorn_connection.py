@@ -259,7 +259,9 @@ class UvicornConnection(HttpToolsProtocol):
             return
         seconds = perf_counter() - self._message_since_s
         headers = getattr(self, "headers", [])
-        told = record_early_rejection(self.request_pipeline, error, headers, seconds, self.peer)
+        extra_headers = record_early_rejection(
+            self.request_pipeline, error, headers, seconds, self.peer
+        )
         if is_pending:
             cycle.disconnected = True
             cycle.waiting_for_100_continue = False  # 100 would follow the final response
@@ -268,7 +270,7 @@ class UvicornConnection(HttpToolsProtocol):
             self.transport.close()
             return
         path = getattr(self, "url", b"").partition(b"?")[0].decode("latin-1")
-        headers, body = error_answer(error, told, error_encoder(path))
+        headers, body = error_answer(error, extra_headers, error_encoder(path))
         headers = [*headers, (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
         head = STATUS_LINES[error.http_status] + lines_of(headers)
         self.transport.write(head + b"\r\n" + body)

@@ -111,7 +111,7 @@ async def test_it_rounds_to_float16_where_nobody_wants_more(
         request.output_dtype = "float16"
     rounded = await asyncio.gather(*(submit(batcher, one) for one in requests[:2]))
     both = await asyncio.gather(*(submit(batcher, one) for one in requests[2:]))
-    assert [lookup.in_half for lookup in engine.lookups] == [True, False]
+    assert [lookup.as_float16 for lookup in engine.lookups] == [True, False]
     expected = engine.expected(USER)
     for result in (*rounded, both[0]):
         assert result.values.dtype == np.float16
@@ -126,4 +126,4 @@ async def test_it_is_compared_with_a_shadow_as_float32(
     request = engine.request(USER)
     request.output_dtype = "float16"
     assert (await submit(batcher, request)).values.dtype == np.float16
-    assert not engine.lookups[0].in_half
+    assert not engine.lookups[0].as_float16

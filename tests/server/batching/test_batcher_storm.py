@@ -38,7 +38,7 @@ class SometimesFailing(FakeEngine):
         ids: np.ndarray,
         lengths: np.ndarray,
         weights: np.ndarray | None = None,
-        in_half: bool = False,
+        as_float16: bool = False,
     ) -> np.ndarray:
         count = len(self.lookups) + 1
         self.failure = RuntimeError("on order") if count % 13 == 0 else None

@@ -17,7 +17,7 @@ from embedserve.batching.validation import check_output
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
 from embedserve.lookup import LookupResult, OutputOptions
-from embedserve.model_info import PARTS_MAX
+from embedserve.model_info import SELECTIONS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 BAGS: Bags = {"tag": [[1], [2, 3], []], "user": [[4], [], [6]]}
@@ -101,13 +101,13 @@ async def test_what_is_no_list_of_keys_is_refused(
 
 def test_few_selections_are_remembered() -> None:
     """Whoever asks for another one each time fills no memory."""
-    model = model_info(features={f"f{i}": (2, 1) for i in range(3 * PARTS_MAX)})
+    model = model_info(features={f"f{i}": (2, 1) for i in range(3 * SELECTIONS_MAX)})
     first = model.with_keys(("f1", "f0"))
     assert model.with_keys(("f1", "f0")) is first
     assert first.keys == ("f0", "f1")
     for key in model.keys:
         assert check_output(OutputOptions((key,)), model).keys == (key,)
         model.with_keys((key,))
-    assert len(model.key_selections) <= PARTS_MAX
+    assert len(model.key_selections) <= SELECTIONS_MAX
     with pytest.raises(InvalidRequestError, match=r"output_keys\[0\] is 'f99'"):
         check_output(OutputOptions(("f99",)), model)

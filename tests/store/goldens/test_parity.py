@@ -32,7 +32,7 @@ def check(
     goldens = goldens or version.goldens()
     numbers = row_numbers(goldens.bags, version.translator)
     manifest, tables = version.manifest, version.tables
-    check_answers(answers, goldens, numbers, manifest, tables, "here", in_half=is_in_half)
+    check_answers(answers, goldens, numbers, manifest, tables, "here", as_float16=is_in_half)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +89,7 @@ def test_a_vector_that_is_not_a_number_is_caught(version: ModelVersion) -> None:
         check(version, answers)
 
 
-def in_half(version: ModelVersion) -> np.ndarray:
+def as_float16(version: ModelVersion) -> np.ndarray:
     """What FBGEMM's CUDA kernels answer to the goldens."""
 
     def rows_of(table: TableSpec, numbers: np.ndarray) -> np.ndarray:
@@ -117,7 +117,7 @@ def test_on_gpus_quantized_values_may_be_rounded_to_float16(
             bag.weight[::3] += 10 * scale
     publish(ebc, tmp_path, model="m", dtype=dtype)
     version = LocalStore(tmp_path).load("m")
-    stored, answers = version.goldens().stored_answers, in_half(version)
+    stored, answers = version.goldens().stored_answers, as_float16(version)
     assert 1e-5 < np.abs(answers - stored).max() / np.abs(stored).max() < 1e-3
     check(version, answers, is_in_half=True)
     check(version, stored, is_in_half=True)
@@ -135,7 +135,7 @@ def test_on_gpus_float_rows_are_held_to_what_they_are_elsewhere(
     """One table beside two of int8: half a float16 step is too much for its answers alone."""
     publish(ebc, tmp_path, model="m", dtype={"user": dtype, "item": "int8", "tag": "int8"})
     version = LocalStore(tmp_path).load("m")
-    answers = in_half(version)
+    answers = as_float16(version)
     check(version, answers, is_in_half=True)
     answers[:, :16] *= np.float32(1 + 2**-11)
     with pytest.raises(StoreError, match="the vectors of 'user' are not the published ones"):

@@ -174,27 +174,30 @@ def _is_plain(parsed: InferBody, request: LookupRequest) -> bool:
     """Returns whether the inputs are F.ids and then F.lengths of each feature, integers in binary.
     No tensor may be in shared memory, which belongs to a single caller."""
     names = [f"{name}.{part}" for name in request.features for part in ("ids", "lengths")]
-    told: list[Placed | None] = [one.parameters for one in parsed.inputs]
-    told += [one.parameters for one in parsed.outputs]
-    is_other = bool(request.string_features) or any(map(_is_placed, filter(None, told)))
+    parameters: list[Placed | None] = [one.parameters for one in parsed.inputs]
+    parameters += [one.parameters for one in parsed.outputs]
+    is_other = bool(request.string_features) or any(map(_is_placed, filter(None, parameters)))
     are_binary = all(one.data is None for one in parsed.inputs)
     return are_binary and not is_other and [one.name for one in parsed.inputs] == names
 
 
-def _is_placed(told: Placed) -> bool:
+def _is_placed(parameters: Placed) -> bool:
     """Returns whether a tensor with these parameters is in shared memory."""
-    return told.shared_memory_region is not None or told.shared_memory_byte_size is not None
+    return (
+        parameters.shared_memory_region is not None
+        or parameters.shared_memory_byte_size is not None
+    )
 
 
-def _place(tensor: InputTensor | str, told: Placed, regions: Regions | None) -> MemorySlice:
-    region, byte_size = told.shared_memory_region, told.shared_memory_byte_size
-    return find_place(tensor, region, byte_size, told.shared_memory_offset, regions)
+def _place(tensor: InputTensor | str, parameters: Placed, regions: Regions | None) -> MemorySlice:
+    region, byte_size = parameters.shared_memory_region, parameters.shared_memory_byte_size
+    return find_place(tensor, region, byte_size, parameters.shared_memory_offset, regions)
 
 
 def _places(outputs: list[Output], regions: Regions | None) -> dict[str, MemorySlice] | None:
     """Returns the locations of the outputs that are requested in shared memory, by name."""
-    told = [(one.name, one.parameters) for one in outputs if one.parameters is not None]
-    return {name: _place(name, one, regions) for name, one in told if _is_placed(one)} or None
+    parameters = [(one.name, one.parameters) for one in outputs if one.parameters is not None]
+    return {name: _place(name, one, regions) for name, one in parameters if _is_placed(one)} or None
 
 
 def _sizes_of_same(head: bytes, parsed: InferBody) -> list[tuple[int, int]] | None:
@@ -261,12 +264,12 @@ def _tensors(
     placed: list[PlacedTensor] = []
     for one in inputs:
         tensor = InputTensor(one.name, one.datatype, one.shape, b"")
-        told = one.parameters
-        size = None if told is None else told.binary_data_size
-        if told is not None and _is_placed(told):
+        parameters = one.parameters
+        size = None if parameters is None else parameters.binary_data_size
+        if parameters is not None and _is_placed(parameters):
             if one.data is not None or size is not None:
                 raise wrong(tensor, "has data, and is to lie in shared memory: send one")
-            placed.append((tensor, _place(tensor, told, regions)))
+            placed.append((tensor, _place(tensor, parameters, regions)))
         elif size is None:
             tensor.data = _from_json(tensor, one.data)
         elif one.data is not None:

@@ -86,8 +86,8 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
     model = result.model
     start = model.response_prefix_cache.get(("v2 model",))
     if start is None:
-        told = {"model_name": model.name, "model_version": str(model.version)}
-        start = orjson.dumps(told)[:-1]
+        fields = {"model_name": model.name, "model_version": str(model.version)}
+        start = orjson.dumps(fields)[:-1]
         keep_start(model, ("v2 model",), start)
     if options.request_id:
         start += b',"id":' + orjson.dumps(options.request_id)
@@ -100,8 +100,8 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
 
 def _start(tensor: OutputTensor, itemsize: int) -> bytes:
     """Returns the description of an output, without its values."""
-    told = {"name": tensor.name, "datatype": DATATYPES[itemsize], "shape": tensor.shape}
-    return orjson.dumps(told)[:-1]
+    fields = {"name": tensor.name, "datatype": DATATYPES[itemsize], "shape": tensor.shape}
+    return orjson.dumps(fields)[:-1]
 
 
 def _described(
@@ -141,8 +141,8 @@ def _all_json(
 
 def _place_told(place: MemorySlice, nbytes: int) -> bytes:
     """Returns the parameters of an output of ``nbytes`` that is in shared memory."""
-    told = {REGION: place.region.name, OFFSET: place.offset, BYTE_SIZE: nbytes}
-    return b',"parameters":' + orjson.dumps(told)
+    fields = {REGION: place.region.name, OFFSET: place.offset, BYTE_SIZE: nbytes}
+    return b',"parameters":' + orjson.dumps(fields)
 
 
 def _values(tensor: OutputTensor, result: LookupResult) -> Iterator[bytes]:

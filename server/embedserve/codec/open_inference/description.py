@@ -59,13 +59,13 @@ def configuration(info: ModelInfo) -> dict[str, Any]:
 
     Each shape includes the batch dimension, so max_batch_size is 0. Every input is optional.
     """
-    told = model(info, [])
+    metadata = model(info, [])
     return {
-        "name": told["name"],
-        "platform": told["platform"],
+        "name": metadata["name"],
+        "platform": metadata["platform"],
         "max_batch_size": 0,
-        "input": [{**_configured(one), "optional": True} for one in told["inputs"]],
-        "output": [_configured(one) for one in told["outputs"]],
+        "input": [{**_configured(one), "optional": True} for one in metadata["inputs"]],
+        "output": [_configured(one) for one in metadata["outputs"]],
     }
 
 

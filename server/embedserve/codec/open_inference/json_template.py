@@ -109,10 +109,10 @@ class JsonTemplate:
     def _add(self, batch_size: int) -> tuple[bytes, ...]:
         """Returns the bytes behind the byte count of each feature's ids, up to the next feature,
         and caches them."""
-        told, size = b"%d" % batch_size, b"%d" % (4 * batch_size)
+        examples, size = b"%d" % batch_size, b"%d" % (4 * batch_size)
         between = self._between
         middles = tuple(
-            between[at] + told + between[at + 1] + size + between[at + 2]
+            between[at] + examples + between[at + 1] + size + between[at + 2]
             for at in range(2, len(between), NUMBERS_PER_FEATURE)
         )
         if len(self._middles) >= BATCH_SIZES_MAX:

@@ -73,7 +73,7 @@ class SharedMemoryTemplate:
             bags = self._ids_bytes + at * width
             self._slices += slice(start, end), slice(bags, bags + width)
         self.nbytes = self._ids_bytes + len(self._counts) * width
-        self._told = b""
+        self._body = b""
         self._model = ""
         self._output: OutputOptions | None = None
         self._output_dtype = ""
@@ -83,13 +83,13 @@ class SharedMemoryTemplate:
         """Whether the inputs are read on the event loop's thread."""
         return self.nbytes <= NOW_BYTES_MAX
 
-    def is_told_by(self, body: bytes, limits: Limits) -> bool:
-        return body == self._told and limits is self._limits
+    def has_body(self, body: bytes, limits: Limits) -> bool:
+        return body == self._body and limits is self._limits
 
-    def keep(self, told: bytes, like: LookupRequest) -> None:
+    def keep(self, body: bytes, like: LookupRequest) -> None:
         """Makes ``read_known`` return requests like ``like``, the first one with the bytes
-        ``told``."""
-        self._told, self._model = told, like.model
+        ``body``."""
+        self._body, self._model = body, like.model
         self._output, self._output_dtype = like.output, like.output_dtype
 
     def read(self, model: str, regions: Regions) -> LookupRequest | None:
@@ -195,16 +195,16 @@ def _place(name: str, offset: int, nbytes: int, regions: Regions) -> MemorySlice
 class SharedMemoryTemplateCache(TemplateCache[SharedMemoryTemplate]):
     """Cache of recent templates."""
 
-    def find(self, told: bytes, limits: Limits) -> SharedMemoryTemplate | None:
-        """Returns the template of requests with the bytes ``told``, checked against these
+    def find(self, body: bytes, limits: Limits) -> SharedMemoryTemplate | None:
+        """Returns the template of requests with the bytes ``body``, checked against these
         ``limits``."""
         for template in self.templates:
-            if template.is_told_by(told, limits):
+            if template.has_body(body, limits):
                 return template
         return None
 
-    def remember(self, told: bytes, template: SharedMemoryTemplate, like: LookupRequest) -> None:
-        """Caches ``template`` of ``like``, the first request with the bytes ``told``."""
-        if len(told) <= TEMPLATE_BYTES_MAX:
-            template.keep(told, like)
-            self.add(template, len(told))
+    def remember(self, body: bytes, template: SharedMemoryTemplate, like: LookupRequest) -> None:
+        """Caches ``template`` of ``like``, the first request with the bytes ``body``."""
+        if len(body) <= TEMPLATE_BYTES_MAX:
+            template.keep(body, like)
+            self.add(template, len(body))

@@ -201,8 +201,8 @@ class GrpcUnaryCall:
             self._stream.answer(HEAD_BLOCK, (answer,), len(answer), OK_BLOCK)
 
     def _end(self, trailers: Headers) -> None:
-        told = request_id_header(self._headers.get(REQUEST_ID))
-        self._stream.send_head(only_trailers([*trailers, *told]), is_end=True)
+        extra_trailers = request_id_header(self._headers.get(REQUEST_ID))
+        self._stream.send_head(only_trailers([*trailers, *extra_trailers]), is_end=True)
 
     def reset(self) -> None:
         """Does nothing: no work is pending."""
@@ -247,9 +247,9 @@ class BidiStream:
     def receive(self, data: bytes, is_end: bool) -> None:
         self._deframer.feed(data)
         self._has_all = is_end
-        self.go_on()
+        self.take_messages()
 
-    def go_on(self) -> None:
+    def take_messages(self) -> None:
         """Takes buffered messages while there is room for their responses; ends a finished call."""
         if self._is_over or self._is_taking:
             return
@@ -310,7 +310,7 @@ class BidiStream:
         if self._is_over:
             return
         self._is_over = True
-        trailers = [*trailers, *self.told(trailers is not OK_TRAILERS)]
+        trailers = [*trailers, *self.extra_trailers(trailers is not OK_TRAILERS)]
         if self._has_started:
             self._stream.end(encode(trailers))
         else:
@@ -321,7 +321,7 @@ class BidiStream:
         """Request id of the call: the caller's, or an id generated at the first access."""
         return request_id_of(self.headers.get(REQUEST_ID))
 
-    def told(self, has_failed: bool) -> HeaderList:
+    def extra_trailers(self, has_failed: bool) -> HeaderList:
         """Returns extra trailers: the request id, if the call has one or ``has_failed``."""
         is_named = has_failed or REQUEST_ID in self.headers or "request_id" in self.__dict__
         return [(REQUEST_ID, self.request_id)] if is_named else []
@@ -330,7 +330,7 @@ class BidiStream:
         self._is_over = True
 
     def resume(self) -> None:
-        self.go_on()
+        self.take_messages()
 
     def check_time(self, now_s: float) -> None:
         """Ends a stream whose message stays incomplete for REQUEST_S_MAX.
@@ -344,4 +344,4 @@ class BidiStream:
 
     def drain(self) -> None:
         self._is_draining = True
-        self.go_on()
+        self.take_messages()

@@ -73,7 +73,7 @@ class StreamedResponse(ResponseWriter):
 
     def on_enqueued(self) -> None:
         self._stream.reserve(self)
-        self._stream.go_on()
+        self._stream.take_messages()
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
@@ -169,7 +169,7 @@ class EmbedStream(BidiStream):
             first = responses.popleft()
             self._answer_bytes -= first.reserved_bytes
             self.write(first.parts, first.nbytes)
-        self.go_on()
+        self.take_messages()
         return True
 
     def drain(self) -> None:

@@ -78,19 +78,19 @@ class OpenInferenceService:
 
     def _model(self, message: bytes) -> bytes:
         asked = _read(message, pb.ModelMetadataRequest)
-        told = metadata(self._pipeline, asked.name, asked.version)
-        return _written(told, pb.ModelMetadataResponse())
+        fields = metadata(self._pipeline, asked.name, asked.version)
+        return _written(fields, pb.ModelMetadataResponse())
 
     def _configuration(self, message: bytes) -> bytes:
         asked = _read(message, pb.ModelConfigRequest)
-        told = {"config": configuration(self._pipeline, asked.name, asked.version)}
-        return _written(told, pb.ModelConfigResponse())
+        fields = {"config": configuration(self._pipeline, asked.name, asked.version)}
+        return _written(fields, pb.ModelConfigResponse())
 
     def statistics(self, quota: CallerQuota | None, message: bytes) -> bytes:
         """Answers ModelStatistics for the models that the caller of ``quota`` may use."""
         asked = _read(message, pb.ModelStatisticsRequest)
-        told = {"model_stats": statistics(self._pipeline, asked.name, asked.version, quota)}
-        return _written(told, pb.ModelStatisticsResponse())
+        fields = {"model_stats": statistics(self._pipeline, asked.name, asked.version, quota)}
+        return _written(fields, pb.ModelStatisticsResponse())
 
     def _repository(self, message: bytes) -> bytes:
         asked = _read(message, pb.RepositoryIndexRequest)
@@ -115,12 +115,12 @@ class SharedMemoryCalls:
 
     def _status(self, owner: str, message: bytes) -> bytes:
         asked = _read(message, pb.SystemSharedMemoryStatusRequest)
-        told = pb.SystemSharedMemoryStatusResponse()
+        fields = pb.SystemSharedMemoryStatusResponse()
         for one in self._shared.status(owner, asked.name):
-            status = told.regions[one.name]
+            status = fields.regions[one.name]
             status.name, status.key = one.name, one.key
             status.offset, status.byte_size = one.offset, one.byte_size
-        return told.SerializeToString()
+        return fields.SerializeToString()
 
     def _register(self, owner: str, message: bytes) -> bytes:
         asked = _read(message, pb.SystemSharedMemoryRegisterRequest)
@@ -148,5 +148,5 @@ def _problem(kind: type[Message], error: DecodeError) -> EmbedServeError:
     return InvalidRequestError(f"body is not a {kind.__name__}: {error}", "body")
 
 
-def _written(told: dict[str, Any], message: Message) -> bytes:
-    return ParseDict(told, message).SerializeToString()
+def _written(fields: dict[str, Any], message: Message) -> bytes:
+    return ParseDict(fields, message).SerializeToString()

@@ -255,8 +255,8 @@ def _message(models: ModelRegistry, model: ModelInfo) -> embedding_pb2.Model:
 
 
 def _denied(stream: Stream, error: EmbedServeError, headers: HeadersByName) -> Handler:
-    told = encode(request_id_header(headers.get(REQUEST_ID)))
-    stream.send_head(error_block(error) + told, is_end=True)
+    trailers = encode(request_id_header(headers.get(REQUEST_ID)))
+    stream.send_head(error_block(error) + trailers, is_end=True)
     return NULL_HANDLER
 
 
