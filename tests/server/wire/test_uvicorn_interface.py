@@ -14,7 +14,7 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-CALLBACKS = {
+CALLBACKS = (
     "connection_made",
     "connection_lost",
     "resume_writing",
@@ -24,7 +24,7 @@ CALLBACKS = {
     "on_body",
     "on_message_complete",
     "on_response_complete",
-}
+)
 
 
 @pytest.mark.parametrize("name", [*CALLBACKS, "_unset_keepalive_if_required"])
