@@ -13,7 +13,7 @@ COLLECT_S_MAX = 300
 
 BUNDLE = (
     *("fbgemm_gpu", "torchrec", "tensordict", "pyvers", "orjson", "importlib_metadata", "msgspec"),
-    *("fastapi", "fastapi_offline", "starlette", "uvicorn", "httptools", "hpack", "pydantic"),
+    *("fastapi", "fastapi_offline", "starlette", "httptools", "hpack", "pydantic"),
     *("pydantic_core", "annotated_types", "annotated_doc", "typing_inspection"),
     *("opentelemetry_api", "grpcio", "protobuf", "grpcio_health_checking", "grpcio_reflection"),
 )

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
-from embedserve.wire.http2.route_resolver import ResolvedRoute, read_request
+from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 

@@ -13,9 +13,10 @@ from hostile.trace import Trace
 
 from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http2.route_resolver import ResolvedRoute
-from embedserve.wire.http2.stream import NullHandler, Stream
+from embedserve.wire.http2.request_headers import ResolvedRoute
+from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.http_stream import NullHandler
 
 ANSWER = bytes(200_000)
 HEAD = encode([(b":status", b"200")])

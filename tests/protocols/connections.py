@@ -65,7 +65,7 @@ class Http1Connection(Connection):
     """HTTP/1.1: pipelined requests; a client that goes away closes the connection.
 
     Args:
-        is_chunked: bodies are sent in chunks, which uvicorn reads, not our own fast path.
+        is_chunked: bodies are sent in chunks, which do not take the fast path.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class Protocol:
 
     Attributes:
         make_format: the format's, of the folder of shared memory.
-        is_chunked: HTTP/1.1 bodies in chunks, which uvicorn reads.
+        is_chunked: HTTP/1.1 bodies in chunks, off the fast path.
         grpc_server: which server answers the gRPC port.
     """
 

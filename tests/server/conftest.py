@@ -11,16 +11,14 @@ import pytest
 from server.fake_engine import FakeEngine, model_info
 from server.gate import Gate
 from server.live import Live, live_server, make_pipeline
-from server.raw_http import OurServer, our_server
+from server.raw_http import OurServer, http_client, our_server
 from server.small_store import publish_small_model
 from server.waiting import given_up_after
 
-from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.pipeline import RequestPipeline
-from embedserve.wire.asgi import EmbedEndpoint
 
 MakeBatcher = Callable[[Limits], Batcher]
 TEST_S_MAX = 30
@@ -81,9 +79,7 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -
 
 @pytest.fixture
 async def rest(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
-    app = EmbedEndpoint(pipeline, management_app(pipeline))
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with http_client(pipeline) as client:
         yield client
 
 

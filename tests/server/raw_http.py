@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import httpx
 import uvicorn
+from server.asgi_reference import EmbedEndpoint
 from server.fake_engine import FakeEngine
 from server.waiting import until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,9 +20,8 @@ from uvicorn.server import ServerState
 
 from embedserve.api.management import management_app
 from embedserve.pipeline import RequestPipeline
-from embedserve.wire.asgi import EmbedEndpoint
 from embedserve.wire.connections import Connection
-from embedserve.wire.http1 import Http1Connection
+from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.server import WireServer
 from embedserve.wire.tls.certificates import Certificates
 
@@ -118,11 +119,9 @@ class OurServer(RawServer):
         await self.wire.listen([self._bind()])
 
     async def stop(self) -> None:
-        tasks = [task for one in self.http1() for task in one.tasks]
         await self.wire.drain(0)
         await super().stop()
         await until(lambda: not self.wire.connections)
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), READ_S_MAX)
 
     async def open_held(
         self, engine: FakeEngine, request: bytes
@@ -134,12 +133,12 @@ class OurServer(RawServer):
         await until(lambda: engine.lookups)
         return reader, writer
 
-    def http1(self) -> list[Http1Connection]:
+    def http1(self) -> list[FastPathConnection]:
         """The connections that speak HTTP/1."""
-        return [one for one in self.wire.connections if isinstance(one, Http1Connection)]
+        return [one for one in self.wire.connections if isinstance(one, FastPathConnection)]
 
     @property
-    def connection(self) -> Http1Connection:
+    def connection(self) -> FastPathConnection:
         """The one that is open."""
         (one,) = self.http1()
         return one
@@ -205,6 +204,15 @@ async def plain_server(pipeline: RequestPipeline) -> AsyncIterator[PlainServer]:
         await server.stop()
 
 
+@asynccontextmanager
+async def http_client(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a server over ``pipeline``, until the block ends."""
+    async with our_server(pipeline) as server:
+        base_url = f"http://127.0.0.1:{server.port}"
+        async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
+            yield client
+
+
 Answer = tuple[int, dict[bytes, bytes], bytes]
 """Status, headers by name, body."""
 
@@ -227,7 +235,7 @@ def post(
 
 
 def chunked(body: bytes, *lines: str, url: str = "/embed") -> bytes:
-    """The same request by uvicorn's way."""
+    """The same request, which does not take the fast path."""
     head = [f"POST {url} HTTP/1.1", "Host: test", *lines, "Transfer-Encoding: chunked", "", ""]
     chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
     return "\r\n".join(head).encode() + chunk + b"0\r\n\r\n"

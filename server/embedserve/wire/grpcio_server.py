@@ -30,7 +30,7 @@ from embedserve.wire.grpc import open_inference_grpc
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
 from embedserve.wire.grpc.service import PREDICTOR_NAME, SERVICE_NAME, SERVICES, GrpcService
 from embedserve.wire.grpc.statuses import error_trailers
-from embedserve.wire.http2.header_blocks import Headers
+from embedserve.wire.http_stream import Headers
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import FIRST_BYTES_S_MAX, ConnectionManager, LingeringClose
 from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
 from embedserve.wire.http2.frames import ErrorCode
-from embedserve.wire.http2.route_resolver import OpenRequest
+from embedserve.wire.http2.request_headers import OpenRequest
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.unsent_memory import owners_of
 

@@ -1,9 +1,10 @@
-"""Router of HTTP/2 requests to their handlers: gRPC, an embed route, or management."""
+"""Router of requests to their handlers: gRPC, an embed route, or management."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from urllib.parse import unquote
 
 from embedserve.errors import EmbedServeError, InvalidRequestError
@@ -14,19 +15,22 @@ from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.grpc.service import refused as refused_call
 from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
-from embedserve.wire.http2.header_blocks import Headers, encode
-from embedserve.wire.http2.route_resolver import Http2Request, ResolvedRoute, read_request
-from embedserve.wire.http2.stream import Handler, Stream
-from embedserve.wire.rest import embed_route, headers_too_large
-from embedserve.wire.rest_streams import open_embed, refused
+from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
+from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http_stream import Handler, Headers, HttpRequest, HttpStream
+from embedserve.wire.rest.calls import open_embed, refused
+from embedserve.wire.rest.requests import embed_route, headers_too_large
 
 TARGET_BYTES_SHOWN = 100
 _NO_TARGET = re.compile(rb"[^!-~]")
-CONTINUE = encode([(b":status", b"100")])
 
 
 class Router:
-    """Resolves request headers to a route, which is reused for all requests with equal headers."""
+    """Finds the handler of a request; HTTP/2 reuses it for all requests with equal headers.
+
+    Attributes:
+        allowed_hosts: allowed Host names; None: any.
+    """
 
     def __init__(
         self,
@@ -42,43 +46,45 @@ class Router:
             service: gRPC service.
             allowed_hosts: allowed Host names; None: any.
         """
-        self._allowed_hosts = allowed_hosts
+        self.allowed_hosts = allowed_hosts
         self._pipeline = pipeline
         self._management = management
         self._metrics = pipeline.metrics.protocols["rest"]
         self._grpc = service
 
-    def open_request(self, headers: Headers) -> ResolvedRoute | str:
-        """Returns the route for ``headers``, or an error message if they are malformed."""
+    def resolve_http2(self, headers: Headers) -> ResolvedRoute | str:
+        """Returns the route for headers of HTTP/2, or an error message if they are malformed."""
         request = read_request(headers)
         if isinstance(request, str):
             return request
-        open_stream = self._find(request)
-        if (b"expect", b"100-continue") in request.headers:
-            open_stream = _after_continue(open_stream)
-        return ResolvedRoute(open_stream, request.content_length)
+        return ResolvedRoute(self._resolve_http2(request), request.content_length)
 
-    def _find(self, request: Http2Request) -> Callable[[Stream], Handler]:
+    def _resolve_http2(self, request: HttpRequest) -> Callable[[Stream], Handler]:
         content_type = next((v for name, v in request.headers if name == b"content-type"), b"")
         is_grpc = _is_grpc(content_type) and request.method == b"POST"
         try:
             if request.list_bytes > HEADER_LIST_BYTES_MAX:
                 raise headers_too_large(request.list_bytes, "bytes", HEADER_LIST_BYTES_MAX)
-            if self._allowed_hosts is not None:
-                self._allowed_hosts.check(request.headers)
+            if self.allowed_hosts is not None:
+                self.allowed_hosts.check(request.headers)
         except EmbedServeError as error:
             if is_grpc:
                 return refused_call(WireError(error.code, error.message))
             return refused(error, request, self._pipeline)
-        if is_grpc:
-            return self._grpc.open(request)
+        return self._grpc.open(request) if is_grpc else self.resolve(request)
+
+    def resolve(self, request: HttpRequest) -> Callable[[HttpStream], Handler]:
+        """Returns the handler factory of a request that is not gRPC, from an allowed host."""
         if wrong := wrong_target(request.target):
             return refused(wrong, request, self._pipeline)
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
-        if route is not None:
-            return open_embed(route, request, self._pipeline, self._metrics)
-        return lambda stream: AsgiStream(self._management, request, stream)
+        if route is None:
+            make: Callable[[HttpStream], Handler] = partial(AsgiStream, self._management, request)
+        else:
+            make = open_embed(route, request, self._pipeline, self._metrics)
+        expects_continue = (b"expect", b"100-continue") in request.headers
+        return _with_continue(make) if expects_continue else make
 
 
 def wrong_target(target: bytes) -> InvalidRequestError | None:
@@ -96,15 +102,17 @@ def wrong_target(target: bytes) -> InvalidRequestError | None:
     return InvalidRequestError(f"{said}: percent-encode it", "path")
 
 
-def _after_continue(open_stream: Callable[[Stream], Handler]) -> Callable[[Stream], Handler]:
-    """Wraps a handler factory so that it sends 100 (Continue) first, if the body is incomplete."""
+def _with_continue(make: Callable[[HttpStream], Handler]) -> Callable[[HttpStream], Handler]:
+    """Wraps a handler factory so that it sends 100 (Continue), unless the request is complete or
+    rejected."""
 
-    def tell(stream: Stream) -> Handler:
-        if not stream.is_received:
-            stream.send_head(CONTINUE)
-        return open_stream(stream)
+    def make_and_continue(stream: HttpStream) -> Handler:
+        handler = make(stream)
+        if not (stream.is_received or stream.is_sent):
+            stream.send_continue()
+        return handler
 
-    return tell
+    return make_and_continue
 
 
 def _is_grpc(content_type: bytes) -> bool:

@@ -14,20 +14,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, cast
-
-import uvicorn
-from uvicorn.server import ServerState
 
 from embedserve.config import Limits
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.allowed_hosts import AllowedHosts
-from embedserve.wire.asgi import ASGIApp, EmbedEndpoint
+from embedserve.wire.asgi import ASGIApp
 from embedserve.wire.connections import Connection, ProtocolDetector
 from embedserve.wire.grpc.service import GrpcService
-from embedserve.wire.header_templates import HeaderTemplateCache
-from embedserve.wire.http1 import Http1Connection
+from embedserve.wire.http1.fast_path import FastPathConnection
+from embedserve.wire.http1.header_templates import HeaderTemplateCache
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http2_transport import Http2Transport
 from embedserve.wire.router import Router
@@ -84,7 +80,7 @@ class WireServer:
             is_local: Router(pipeline, management, service, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
-        self._forms = {
+        self._templates = {
             is_local: HeaderTemplateCache(rest, pipeline.limits, pipeline.codecs, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
@@ -99,20 +95,6 @@ class WireServer:
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
         self._is_draining = False
-        self._uvicorn_state = ServerState()
-        self._uvicorn_config = uvicorn.Config(
-            cast(Any, EmbedEndpoint(pipeline, management)),
-            loop="none",
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            proxy_headers=False,
-            log_config=None,
-            server_header=False,
-            date_header=False,
-        )
-        self._uvicorn_config.load()
 
     async def listen(self, sockets: Sequence[socket.socket]) -> None:
         """Accepts connections of any protocol on all ``sockets``, which are bound.
@@ -185,19 +167,13 @@ class WireServer:
         context = self._certificates.context
         return Handshake(self, self._handshakes, context, lambda: ProtocolDetector(self))
 
-    def http1(self, is_local: bool) -> Http1Connection:
-        return Http1Connection(
-            self._pipeline,
-            self._forms[is_local],
-            self,
-            config=self._uvicorn_config,
-            server_state=self._uvicorn_state,
-            app_state={},
-        )
+    def http1(self, is_local: bool) -> FastPathConnection:
+        router, templates = self._routers[is_local], self._templates[is_local]
+        return FastPathConnection(self._pipeline, router, templates, self)
 
     def http2(self, is_local: bool) -> Http2Transport:
         router = self._routers[is_local]
-        return Http2Transport(self._pipeline, router.open_request, self._uploads, self)
+        return Http2Transport(self._pipeline, router.resolve_http2, self._uploads, self)
 
     def add(self, connection: Connection) -> None:
         self._connections[connection] = self._retire_s()

@@ -1,9 +1,10 @@
-"""Response writers of embed requests that have an HTTP/2 stream each, over gRPC or REST."""
+"""Response writers of embed requests that have a stream each, over REST or gRPC."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 from embedserve.access.authenticator import Authenticator, Certificate
 from embedserve.errors import EmbedServeError, OverloadedError
@@ -14,13 +15,12 @@ from embedserve.pipeline import (
     late_request,
 )
 from embedserve.tracing.request_id import HeaderList
-from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http_stream import HttpStream
 
-LATE_STREAMS_MAX = 16
-"""Open streams of a connection up to which its rejections may be delayed."""
+AnyStream = TypeVar("AnyStream", bound=HttpStream)
 
 
-class StreamWriter(ResponseWriter):
+class StreamWriter(ResponseWriter, Generic[AnyStream]):
     """Handler of the stream of one embed request. Subclasses read the body and write the response.
 
     The constructors of the subclasses set all attributes: a call for each request would cost a
@@ -32,7 +32,7 @@ class StreamWriter(ResponseWriter):
 
     _call: RequestContext | None
     _headers: Mapping[bytes, bytes]
-    _stream: Stream
+    _stream: AnyStream
     _is_rejected: bool
     """Whether the caller is not admitted. The body is then discarded, because the rejection may be
     written after a delay."""
@@ -57,9 +57,7 @@ class StreamWriter(ResponseWriter):
 
     @property
     def can_delay_rejection(self) -> bool:
-        """Whether a rejection may be delayed: a delayed stream counts against the stream limit,
-        which other callers on the connection share."""
-        return len(self._stream.connection.streams) <= LATE_STREAMS_MAX
+        return self._stream.can_delay_rejection
 
     def header(self, name: bytes) -> bytes | None:
         return self._headers.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import repeat
@@ -18,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
 from server.fake_models import ruled_info
 from server.live import make_pipeline
+from server.raw_http import http_client
 
-from embedserve.api.management import management_app
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.families import FAMILIES
 from embedserve.metrics.histogram import PENDING_MAX, Histogram
@@ -29,7 +30,6 @@ from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
-from embedserve.wire.asgi import EmbedEndpoint
 from embedserve_store import StoreError
 
 OURS = "embedserve_"
@@ -57,9 +57,9 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
 
 
 @pytest.fixture
-def client(pipeline: RequestPipeline) -> httpx.AsyncClient:
-    app = EmbedEndpoint(pipeline, management_app(pipeline))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+async def client(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_client(pipeline) as client:
+        yield client
 
 
 async def scraped(client: httpx.AsyncClient) -> dict[str, Metric]:
@@ -127,10 +127,7 @@ async def test_counts_add_up_to_the_requests_sent(
 
 async def test_unknown_ids_are_counted_by_feature(executor: ThreadPoolExecutor) -> None:
     pipeline = make_pipeline(FakeEngine(ruled_info()), executor=executor)
-    app = EmbedEndpoint(pipeline, management_app(pipeline))
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://test"
-    ) as client:
+    async with http_client(pipeline) as client:
         before = await scraped(client)
         bags = {"user": [[-1, 5], [7]], "movie": [[11], [1]], "tag": [["war"], ["drama", "war"]]}
         for body in ({"features": bags}, {"features": bags | {"shelf": [[7], []]}}):

@@ -69,12 +69,12 @@ async def live() -> AsyncIterator[Live]:
 async def over_http1(live: Live, path: str, fields: Fields, way: str) -> tuple[int, bytes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
     lines = [f"{name}: {value}" for name, value in fields]
-    if way == "uvicorn":
+    if way == "chunked":
         lines.append("connection: close")  # such requests are not matched by their heads
     head = [f"POST {path} HTTP/1.1", "host: localhost", *lines, f"content-length: {len(BODY)}"]
     data = "\r\n".join([*head, "", ""]).encode() + BODY
     try:
-        for _ in range(1 if way == "uvicorn" else 2):  # the second time its head is known
+        for _ in range(1 if way == "chunked" else 2):  # the second time its head is known
             for piece in [data[i : i + 1] for i in range(len(data))] if way == "cut" else [data]:
                 writer.write(piece)
                 await writer.drain()
@@ -94,7 +94,7 @@ async def over_http2(live: Live, path: str, fields: Fields, way: str) -> tuple[i
     return answer.status, answer.body
 
 
-WAYS = {"http1": over_http1, "cut": over_http1, "uvicorn": over_http1, "http2": over_http2}
+WAYS = {"http1": over_http1, "cut": over_http1, "chunked": over_http1, "http2": over_http2}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -116,7 +116,7 @@ async def test_a_routing_key_chooses_the_same_version_in_every_way(live: Live) -
             # Heads of one length, so that the one of the key alone is the template of the others.
             field = ("x-routing-key", key + padding)
             longer = ("x-routing-key", key + "-" * len(padding))
-            for way in ("http1", "cut", "uvicorn"):
+            for way in ("http1", "cut", "chunked"):
                 await over_http1(live, "/embed", [longer], "http1")
                 status, body = await over_http1(live, "/embed", [field], way)
                 assert status == 200

@@ -18,7 +18,7 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.wire.connections import Connection
-from embedserve.wire.http1 import Http1Connection
+from embedserve.wire.http1.connection import Http1Connection
 from embedserve.wire.http2_transport import Http2Transport
 from embedserve_client import AsyncGrpcEmbedClient
 from embedserve_proto import embedding_pb2 as pb

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine, model_info
 from server.live import JSON, PROTOBUF, make_pipeline
+from server.raw_http import OurServer, http_client, read_answer
+from server.waiting import until
 
-from embedserve.api.management import management_app
-from embedserve.pipeline import RequestPipeline
-from embedserve.wire.asgi import EmbedEndpoint
 from embedserve_proto import embedding_pb2 as pb
 
 BAGS: Bags = {"tag": [[1], [2, 3]], "user": [[4], []]}
@@ -106,23 +105,18 @@ async def test_the_url_names_the_model_even_if_the_message_names_another(
     assert (await rest.post("/embed", content=body, headers=headers)).status_code == 404
 
 
-async def test_a_body_past_the_limit_is_refused_before_its_end(pipeline: RequestPipeline) -> None:
-    chunks_read = 0
-    sent = []
-
-    async def receive() -> dict[str, object]:
-        nonlocal chunks_read
-        chunks_read += 1
-        return {"type": "http.request", "body": bytes(600), "more_body": True}
-
-    async def send(message: dict[str, object]) -> None:
-        sent.append(message)
-
-    app = EmbedEndpoint(pipeline, management_app(pipeline))
-    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
-    await app(scope, receive, send)  # type: ignore[arg-type]
-    assert chunks_read == 2
-    assert sent[0]["status"] == 413
+async def test_a_body_past_the_limit_is_refused_before_its_end(server: OurServer) -> None:
+    reader, writer = await server.open()
+    head = b"POST /embed HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunk = b"258\r\n%b\r\n" % bytes(600)
+    writer.write(head + chunk)
+    await until(lambda: server.http1() and server.connection._parser.body_bytes == 600)
+    assert server.outcomes() == {}
+    writer.write(chunk)
+    status, headers, _ = await read_answer(reader)
+    assert (status, headers[b"connection"]) == (413, b"close")
+    assert await reader.read() == b""
+    writer.close()
 
 
 @pytest.mark.parametrize("name", ["films 2", "filme-übersicht", "50%41", "映画"])
@@ -130,12 +124,11 @@ async def test_a_model_name_is_decoded_once(
     name: str, executor: ThreadPoolExecutor, rest: httpx.AsyncClient
 ) -> None:
     pipeline = make_pipeline(FakeEngine(model_info(name)), executor=executor)
-    app = EmbedEndpoint(pipeline, management_app(pipeline))
     path = "/models/" + "".join(f"%{byte:02X}" for byte in name.encode())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        answer = await client.post(f"http://test{path}/embed", content=AS_JSON)
+    async with http_client(pipeline) as client:
+        answer = await client.post(f"{path}/embed", content=AS_JSON)
         assert answer.json()["model"] == name
-        assert (await client.get(f"http://test{path}")).json()["model"] == name
+        assert (await client.get(path)).json()["model"] == name
     answer = await rest.post(f"{path}/embed", content=AS_JSON)
     assert f"model is {name!r}" in error_of(answer)["message"]
 

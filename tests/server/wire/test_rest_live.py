@@ -1,4 +1,4 @@
-"""POST /embed through uvicorn on a loopback port: what only a real connection shows."""
+"""POST /embed on a loopback port: what only a real connection shows."""
 
 from __future__ import annotations
 

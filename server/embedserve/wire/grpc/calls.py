@@ -43,8 +43,9 @@ from embedserve.wire.grpc.statuses import (
     only_trailers,
     wire_error_trailers,
 )
-from embedserve.wire.http2.header_blocks import Headers, encode
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http_stream import Headers
 from embedserve.wire.stream_writer import StreamWriter
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class UnaryBody:
         return message
 
 
-class GrpcEmbedCall(StreamWriter):
+class GrpcEmbedCall(StreamWriter[Stream]):
     """An Embed call as stream handler, from its header block to its response.
 
     While a queue is full the call may be rejected before its message arrives.

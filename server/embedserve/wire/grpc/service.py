@@ -23,9 +23,9 @@ from embedserve.wire.grpc.embed_stream import EmbedStream
 from embedserve.wire.grpc.grpc_framing import Deframer, WireError, timeout_s
 from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error_trailers
 from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http2.route_resolver import Http2Request
-from embedserve.wire.http2.stream import NULL_HANDLER, Handler, Stream
-from embedserve.wire.rest import check_once
+from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest
+from embedserve.wire.rest.requests import check_once
 from embedserve_proto import embedding_pb2, predictor_pb2
 
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
@@ -115,7 +115,7 @@ class GrpcService:
             reflected = self._guarded(self._reflection, authenticator)
             self._methods[_path(name, "ServerReflectionInfo")] = reflected
 
-    def open(self, request: Http2Request) -> Open:
+    def open(self, request: HttpRequest) -> Open:
         """Returns the handler factory for calls with the headers of ``request``."""
         encoding = b"identity"
         wanted_s = None

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from embedserve.errors import EmbedServeError
 from embedserve.wire.grpc.grpc_framing import ENCODINGS, WireError, percent_encoded
-from embedserve.wire.http2.header_blocks import Headers, encode
+from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http_stream import Headers
 
 CODES = {
     "OK": 0,

@@ -38,10 +38,11 @@ from embedserve.wire.http2.graceful_shutdown import GracefulShutdown
 from embedserve.wire.http2.header_blocks import HeaderBlocks
 from embedserve.wire.http2.inbound_flow_control import WINDOW_LOW, InboundFlowControl
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX, RequestFrames
-from embedserve.wire.http2.route_resolver import OpenRequest, ResolvedRoute
-from embedserve.wire.http2.stream import NULL_HANDLER, Handler, Stream
+from embedserve.wire.http2.request_headers import OpenRequest, ResolvedRoute
+from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.token_bucket import TokenBucket
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.http_stream import NULL_HANDLER, Handler
 
 WORK_PER_TURN = 32 << 10
 """Work units a connection may spend in one event-loop iteration, before it yields to others.

@@ -15,8 +15,8 @@ from hpack import Decoder
 from hpack.exceptions import HPACKError, OversizedHeaderListError
 
 from embedserve.wire.http2.frames import ErrorCode, ProtocolViolation
+from embedserve.wire.http_stream import Headers
 
-Headers = list[tuple[bytes, bytes]]
 T = TypeVar("T")
 
 LIST_BYTES_MAX = 64 << 10

@@ -21,9 +21,9 @@ from embedserve.wire.http2.frames import (
     violation,
     without_padding,
 )
-from embedserve.wire.http2.header_blocks import Headers
-from embedserve.wire.http2.route_resolver import wrong_header
+from embedserve.wire.http2.request_headers import wrong_header
 from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http_stream import Headers
 
 if TYPE_CHECKING:
     from embedserve.wire.http2.connection import Http2Connection

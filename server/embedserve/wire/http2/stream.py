@@ -4,52 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http_stream import NULL_HANDLER, Handler, Headers
 
 if TYPE_CHECKING:
     from embedserve.wire.http2.connection import Http2Connection
 
 
-class Handler(Protocol):
-    """Receiver of a stream's request, which writes the response to the stream."""
-
-    def receive(self, data: bytes, is_end: bool) -> None:
-        """Takes the next chunk of the request body; ``is_end`` marks the last chunk."""
-
-    def reset(self) -> None:
-        """Handles a stream that was reset or whose connection ended; no response is possible."""
-
-    def resume(self) -> None:
-        """Continues writing: the response data written so far has been sent."""
-
-    def check_time(self, now_s: float) -> None:
-        """Ends a request past its time limits; called every CHECK_S with perf_counter seconds."""
-
-    def drain(self) -> None:
-        """Answers accepted requests, then ends the stream, because the server stops."""
-
-
-class NullHandler:
-    """The handler of a closed stream, which does nothing."""
-
-    def receive(self, data: bytes, is_end: bool) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def check_time(self, now_s: float) -> None: ...
-
-    def drain(self) -> None: ...
-
-
-NULL_HANDLER = NullHandler()
+LATE_STREAMS_MAX = 16
+"""Open streams of a connection up to which its rejections may be delayed."""
+CONTINUE = encode([(b":status", b"100")])
 
 
 class Stream:
-    """An open stream.
+    """An open stream. Implements HttpStream.
 
     Attributes:
         connection: connection of the stream.
@@ -90,6 +61,8 @@ class Stream:
         "unsent_bytes",
     )
 
+    http_version = "2"
+
     def __init__(
         self, connection: Http2Connection, stream_id: int, send_window: int, receive_window: int
     ) -> None:
@@ -119,9 +92,32 @@ class Stream:
         """Queues body chunks of ``nbytes`` in total; they are sent as the windows allow."""
         self.connection.frame_writer.write_body(self, parts, nbytes)
 
-    def end(self, tail: bytes) -> None:
+    def end(self, tail: bytes = b"") -> None:
         """Ends the response after its body is sent, with the header block of trailers or b""."""
         self.connection.frame_writer.end(self, tail)
+
+    def respond(
+        self, status: int, headers: Headers, parts: Sequence[bytes | memoryview], nbytes: int
+    ) -> None:
+        length = (b"content-length", b"%d" % nbytes)
+        head = encode([(b":status", b"%d" % status), *headers, length])
+        self.answer(head, parts, nbytes, b"")
+
+    def start_response(self, status: int, headers: Headers, *, is_end: bool = False) -> None:
+        self.send_head(encode([(b":status", b"%d" % status), *headers]), is_end=is_end)
+
+    def send_continue(self) -> None:
+        self.send_head(CONTINUE)
+
+    @property
+    def can_delay_rejection(self) -> bool:
+        """Whether a rejection may be delayed: a delayed stream counts against the stream limit,
+        which other callers on the connection share."""
+        return len(self.connection.streams) <= LATE_STREAMS_MAX
+
+    def abort(self) -> None:
+        if not self.is_sent and self.tail is None:
+            self.cancel(ErrorCode.INTERNAL_ERROR)
 
     def cancel(self, code: ErrorCode) -> None:
         """Resets the stream immediately without a response; its handler is not called."""

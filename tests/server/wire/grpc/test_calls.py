@@ -28,8 +28,8 @@ from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
 from embedserve.wire.http2.frames import ErrorCode
-from embedserve.wire.http2.header_blocks import Headers
-from embedserve.wire.http2.route_resolver import ResolvedRoute
+from embedserve.wire.http2.request_headers import ResolvedRoute
+from embedserve.wire.http_stream import Headers
 from embedserve.wire.router import Router
 from embedserve_proto import embedding_pb2 as pb
 
@@ -58,7 +58,7 @@ class GrpcPeer(Peer):
 
     def __init__(self, pipeline: RequestPipeline) -> None:
         router = Router(pipeline, management_app(pipeline), GrpcService(pipeline))
-        super().__init__(router.open_request)
+        super().__init__(router.resolve_http2)
         self.pipeline = pipeline
         self.ends: dict[int, dict[bytes, bytes]] = {}
 

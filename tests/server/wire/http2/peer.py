@@ -19,10 +19,10 @@ from hyperframe.frame import (
 
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
-from embedserve.wire.http2.header_blocks import Headers
-from embedserve.wire.http2.route_resolver import OpenRequest, ResolvedRoute, read_request
-from embedserve.wire.http2.stream import Handler, Stream
+from embedserve.wire.http2.request_headers import OpenRequest, ResolvedRoute, read_request
+from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.http_stream import Handler, Headers
 
 F = TypeVar("F", bound=Frame)
 POST: Headers = [

@@ -14,9 +14,9 @@ from embedserve.wire.http2.header_blocks import (
     BLOCKS_MAX,
     LIST_BYTES_MAX,
     HeaderBlocks,
-    Headers,
     encode,
 )
+from embedserve.wire.http_stream import Headers
 
 GET: Headers = [(b":method", b"GET"), (b":path", b"/")]
 

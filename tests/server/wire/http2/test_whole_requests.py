@@ -18,11 +18,12 @@ from server.wire.http2.peer import (
 
 from embedserve.wire.http2.control import STREAMS_MAX
 from embedserve.wire.http2.frames import FRAME_BYTES_MAX, ErrorCode
-from embedserve.wire.http2.header_blocks import Headers, encode
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.inbound_flow_control import STREAM_WINDOW
-from embedserve.wire.http2.route_resolver import ResolvedRoute
+from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.http_stream import Headers
 
 OK = encode([(b":status", b"200")])
 TAIL = encode([(b"grpc-status", b"0")])

@@ -76,7 +76,7 @@ async def test_an_answer_that_is_not_read_waits_unencrypted_and_is_counted(
     connection = server.connection
     transport = connection.transport
     assert isinstance(transport, TlsTransport)
-    await until(lambda: connection.flow.write_paused)
+    await until(lambda: connection.is_write_paused)
     raw_bytes = transport._raw.get_write_buffer_size()
     assert raw_bytes < 350_000
     assert transport.get_write_buffer_size() > raw_bytes + 100_000
@@ -84,7 +84,7 @@ async def test_an_answer_that_is_not_read_waits_unencrypted_and_is_counted(
     reading(writer).resume_reading()
     assert len((await read_answer(reader))[2]) > EXAMPLES * 32
     await until(lambda: not connection.unread_bytes and not connection.unread())
-    assert not connection.flow.write_paused
+    assert not connection.is_write_paused
 
 
 async def test_connections_that_hold_too_much_are_cut(

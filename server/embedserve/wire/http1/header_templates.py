@@ -3,7 +3,8 @@
 A caller repeats the same few request lines and headers, except for some values: trace, request id,
 token, length. New headers are parsed by llhttp and cached as a template with gaps for such values.
 Later headers are compared with the templates of the same length. Anything but a plain embed
-request is left to uvicorn: chunked bodies, Expect, other methods, versions and routes.
+request is parsed by llhttp: chunked bodies, Expect, headers that arrive in several reads, other
+methods, versions and routes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from embedserve.pipeline import RequestOptions
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.tracing.trace_context import TRACEPARENT
 from embedserve.wire.allowed_hosts import AllowedHosts
-from embedserve.wire.header_validation import BLANKS, HEAD_BYTES_MAX, HEAD_LINES_MAX
-from embedserve.wire.rest import (
+from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX, HEAD_LINES_MAX
+from embedserve.wire.http_stream import Headers
+from embedserve.wire.rest.requests import (
     JSON_LENGTH,
-    Headers,
     embed_route,
     infer_codec,
     read_headers,
@@ -50,8 +51,8 @@ READ_HEADERS = {
 """Headers whose values affect the handling of a request and are literal in a template. The values
 of all other headers are gaps."""
 SEVERAL_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT, *LIST_HEADERS)
-"""Headers that a template may have once. If a request repeats such a header, uvicorn handles it,
-and headers_by_name decides its value."""
+"""Headers that a template may have once. If a request repeats such a header, llhttp parses it, and
+headers_by_name decides its value."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
 SPECIAL_CHARACTERS = set("%?#")
 """Characters of a URL that is not a literal path."""
@@ -193,7 +194,7 @@ class HeaderTemplateCache:
     def match(self, data: bytes, end: int) -> tuple[HeaderTemplate, int] | None:
         """Returns (template, content length) for the headers data[:end] with their empty line.
 
-        Returns None if uvicorn must handle the request.
+        Returns None if llhttp must parse the request.
         """
         for template in self._templates.get(end, ()):
             length = template.content_length(data, end)

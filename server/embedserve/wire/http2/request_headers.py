@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from embedserve.wire.http2.header_blocks import Headers
-from embedserve.wire.http2.stream import Handler, Stream
+from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http_stream import Handler, Headers, HttpRequest
 
 PSEUDO = {b":method", b":scheme", b":path", b":authority"}
 CONNECTION_SPECIFIC = {
@@ -24,27 +24,6 @@ LENGTH_DIGITS_MAX = 19
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(rb"[^\0\r\n]*")
-
-
-@dataclass(frozen=True, slots=True)
-class Http2Request:
-    """Validated headers of a request.
-
-    Attributes:
-        method: request method.
-        scheme: URI scheme.
-        target: path with its query string.
-        headers: headers without the pseudo-headers; :authority is added as host.
-        list_bytes: size of the header list, as SETTINGS_MAX_HEADER_LIST_SIZE counts it.
-        content_length: declared length of the body; None if not declared.
-    """
-
-    method: bytes
-    scheme: bytes
-    target: bytes
-    headers: Headers
-    list_bytes: int
-    content_length: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +43,7 @@ OpenRequest = Callable[[Headers], ResolvedRoute | str]
 """Resolver of request headers to a route; returns an error message for malformed headers."""
 
 
-def read_request(headers: Headers) -> Http2Request | str:
+def read_request(headers: Headers) -> HttpRequest | str:
     """Returns the validated request, or an error message if ``headers`` are malformed."""
     pseudo: dict[bytes, bytes] = {}
     regular: Headers = []
@@ -99,7 +78,7 @@ def read_request(headers: Headers) -> Http2Request | str:
         return "host is not :authority"
     if authority is not None and not hosts:
         regular.append((b"host", authority))
-    return Http2Request(
+    return HttpRequest(
         method,
         scheme,
         target,

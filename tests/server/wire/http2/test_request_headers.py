@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedserve.wire.http2.header_blocks import Headers
-from embedserve.wire.http2.route_resolver import Http2Request, read_request
+from embedserve.wire.http2.request_headers import read_request
+from embedserve.wire.http_stream import Headers, HttpRequest
 
 METHOD, SCHEME, PATH = (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/embed?a=1")
 PSEUDO = [METHOD, SCHEME, PATH]
@@ -16,7 +16,7 @@ PSEUDO = [METHOD, SCHEME, PATH]
 def test_a_request_is_read() -> None:
     headers = [*PSEUDO, (b":authority", b"h:1"), (b"a", b"b"), (b"content-length", b"12")]
     size = sum(len(name) + len(value) + 32 for name, value in headers)
-    assert read_request(headers) == Http2Request(
+    assert read_request(headers) == HttpRequest(
         b"POST",
         b"http",
         b"/embed?a=1",
@@ -28,7 +28,7 @@ def test_a_request_is_read() -> None:
 
 def test_a_host_is_the_authority() -> None:
     request = read_request([*PSEUDO, (b":authority", b"a:1"), (b"host", b"A:1")])
-    assert isinstance(request, Http2Request)
+    assert isinstance(request, HttpRequest)
     assert request.headers == [(b"host", b"A:1")]
     assert request.content_length is None
 
@@ -49,12 +49,12 @@ def test_another_or_a_second_host_is_malformed(
 
 def test_the_target_of_options_may_be_the_server() -> None:
     request = read_request([(b":method", b"OPTIONS"), SCHEME, (b":path", b"*")])
-    assert isinstance(request, Http2Request)
+    assert isinstance(request, HttpRequest)
 
 
 def test_a_length_may_be_given_twice_alike() -> None:
     request = read_request([*PSEUDO, (b"content-length", b"5"), (b"content-length", b"5")])
-    assert isinstance(request, Http2Request)
+    assert isinstance(request, HttpRequest)
     assert request.content_length == 5
 
 

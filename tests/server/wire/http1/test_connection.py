@@ -1,4 +1,4 @@
-"""What uvicorn is asked is bounded, checked as RFC 9112 wants it, and refused in the one shape."""
+"""HTTP/1 requests are bounded, checked as RFC 9112 requires, and rejected in one format."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.pipeline import REQUEST_S_MAX
-from embedserve.wire.header_validation import HEAD_BYTES_MAX, HEAD_LINES_MAX
+from embedserve.wire.http1.connection import HEAD_S_MAX, PIECE_BYTES
+from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX, HEAD_LINES_MAX
+from embedserve.wire.http1.stream import CONTINUE
 from embedserve.wire.http2.connection import UNREAD_S_MAX
 from embedserve.wire.http2.frame_writer import READ_BYTES_MIN
-from embedserve.wire.uvicorn_connection import HEAD_S_MAX, PIECE_BYTES
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
 OF_JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAA")
@@ -148,10 +149,23 @@ async def test_a_head_that_cannot_be_is_refused_in_json(
     assert server.outcomes() == {error_of(answer)["code"]: 1}
 
 
+@pytest.mark.parametrize("make", [post, chunked])
+async def test_a_client_that_waits_for_100_is_told_to_continue(
+    server: OurServer, make: Callable[..., bytes]
+) -> None:
+    head, end, body = make(BODY, "Expect: 100-continue").partition(b"\r\n\r\n")
+    reader, writer = await server.open()
+    writer.write(head + end)
+    assert await reader.readexactly(len(CONTINUE)) == CONTINUE
+    writer.write(body)
+    assert (await read_answer(reader))[0] == 200
+    writer.close()
+
+
 async def test_what_is_refused_is_not_told_to_continue(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one packet with what is wrong: uvicorn would say so once nothing may be written."""
+    """In one packet with what is wrong."""
     head = "POST /models/shop/embed HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n"
     chunked = f"{head}Transfer-Encoding: chunked\r\n\r\nno chunk\r\n".encode()
     answer, rest = await ask(server, chunked)
@@ -196,7 +210,7 @@ async def test_of_a_pipeline_no_more_is_parsed_than_is_answered(server: OurServe
     for _ in range(requests):
         assert (await read_answer(reader))[0] == 404
         (connection,) = server.http1()
-        most = max(most, len(connection.pipeline))
+        most = max(most, len(connection._streams))
     assert 0 < most <= PIECE_BYTES // len(get("/x")) + 1  # one began in the piece before
     writer.close()
 
@@ -210,7 +224,10 @@ async def test_garbage_behind_a_request_takes_no_answer_away(
     engine.release()
     status, _, body = await read_answer(reader)
     assert (status, json.loads(body)["model"]) == (200, "shop")
+    error = error_of(await read_answer(reader))
+    assert error["message"].startswith("not a request of HTTP/1.1: ")
     assert await reader.read() == b""
+    assert server.outcomes() == {"OK": 1, "INVALID_ARGUMENT": 1}
     writer.close()
 
 
@@ -223,7 +240,7 @@ async def test_a_body_that_breaks_off_in_garbage_is_refused(server: OurServer) -
 async def test_a_head_that_does_not_come_whole_is_closed(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(b"POST /embed HTTP/1.1\r\nHost: h\r\nX-Half:")
-    await until(lambda: server.http1() and server.connection.uvicorn_is_busy())
+    await until(lambda: server.http1() and server.connection.is_busy())
     server.connection.check_time(perf_counter() + HEAD_S_MAX - 5)
     assert not server.connection.transport.is_closing()
     server.connection.check_time(perf_counter() + HEAD_S_MAX)
@@ -234,9 +251,9 @@ async def test_a_head_that_does_not_come_whole_is_closed(server: OurServer) -> N
 async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(chunked(BODY)[:-5])
-    await until(lambda: server.http1() and server.connection.uvicorn_is_busy())
+    await until(lambda: server.http1() and server.connection.is_busy())
     server.connection.check_time(perf_counter() + REQUEST_S_MAX - 5)
-    assert server.connection.uvicorn_is_busy()
+    assert server.connection.is_busy()
     server.connection.check_time(perf_counter() + REQUEST_S_MAX)
     answer = await read_answer(reader)
     assert (answer[0], error_of(answer)["code"]) == (504, "DEADLINE_EXCEEDED")
@@ -250,7 +267,7 @@ async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
 async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(post(LARGE))
-    await until(lambda: server.http1() and server.connection.flow.write_paused)
+    await until(lambda: server.http1() and server.connection.is_write_paused)
     connection, start_s = server.connection, perf_counter()
     connection.check_time(start_s)
     connection.check_time(start_s + UNREAD_S_MAX - 1)
@@ -259,7 +276,7 @@ async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
     await until(lambda: connection.unread_bytes <= before - READ_BYTES_MIN)
     connection.check_time(start_s + UNREAD_S_MAX + 1)  # it has read some since
     connection.check_time(start_s + 2 * UNREAD_S_MAX)
-    assert connection.flow.write_paused
+    assert connection.is_write_paused
     connection.check_time(start_s + 2 * UNREAD_S_MAX + 2)
     await until(lambda: not server.wire.connections)
     writer.close()
@@ -269,7 +286,7 @@ async def test_an_answer_counts_whole_until_its_client_has_read_it(server: OurSe
     """uvloop keeps all pieces of a write until the last is sent."""
     reader, writer = await server.open()
     writer.write(post(LARGE))
-    await until(lambda: server.http1() and server.connection.flow.write_paused)
+    await until(lambda: server.http1() and server.connection.is_write_paused)
     connection = server.connection
     whole, before = connection.held_bytes, connection.unread_bytes
     assert whole > before
@@ -291,7 +308,7 @@ async def test_where_all_leave_too_much_unread_those_with_most_are_cut(
         writer.write(post(json.dumps({"features": features}).encode()))
         clients.append((reader, writer))
         await until(
-            lambda: [one.flow.write_paused for one in server.http1()] == [True] * len(clients)
+            lambda: [one.is_write_paused for one in server.http1()] == [True] * len(clients)
         )
     unread = sorted(one.held_bytes for one in server.http1())
     assert sum(unread) > UNREAD_BYTES_MAX > sum(unread[:2])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from embedserve.codec.codec import Codecs
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
-from embedserve.wire.rest import (
+from embedserve.wire.http_stream import Headers
+from embedserve.wire.rest.requests import (
     JSON_LENGTH,
-    Headers,
     VersionError,
     codec_of,
     headers_too_large,
@@ -22,7 +22,7 @@ VERSIONS = ("1.0", "1.1")
 
 def check_headers(
     version: str, url: bytes, headers: Headers, limits: Limits, codecs: Codecs
-) -> None:
+) -> int | None:
     """Validates the complete headers of a request.
 
     Args:
@@ -31,6 +31,9 @@ def check_headers(
         headers: headers with names in lower case.
         limits: limits on the body, which depend on its type.
         codecs: codecs of the process.
+
+    Returns:
+        declared length of the body; None if not declared.
 
     Raises:
         HeadersTooLargeError: the headers exceed HEAD_BYTES_MAX or HEAD_LINES_MAX.
@@ -50,11 +53,11 @@ def check_headers(
     hosts = names.count(b"host")
     if hosts > 1 or (version == "1.1" and not hosts):
         raise InvalidRequestError(f"there are {hosts} Host headers, expected one", "Host")
-    if b"content-length" in names:
-        nbytes = int(headers[names.index(b"content-length")][1])
-        values = dict(headers)
-        path = url.partition(b"?")[0].decode("latin-1")
-        codec = codec_of(
-            codecs, path, values.get(b"content-type", b""), values.get(JSON_LENGTH, b"")
-        )
-        codec.check_size(nbytes, limits)
+    if b"content-length" not in names:
+        return None
+    nbytes = int(headers[names.index(b"content-length")][1])
+    values = dict(headers)
+    path = url.partition(b"?")[0].decode("latin-1")
+    codec = codec_of(codecs, path, values.get(b"content-type", b""), values.get(JSON_LENGTH, b""))
+    codec.check_size(nbytes, limits)
+    return nbytes

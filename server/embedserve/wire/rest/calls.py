@@ -1,4 +1,4 @@
-"""REST embed requests over HTTP/2: stream handlers that submit directly to the pipeline."""
+"""REST embed requests as stream handlers that submit to the pipeline, over HTTP/1 and HTTP/2."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
-from embedserve.wire.http2.header_blocks import encode
-from embedserve.wire.http2.route_resolver import Http2Request
-from embedserve.wire.http2.stream import NULL_HANDLER, Handler, Stream
-from embedserve.wire.rest import (
+from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream
+from embedserve.wire.rest.requests import (
     Route,
     answer_headers,
     check_method,
@@ -29,8 +27,8 @@ from embedserve.wire.rest import (
 from embedserve.wire.stream_writer import StreamWriter
 
 
-class RestCall(StreamWriter):
-    """A REST embed request over HTTP/2, from its header block to its response."""
+class RestCall(StreamWriter[HttpStream]):
+    """A REST embed request, from its headers to its response."""
 
     __slots__ = ("_body", "_options")
 
@@ -39,7 +37,7 @@ class RestCall(StreamWriter):
         options: RequestOptions,
         pipeline: RequestPipeline,
         headers: Mapping[bytes, bytes],
-        stream: Stream,
+        stream: HttpStream,
     ) -> None:
         self._options = options
         self._headers = headers
@@ -88,15 +86,8 @@ class RestCall(StreamWriter):
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
         self._call = None
-        head = encode(
-            [
-                (b":status", b"200"),
-                *answer_headers(self._options.response_codec, parts),
-                (b"content-length", b"%d" % nbytes),
-                *(headers or ()),
-            ]
-        )
-        self._stream.answer(head, parts, nbytes, b"")
+        fixed = answer_headers(self._options.response_codec, parts)
+        self._stream.respond(200, [*fixed, *(headers or ())], parts, nbytes)
 
     def end(self, error: EmbedServeError, headers: HeaderList) -> None:
         encode = self._options.response_codec.encode_error
@@ -104,7 +95,7 @@ class RestCall(StreamWriter):
 
 
 def write_error(
-    stream: Stream,
+    stream: HttpStream,
     error: EmbedServeError,
     headers: HeaderList,
     method: bytes = b"POST",
@@ -115,17 +106,16 @@ def write_error(
     ``headers`` are extra headers, such as the request id.
     """
     headers, body = error_answer(error, headers, encode_error)
-    status = (b":status", b"%d" % error.http_status)
-    head = encode([status, *headers, (b"content-length", b"%d" % len(body))])
     if method == b"HEAD":
-        stream.send_head(head, is_end=True)
+        length = (b"content-length", b"%d" % len(body))
+        stream.start_response(error.http_status, [*headers, length], is_end=True)
     else:
-        stream.answer(head, (body,), len(body), b"")
+        stream.respond(error.http_status, headers, (body,), len(body))
 
 
 def open_embed(
-    route: Route, request: Http2Request, pipeline: RequestPipeline, metrics: ProtocolMetrics
-) -> Callable[[Stream], Handler]:
+    route: Route, request: HttpRequest, pipeline: RequestPipeline, metrics: ProtocolMetrics
+) -> Callable[[HttpStream], Handler]:
     """Returns the handler factory for embed requests to ``route`` with these headers."""
     try:
         check_method(request.method.decode("latin-1"))
@@ -137,13 +127,16 @@ def open_embed(
 
 
 def refused(
-    error: EmbedServeError, request: Http2Request, pipeline: RequestPipeline
-) -> Callable[[Stream], Handler]:
-    """Returns a handler factory that answers each stream with ``error``."""
+    error: EmbedServeError, request: HttpRequest, pipeline: RequestPipeline, seconds: float = 0.0
+) -> Callable[[HttpStream], Handler]:
+    """Returns a handler factory that answers each stream with ``error``.
 
-    def open_refused(stream: Stream) -> Handler:
+    ``seconds`` is how long the request took until it was refused.
+    """
+
+    def open_refused(stream: HttpStream) -> Handler:
         extra_headers = record_early_rejection(
-            pipeline, error, request.headers, 0.0, stream.connection.peer
+            pipeline, error, request.headers, seconds, stream.connection.peer
         )
         path = request.target.partition(b"?")[0].decode("latin-1")
         write_error(stream, error, extra_headers, request.method, error_encoder(path))

@@ -15,14 +15,14 @@ from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
 from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.pipeline import RequestOptions
-from embedserve.wire.header_templates import (
+from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX
+from embedserve.wire.http1.header_templates import (
     TEMPLATES_MAX,
     TEMPLATES_PER_LENGTH_MAX,
     HeaderTemplate,
     HeaderTemplateCache,
     parse_head,
 )
-from embedserve.wire.header_validation import HEAD_BYTES_MAX
 
 LIMITS = Limits(body_bytes_max=1000, request_text_bytes_max=500)
 METRICS: ProtocolMetrics = Metrics([FakeEngine().model]).protocols["rest"]
@@ -112,7 +112,7 @@ def test_a_head_says_the_formats_and_the_timeout_in_any_case() -> None:
         b"",
     ],
 )
-def test_what_is_not_plain_is_left_to_uvicorn(head: bytes) -> None:
+def test_headers_that_are_not_plain_have_no_template(head: bytes) -> None:
     assert parsed(head) is None
     assert HeaderTemplateCache(METRICS, LIMITS, CODECS).match(head, len(head)) is None
 
@@ -294,7 +294,7 @@ def check(first: bytes, second: bytes) -> None:
             continue
         try:
             assert (what(found[0].options_of(other)), found[1]) == alone
-        except InvalidRequestError:  # a timeout that is none; uvicorn refuses it
+        except InvalidRequestError:  # a timeout that is none; the parser's request is refused
             assert alone is None
 
 

@@ -21,8 +21,8 @@ from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.metrics.rate_limited_logger import Fields
 from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
+from embedserve.wire.http_stream import Headers
 
-Headers = list[tuple[bytes, bytes]]
 EncodeError = Callable[[EmbedServeError], bytes]
 ERRORS_MAX = 16
 """Error responses that are cached."""

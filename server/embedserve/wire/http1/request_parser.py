@@ -1,0 +1,165 @@
+"""Parser of HTTP/1 requests over llhttp, with limits on their headers. Without I/O."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Protocol
+
+import httptools
+
+from embedserve.codec.codec import Codecs
+from embedserve.config import Limits
+from embedserve.errors import EmbedServeError, InvalidRequestError
+from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX, check_headers
+from embedserve.wire.http_stream import Headers, HttpRequest
+from embedserve.wire.rest.requests import headers_too_large
+
+URL_BYTES_SAID = 200
+"""Bytes of an invalid URL that the error message quotes."""
+HEAD_COPIES = 3
+"""Memory of incomplete headers, as a multiple of their bytes: raw lines, parsed headers, and the
+overhead of both."""
+
+
+class RequestReceiver(Protocol):
+    """Receiver of what a RequestParser has parsed."""
+
+    def begin_request(self, request: HttpRequest, *, is_1_0: bool, is_last: bool) -> None:
+        """Takes the headers of the next request.
+
+        ``is_1_0`` is whether the client speaks HTTP/1.0, ``is_last`` whether it wants the
+        connection to end with the response. May raise EmbedServeError.
+        """
+
+    def receive_body(self, data: bytes) -> None:
+        """Takes the next chunk of the request's body."""
+
+    def end_request(self) -> None:
+        """Handles the end of the request."""
+
+
+class RequestParser:
+    """Parser of one connection's requests.
+
+    Attributes:
+        message_since_s: perf_counter start of the request being parsed; 0: none.
+        is_in_head: whether headers are incomplete.
+        is_in_body: whether a body is incomplete.
+        body_bytes: bytes received of the incomplete body.
+    """
+
+    def __init__(
+        self, receiver: RequestReceiver, scheme: bytes, limits: Limits, codecs: Codecs
+    ) -> None:
+        """
+        Args:
+            receiver: receiver of what is parsed.
+            scheme: URI scheme of the connection.
+            limits: limits on bodies.
+            codecs: codecs of the process, whose bodies have limits of their own.
+        """
+        self._receiver = receiver
+        self._scheme = scheme
+        self._limits = limits
+        self._codecs = codecs
+        self._llhttp = httptools.HttpRequestParser(self)
+        self.message_since_s = 0.0
+        self.is_in_head = self.is_in_body = False
+        self.body_bytes = 0
+        self._head_bytes = 0  # of incomplete headers, in chunks with nothing else
+        self._url = b""
+        self._headers: Headers = []
+
+    def feed(self, data: bytes) -> None:
+        """Parses the next chunk of a connection's data.
+
+        Raises:
+            EmbedServeError: the request is malformed or too large; nothing more may be fed.
+        """
+        was_in_head = self.is_in_head
+        try:
+            self._llhttp.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed_without_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError as error:
+            if isinstance(error.__context__, EmbedServeError):
+                raise error.__context__ from None  # a callback below has rejected it
+            raise InvalidRequestError(f"not a request of HTTP/1.1: {error}") from None
+        if was_in_head and self.is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                raise headers_too_large(self._head_bytes, "bytes", HEAD_BYTES_MAX)
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Parses a request again without its Upgrade header, which RFC 9110 lets a server ignore.
+
+        ``rest`` is the data behind the headers.
+        """
+        method, version = self._llhttp.get_method(), self._llhttp.get_http_version().encode()
+        if method == b"CONNECT":
+            raise InvalidRequestError("method is CONNECT: this is no proxy")
+        lines = [b"%b %b HTTP/%b\r\n" % (method, self._url, version)]
+        lines += [b"%b: %b\r\n" % one for one in self._headers if one[0] != b"upgrade"]
+        self._llhttp = httptools.HttpRequestParser(self)
+        self.feed(b"".join((*lines, b"\r\n", rest)))
+
+    def incomplete_request(self) -> HttpRequest:
+        """Returns the request being parsed, with the headers received so far."""
+        return HttpRequest(self._llhttp.get_method(), self._scheme, self._url, self._headers)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that the request being parsed takes."""
+        return self.body_bytes + (HEAD_COPIES * self._head_bytes if self.is_in_head else 0)
+
+    # Callbacks of llhttp
+
+    def on_message_begin(self) -> None:
+        self.message_since_s = perf_counter()
+        self.is_in_head = True
+        self._head_bytes = self.body_bytes = 0
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value.rstrip(BLANKS)))  # llhttp strips leading blanks
+
+    def on_headers_complete(self) -> None:
+        if self._llhttp.should_upgrade():
+            return
+        self.is_in_head = False
+        version, headers = self._llhttp.get_http_version(), self._headers
+        length = check_headers(version, self._url, headers, self._limits, self._codecs)
+        method = self._llhttp.get_method()
+        is_1_0 = version == "1.0"
+        self._receiver.begin_request(
+            HttpRequest(method, self._scheme, self._target(), headers, content_length=length),
+            is_1_0=is_1_0,
+            is_last=is_1_0 or not self._llhttp.should_keep_alive(),
+        )
+        self.is_in_body = True
+
+    def _target(self) -> bytes:
+        """Returns the path and query of the request's URL, which may be absolute."""
+        try:
+            url = httptools.parse_url(self._url)
+        except httptools.HttpParserInvalidURLError:
+            shown = self._url[:URL_BYTES_SAID].decode("latin-1")
+            raise InvalidRequestError(f"not a request of HTTP/1.1: its URL is {shown!r}") from None
+        path: bytes = url.path or b"/"
+        return path if url.query is None else b"%b?%b" % (path, url.query)
+
+    def on_body(self, body: bytes) -> None:
+        self.body_bytes += len(body)
+        self._receiver.receive_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._llhttp.should_upgrade():
+            return
+        self.is_in_body = False
+        self.body_bytes = 0
+        self.message_since_s = 0.0
+        self._receiver.end_request()

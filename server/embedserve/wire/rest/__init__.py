@@ -1,0 +1,1 @@
+"""REST embed requests over HTTP/1 and HTTP/2."""
