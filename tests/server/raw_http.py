@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 
 from embedserve.api.management import management_app
 from embedserve.pipeline import RequestPipeline
+from embedserve.wire.asgi import ASGIApp
 from embedserve.wire.connections import Connection
 from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.server import WireServer
@@ -38,8 +39,13 @@ class RecordingServer(WireServer):
         connections: that are open.
     """
 
-    def __init__(self, pipeline: RequestPipeline, certificates: Certificates | None = None) -> None:
-        super().__init__(pipeline, management_app(pipeline), certificates)
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        certificates: Certificates | None = None,
+        management: ASGIApp | None = None,
+    ) -> None:
+        super().__init__(pipeline, management or management_app(pipeline), certificates)
         self.connections: set[Connection] = set()
 
     def add(self, connection: Connection) -> None:
@@ -111,9 +117,14 @@ class RawServer:
 class OurServer(RawServer):
     """Connections as they are served."""
 
-    def __init__(self, pipeline: RequestPipeline, certificates: Certificates | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: RequestPipeline,
+        certificates: Certificates | None = None,
+        management: ASGIApp | None = None,
+    ) -> None:
         super().__init__(pipeline)
-        self.wire = RecordingServer(pipeline, certificates)
+        self.wire = RecordingServer(pipeline, certificates, management)
 
     async def start(self) -> None:
         await self.wire.listen([self._bind()])
@@ -182,10 +193,12 @@ class PlainServer(RawServer):
 
 @asynccontextmanager
 async def our_server(
-    pipeline: RequestPipeline, certificates: Certificates | None = None
+    pipeline: RequestPipeline,
+    certificates: Certificates | None = None,
+    management: ASGIApp | None = None,
 ) -> AsyncIterator[OurServer]:
     """Until the block ends; its connections are cut then."""
-    server = OurServer(pipeline, certificates)
+    server = OurServer(pipeline, certificates, management)
     await server.start()
     try:
         yield server

@@ -1,0 +1,152 @@
+"""Responses of the management application over HTTP/1: how their bodies end, and their pace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from server.raw_http import OurServer, get, our_server, read_answer
+from server.waiting import until
+
+from embedserve.pipeline import RequestPipeline
+from embedserve.wire.asgi import Receive, Scope, Send
+
+PART = bytes(100_000)
+
+
+class StreamingApp:
+    """An ASGI application that responds with the chunks of its path: /3 with three.
+
+    Attributes:
+        sent: chunks that it could send.
+        has_failed: whether its client was gone.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.has_failed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        count = int(scope["path"].strip("/"))
+        headers = scope["query_string"] == b"length" and [
+            (b"Content-Length", b"%d" % (count * len(PART)))
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers or []})
+        try:
+            for _ in range(count):
+                await send({"type": "http.response.body", "body": PART, "more_body": True})
+                self.sent += 1
+            if scope["query_string"] == b"raise":
+                raise ValueError("broken")
+            await send({"type": "http.response.body"})
+        except BaseException:
+            self.has_failed = True
+            raise
+
+
+@pytest.fixture
+def app() -> StreamingApp:
+    return StreamingApp()
+
+
+@pytest.fixture
+async def server(pipeline: RequestPipeline, app: StreamingApp) -> AsyncIterator[OurServer]:
+    async with our_server(pipeline, management=app) as server:
+        yield server
+
+
+async def read_head(reader: asyncio.StreamReader) -> list[bytes]:
+    return (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+
+
+async def read_chunks(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        body += await reader.readexactly(size)
+        assert await reader.readexactly(2) == b"\r\n"
+    assert await reader.readexactly(2) == b"\r\n"
+    return body
+
+
+async def test_a_body_of_unknown_length_is_sent_in_chunks(server: OurServer) -> None:
+    reader, writer = await server.open()
+    for count in (2, 0, 1):
+        writer.write(get(f"/{count}"))
+        assert await read_head(reader) == [b"HTTP/1.1 200 OK", b"transfer-encoding: chunked"]
+        assert await read_chunks(reader) == count * PART
+    writer.close()
+
+
+async def test_a_declared_length_is_kept(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write(get("/2?length") * 2)
+    for _ in range(2):
+        status, headers, body = await read_answer(reader)
+        assert (status, list(headers), body) == (200, [b"content-length"], 2 * PART)
+    writer.close()
+
+
+async def test_http_1_0_has_no_chunks(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write(get("/2").replace(b"HTTP/1.1", b"HTTP/1.0"))
+    assert await read_head(reader) == [b"HTTP/1.1 200 OK", b"connection: close"]
+    assert await reader.read() == 2 * PART
+    writer.close()
+
+
+@pytest.mark.parametrize("query", ["", "?length"])
+async def test_a_response_to_head_has_no_body(server: OurServer, query: str) -> None:
+    reader, writer = await server.open()
+    writer.write(get(f"/2{query}").replace(b"GET", b"HEAD") + get("/1"))
+    head = await read_head(reader)
+    assert head[1:] == ([b"content-length: %d" % (2 * len(PART))] if query else [])
+    await read_head(reader)
+    assert await read_chunks(reader) == PART
+    writer.close()
+
+
+async def test_an_application_that_fails_in_a_body_ends_the_connection(
+    server: OurServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await server.open()
+    writer.write(get("/1?raise"))
+    await read_head(reader)
+    assert not (await reader.read()).endswith(b"0\r\n\r\n")  # the client sees that it is incomplete
+    assert "GET '/1?raise' failed" in caplog.text
+    writer.close()
+
+
+async def test_an_application_waits_for_a_slow_reader(server: OurServer, app: StreamingApp) -> None:
+    reader, writer = await server.open()
+    writer.write(get("/40"))
+    await until(lambda: server.http1() and server.connection.is_write_paused)
+    assert app.sent < 20
+    await read_head(reader)
+    assert await read_chunks(reader) == 40 * PART
+    assert app.sent == 40
+    writer.close()
+
+
+async def test_an_application_learns_that_its_client_is_gone(
+    server: OurServer, app: StreamingApp
+) -> None:
+    _, writer = await server.open()
+    writer.write(get("/40"))
+    await until(lambda: server.http1() and server.connection.is_write_paused)
+    writer.transport.abort()
+    await until(lambda: app.has_failed)
+    assert app.sent < 40
+
+
+async def test_pipelined_responses_wait_for_a_slow_reader(
+    server: OurServer, app: StreamingApp
+) -> None:
+    """Requests of one packet are parsed together and answered one by one."""
+    reader, writer = await server.open()
+    writer.write(get("/1?length") * 40)
+    await until(lambda: server.http1() and server.connection.is_write_paused)
+    assert app.sent < 20
+    for _ in range(40):
+        assert (await read_answer(reader))[2] == PART
+    writer.close()
