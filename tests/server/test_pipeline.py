@@ -210,13 +210,13 @@ async def test_room_is_told_when_the_queue_has_some_again(
     pipeline: RequestPipeline, engine: FakeEngine
 ) -> None:
     told: list[bool] = []
-    pipeline.on_queue_reopened(lambda: told.append(not pipeline.models.is_full))
+    pipeline.on_queue_reopened(lambda: told.append(not pipeline.models.has_full_queue))
     engine.hold()
     first = ask(pipeline)
     await until(lambda: engine.lookups)
     second = ask(pipeline)
     ask(pipeline)
-    assert (told, pipeline.models.is_full) == ([], True)
+    assert (told, pipeline.models.has_full_queue) == ([], True)
     engine.release()
     await until(lambda: first.told and second.told)
     assert told == [True]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,16 +16,11 @@ from embedserve.errors import EmbedServeError
 from embedserve.lookup import LookupRequest, LookupResult
 from embedserve.model_info import ModelInfo
 
+if TYPE_CHECKING:
+    from embedserve.batching.batcher import Batcher
+
 NO_REQUEST = LookupRequest("", (), np.empty(0, np.int64), np.empty(0, np.int32), None, 0)
 """Request of a pending request that is not queued: no examples, no ids."""
-
-
-class Queue(Protocol):
-    """Queue of one model's batcher that a pending request can be withdrawn from."""
-
-    model: ModelInfo
-
-    def withdraw(self, pending: PendingRequest) -> None: ...
 
 
 class BatchTicket:
@@ -51,20 +46,20 @@ class PendingRequest(ABC):
     """One request, and the client that waits for it. Times are perf_counter seconds.
 
     Attributes:
+        batcher: batcher that has the request in a queue; None before, and once its batch is taken.
         deadline_s: time after which the client no longer needs the response.
-        is_waiting: whether the client still waits. False once the request is abandoned: it leaves
-            the queue without a lookup and is not notified.
-        queue: queue that holds the request; None before, and once its batch is taken.
+        is_waiting: whether the client still waits. False once the response is written, the request
+            is rejected, or it is abandoned.
         queued_s: time when the request was queued; 0 before.
         request: request in the model's order; NO_REQUEST before it is queued, and once withdrawn.
         ticket: ticket of its batch; None until the batch is taken.
     """
 
-    __slots__ = ("deadline_s", "is_waiting", "queue", "queued_s", "request", "ticket")
+    __slots__ = ("batcher", "deadline_s", "is_waiting", "queued_s", "request", "ticket")
 
+    batcher: Batcher | None
     deadline_s: float
     is_waiting: bool
-    queue: Queue | None
     queued_s: float
     request: LookupRequest
     ticket: BatchTicket | None
@@ -94,7 +89,7 @@ class PendingRequest(ABC):
         """Receives the error instead of vectors."""
 
     def abandon(self) -> None:
-        """Abandons the request: it leaves the queue, if it is still queued, without a lookup."""
+        """Abandons the request: it is not notified, and if still queued leaves without a lookup."""
         self.is_waiting = False
-        if self.queue is not None:
-            self.queue.withdraw(self)
+        if self.batcher is not None:
+            self.batcher.withdraw(self)

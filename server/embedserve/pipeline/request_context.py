@@ -95,7 +95,7 @@ class RequestContext(PendingRequest):
         timeout_s = options.timeout_s
         self.deadline_s = NEVER if timeout_s is None else start_s + timeout_s
         self.is_waiting = True
-        self.queue = None
+        self.batcher = None
         self.queued_s = 0.0
         self.request = NO_REQUEST
         self.ticket = None
@@ -250,11 +250,11 @@ class RequestContext(PendingRequest):
 
     @property
     def version(self) -> ModelInfo | None:
-        """Version that serves the request: that of its batch or else of its queue. None before it
-        is enqueued."""
+        """Version that serves the request: that of its batch or else of its batcher. None before
+        it is enqueued."""
         if self.ticket is not None:
             return self.ticket.model
-        return None if self.queue is None else self.queue.model
+        return None if self.batcher is None else self.batcher.model
 
     def times(self, end_s: float, encoded_s: float | None = None) -> StageTimings:
         """Returns the stage timings of the request up to ``end_s``.

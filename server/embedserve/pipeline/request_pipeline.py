@@ -80,8 +80,8 @@ class RequestPipeline:
         """
         options = call.options
         try:
-            if self.models.is_full:
-                self.models.check_open(options.model, body, options.codec, is_quick=True)
+            if self.models.has_full_queue:
+                self.models.check_queue_for_body(options.model, body, options.codec, is_quick=True)
             if call.deadline_s != NEVER:
                 _check_deadline(call)
             if self.shared_memory is None:
@@ -105,8 +105,8 @@ class RequestPipeline:
         _, decode_whole = self._decoders(call)
 
         def decode() -> LookupRequest:
-            if self.models.is_full:  # The queue may have filled while the body waited.
-                self.models.check_open(options.model, body, options.codec)
+            if self.models.has_full_queue:  # The queue may have filled while the body waited.
+                self.models.check_queue_for_body(options.model, body, options.codec)
             return decode_whole(body, options.model, self.limits)
 
         def enqueue(request: LookupRequest) -> None:
@@ -148,10 +148,10 @@ class RequestPipeline:
     def reject_if_overloaded(self, call: RequestContext) -> None:
         """Rejects ``call`` before its body arrives if its queue is full.
 
-        Called only while `models.is_closed`.
+        Called only while `models.has_full_default_queue`.
         """
         try:
-            self.models.check_any_open(call.options.model)
+            self.models.check_default_queue(call.options.model)
         except EmbedServeError as error:
             call.reject(error)
 

@@ -51,7 +51,7 @@ class RestCall(StreamWriter):
             return
         size = stream.missing_bytes
         has_size = size is None or self._check_size(call, size, is_whole=True)
-        if has_size and pipeline.models.is_closed:
+        if has_size and pipeline.models.has_full_default_queue:
             pipeline.reject_if_overloaded(call)
 
     def receive(self, data: bytes, is_end: bool) -> None:

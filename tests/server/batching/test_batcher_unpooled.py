@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from server.callers import submit
 from server.fake_engine import Bags, FakeEngine, make_request
 from server.fake_models import unpooled_info
+from server.pending_requests import submit
 
 from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.batching.join import to_model_order

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from server.callers import submit_to
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.live import make_pipeline
+from server.pending_requests import submit_to
 from server.waiting import until
 
 from embedserve.batching.join import join, to_model_order

@@ -113,7 +113,7 @@ class GrpcEmbedCall(StreamWriter):
         call = self._call = RequestContext(options, perf_counter(), pipeline, self)
         if pipeline.authenticator is not None and not self.admit(call, pipeline.authenticator):
             return
-        if pipeline.models.is_closed:
+        if pipeline.models.has_full_default_queue:
             pipeline.reject_if_overloaded(call)
 
     def receive(self, data: bytes, is_end: bool) -> None:

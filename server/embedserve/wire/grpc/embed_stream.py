@@ -150,10 +150,10 @@ class EmbedStream(BidiStream):
         call = response.call
         if call is None:
             return
-        queue = call.queue
+        batcher = call.batcher
         nbytes = self._answer_bytes_max
-        if queue is not None:
-            nbytes = call.request.response_bytes(queue.model)
+        if batcher is not None:
+            nbytes = call.request.response_bytes(batcher.model)
         self._answer_bytes += nbytes - response.reserved_bytes
         response.reserved_bytes = nbytes
 
