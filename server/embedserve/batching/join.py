@@ -30,12 +30,13 @@ CACHED_BAGS_MAX = 4096
 It bounds the bag order in one cache entry to 32 KiB, 8 bytes per bag."""
 
 
-def to_model_order(
+def adapt_to_model(
     request: LookupRequest, model: ModelInfo, *, is_lenient: bool = False
 ) -> LookupRequest:
-    """Returns ``request`` with every feature of ``model``, in the model's order.
+    """Validates ``request`` against ``model``; returns it with the model's features, in its order.
 
-    Features that the request does not name get empty bags.
+    Features that the request does not name get empty bags. ``request`` itself may be changed: names
+    of features are added to it, and its output keys become the model's own strings.
 
     Args:
         is_lenient: whether features that the model does not have are dropped.

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.join import to_model_order
+from embedserve.batching.join import adapt_to_model
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import (
@@ -197,7 +197,7 @@ class ModelRegistry:
                 or answer_bytes > limits.request_output_bytes_max
             ):
                 self._refuse_size(request, model)
-            batcher.enqueue(to_model_order(request, model), pending)
+            batcher.enqueue(adapt_to_model(request, model), pending)
         except EmbedServeError as error:
             error.of(model)
             raise
