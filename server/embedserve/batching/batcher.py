@@ -52,8 +52,8 @@ class Batcher:
     All calls come from one event loop, that of the first request. Times are perf_counter seconds.
 
     Attributes:
-        on_answered: callback once every request of a batch is completed or rejected; the responses
-            can then be flushed.
+        on_batch_done: callback once every request of a batch is completed or rejected; the
+            responses can then be flushed.
         on_full: callback when a queue becomes full.
         on_room: callback when a full queue accepts requests again.
         shadow: comparison of a share of the batches with another version; None without one.
@@ -73,7 +73,7 @@ class Batcher:
             executor: thread pool for batches that are too large for the event loop's thread.
             threads: number of chunks that a large batch is split into; see LookupExecutor.
         """
-        self.on_answered: Callable[[], None] = _do_nothing
+        self.on_batch_done: Callable[[], None] = _do_nothing
         self.on_full: Callable[[], None] = _do_nothing
         self.on_room: Callable[[], None] = _do_nothing
         self.shadow: Shadow | None = None
@@ -268,7 +268,7 @@ class Batcher:
             self._fail(taken, EngineError(FAILED))
         else:
             if batch is None:
-                self.on_answered()
+                self.on_batch_done()
             else:
                 self._work(loop, queue, taken, batch)
 
@@ -280,7 +280,7 @@ class Batcher:
             self._try_reopen(queue)
         counts = self._counts
         counts.bound()
-        ticket = BatchTicket(self.model, now_s, counts.requests.answered)
+        ticket = BatchTicket(self.model, now_s, counts.requests.count_answered)
         for pending in taken:
             pending.ticket = ticket
         counts.wait_seconds.observe_many([now_s - pending.queued_s for pending in taken])
@@ -360,7 +360,7 @@ class Batcher:
         for pending, result in zip(taken, results, strict=True):
             if pending.is_waiting:  # the client may have disconnected in the meantime
                 pending.complete(result)
-        self.on_answered()
+        self.on_batch_done()
         if self.shadow is not None and pieces[0].dtype == np.float32:
             requests = [pending.request for pending in taken]
             self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
@@ -389,7 +389,7 @@ class Batcher:
         for pending in taken:
             if pending.is_waiting:
                 pending.reject(error)
-        self.on_answered()
+        self.on_batch_done()
 
 
 def _work_bytes(bytes_per_example: int, bytes_per_id: int, examples: int, ids: int) -> int:

@@ -28,16 +28,18 @@ class BatchTicket:
 
     Attributes:
         model: model that the batch is looked up in.
-        answered: callback that records the duration in seconds of each answered request.
+        count_answered: callback that records the duration in seconds of each answered request.
         taken_s: time when the batch was taken from the queue.
         looked_up_s: time when its vectors were available; None until then.
     """
 
-    __slots__ = ("answered", "looked_up_s", "model", "taken_s")
+    __slots__ = ("count_answered", "looked_up_s", "model", "taken_s")
 
-    def __init__(self, model: ModelInfo, taken_s: float, answered: Callable[[float], None]) -> None:
+    def __init__(
+        self, model: ModelInfo, taken_s: float, count_answered: Callable[[float], None]
+    ) -> None:
         self.model = model
-        self.answered = answered
+        self.count_answered = count_answered
         self.taken_s = taken_s
         self.looked_up_s: float | None = None
 

@@ -85,7 +85,7 @@ class ModelRegistry:
         self.draining: list[tuple[str, int]] = []
         self.since: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
-        self._on_answered: Callable[[], None] | None = None
+        self._on_batch_done: Callable[[], None] | None = None
         self._on_room: Callable[[], None] | None = None
         for name, batcher in batchers.items():
             self.activate(name, batcher)
@@ -97,8 +97,8 @@ class ModelRegistry:
         requests.
         """
         before = self._batchers.get(name)
-        if self._on_answered is not None:
-            batcher.on_answered = self._on_answered
+        if self._on_batch_done is not None:
+            batcher.on_batch_done = self._on_batch_done
         batcher.on_full, batcher.on_room = self._poll, self._on_room_again
         self._batchers[name] = batcher
         self.since[name] = now_iso()
@@ -235,16 +235,16 @@ class ModelRegistry:
             return (self._only,)
         return self._routes.possible.get(name, ())
 
-    def call_back(self, on_answered: Callable[[], None], on_room: Callable[[], None]) -> None:
+    def set_callbacks(self, on_batch_done: Callable[[], None], on_room: Callable[[], None]) -> None:
         """Registers callbacks.
 
         Args:
-            on_answered: called once every request of a batch is completed or rejected.
+            on_batch_done: called once every request of a batch is completed or rejected.
             on_room: called when a queue accepts requests again.
         """
-        self._on_answered, self._on_room = on_answered, on_room
+        self._on_batch_done, self._on_room = on_batch_done, on_room
         for batcher in self._batchers.values():
-            batcher.on_answered = on_answered
+            batcher.on_batch_done = on_batch_done
 
     def _poll(self) -> None:
         batchers = self._batchers.values()

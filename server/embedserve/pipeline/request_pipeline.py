@@ -71,7 +71,7 @@ class RequestPipeline:
         self._log = RateLimitedLogger(logger)
         self._unflushed: list[Callable[[], None]] = []
         self._queue_reopened_callbacks: list[Callable[[], None]] = []
-        models.call_back(self.flush, self._notify_queue_reopened)
+        models.set_callbacks(self.flush, self._notify_queue_reopened)
 
     def submit(self, call: RequestContext, body: bytes) -> None:
         """Submits a request with its whole body. Never raises.

@@ -41,7 +41,11 @@ class ResponseWriter(ABC):
 
     def header(self, name: bytes) -> bytes | None:
         """Returns a header that differs from request to request, such as the request id or the
-        trace context; None if absent. ``name`` is in lower case."""
+        trace context; None if absent. ``name`` is in lower case.
+
+        Headers that equal requests share may be missing: the fast path of HTTP/1 reads only the
+        gaps of a template, so header(b"content-type") is None there. RequestOptions has them.
+        """
         return None
 
     def request_id(self) -> bytes:

@@ -231,7 +231,7 @@ def record_early_rejection(
         address = pipeline.addresses.find(peer, headers_by_name(headers).get)
         return {"request_id": request_id, "address": address, "protocol": metrics.protocol}
 
-    metrics.refused(error.code, error.message, seconds, fields)
+    metrics.count_rejected(error.code, error.message, seconds, fields)
     return extra_headers
 
 

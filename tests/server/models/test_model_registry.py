@@ -365,7 +365,7 @@ async def test_a_next_version_has_an_empty_queue_and_its_rows_are_as_published(
         submit_to(models, make_request(USER))
     assert models.has_full_queue
     rooms: list[bool] = []
-    models.call_back(lambda: None, lambda: rooms.append(models.has_full_queue))
+    models.set_callbacks(lambda: None, lambda: rooms.append(models.has_full_queue))
     after = FakeEngine(model_info(), seed=9)
     old = models.activate("shop", next_batcher(pipeline, after, executor))
     assert old is not None
