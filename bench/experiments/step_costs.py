@@ -21,7 +21,7 @@ from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.split import split
 from embedserve.codec import json_codec, protobuf_answers
 from embedserve.codec.protobuf_codec import ProtobufDecoder
-from embedserve.lookup import Batch, LookupRequest, LookupResult
+from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve_store import ModelStore
 
 BATCH = 25

@@ -17,7 +17,7 @@ from server.fake_models import FEATURES, VOCABULARIES, model_info
 
 from embedserve.batching.join import adapt_to_model
 from embedserve.codec.string_ids import HashedStrings
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.string_hashes import hash_strings

@@ -7,7 +7,7 @@ import asyncio
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.models.model_registry import ModelRegistry
 
 NEVER = float("inf")

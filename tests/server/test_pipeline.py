@@ -32,7 +32,7 @@ from server.waiting import until
 from embedserve.codec.codec import Codec
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
-from embedserve.lookup import LookupRequest, ResponseChunks
+from embedserve.lookup_types import LookupRequest, ResponseChunks
 from embedserve.pipeline import RequestOptions, RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.tracing.request_id import HeaderList

@@ -28,7 +28,7 @@ from embedserve.batching.split import select_output_keys, split
 from embedserve.batching.validation import find_invalid
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, OverloadedError
-from embedserve.lookup import Batch, LookupRequest, LookupResult
+from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_info import ModelInfo
 

@@ -14,15 +14,11 @@ import numpy as np
 
 from embedserve.batching.permutations import bags_to_ids, feature_major_order
 from embedserve.batching.translation import translate
-from embedserve.batching.validation import (
-    check_lengths,
-    check_output,
-    coerce_id_types,
-    name_features,
-)
+from embedserve.batching.validation import check_output, coerce_id_types, name_features
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import Batch, LookupRequest
+from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
+from embedserve.request_checks import check_lengths
 
 CACHED_BAGS_MAX = 4096
 """Maximum number of bags of a batch whose shape is cached.

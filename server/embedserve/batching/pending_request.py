@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.model_info import ModelInfo
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 
 OPEN_SHARE = 7 / 8

@@ -22,7 +22,7 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.split import in_request_order
 from embedserve.batching.validation import find_invalid
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import Batch, LookupRequest
+from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.shadow_metrics import KEY_SUMS, Differences, ShadowMetrics
 from embedserve.model_info import ModelInfo

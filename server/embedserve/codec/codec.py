@@ -19,7 +19,7 @@ from embedserve.codec.open_inference.infer_messages import MessageDecoder
 from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
-from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, ResponseChunks
+from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, ResponseChunks
 from embedserve.shared_memory.region import Regions
 
 PROTOBUF_TYPE = b"application/x-protobuf"

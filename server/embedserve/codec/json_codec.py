@@ -16,15 +16,15 @@ import msgspec
 import numpy as np
 import orjson
 
-from embedserve.batching.validation import check_feature_count
 from embedserve.codec.float16_digits import shortest_float16_repr
 from embedserve.codec.json_errors import explain_invalid_json
 from embedserve.codec.string_ids import HashedStrings, integers_of, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, OutputOptions
+from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
+from embedserve.request_checks import check_feature_count
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 

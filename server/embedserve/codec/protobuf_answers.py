@@ -11,7 +11,7 @@ from google.protobuf.json_format import ParseDict
 from embedserve.codec.model_description import describe
 from embedserve.codec.protobuf_fields import varint
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import EncodedResponse, LookupResult, with_size
+from embedserve.lookup_types import EncodedResponse, LookupResult, with_size
 from embedserve.model_info import ModelInfo
 from embedserve_proto import embedding_pb2
 

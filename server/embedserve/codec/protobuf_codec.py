@@ -9,7 +9,6 @@ from itertools import compress, islice
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from embedserve.batching.validation import check_feature_count, check_lengths
 from embedserve.codec.json_errors import counted
 from embedserve.codec.prefix_templates import (
     IDS_TAG,
@@ -33,8 +32,9 @@ from embedserve.codec.protobuf_fields import (
 from embedserve.codec.string_ids import merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_names import qualified_model_name
+from embedserve.request_checks import check_feature_count, check_lengths
 from embedserve_proto import embedding_pb2
 
 _FLOAT32 = np.dtype("<f4")

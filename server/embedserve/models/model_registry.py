@@ -24,7 +24,7 @@ from embedserve.errors import (
     RequestTooLargeError,
     UnknownModelError,
 )
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
 from embedserve.model_names import split_name
 from embedserve.models.traffic_split import TrafficSplit

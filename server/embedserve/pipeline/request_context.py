@@ -19,7 +19,7 @@ from embedserve.access.caller_quota import CallerQuota
 from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, ServedVersion
-from embedserve.lookup import LookupResult, ResponseChunks
+from embedserve.lookup_types import LookupResult, ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline.response_writer import ResponseWriter

@@ -14,7 +14,7 @@ from embedserve.access.client_address import ClientAddresses
 from embedserve.batching.split import copy_if_view
 from embedserve.codec.codec import Codecs, Decode, TryDecodeInline
 from embedserve.errors import DeadlineExceededError, EmbedServeError
-from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, with_size
+from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, with_size
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.models.model_registry import ModelRegistry

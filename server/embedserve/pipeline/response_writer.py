@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from embedserve.access.authenticator import Certificate
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_of
 
 

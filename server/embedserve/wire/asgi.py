@@ -17,7 +17,7 @@ from embedserve.access.authenticator import CERTIFICATE, Certificate, one_header
 from embedserve.access.client_address import PEER
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, RequestTooLargeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.rate_limited_logger import SHOWN_CHARACTERS_MAX
 from embedserve.pipeline import (
     REQUEST_S_MAX,

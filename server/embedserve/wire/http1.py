@@ -12,7 +12,7 @@ from typing import Any
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
     REQUEST_S_MAX,
     RequestContext,

@@ -16,7 +16,7 @@ from embedserve.codec import json_codec
 from embedserve.codec.codec import BINARY, JSON, Codec, Codecs
 from embedserve.codec.open_inference import body_answers
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.metrics.rate_limited_logger import Fields
 from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline

@@ -9,7 +9,7 @@ from time import perf_counter
 from embedserve.access.authenticator import headers_by_name
 from embedserve.codec import json_codec
 from embedserve.errors import EmbedServeError, RequestTooLargeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList

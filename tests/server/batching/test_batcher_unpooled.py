@@ -14,7 +14,7 @@ from server.pending_requests import submit
 from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.batching.join import adapt_to_model
 from embedserve.config import Limits
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 
 MODEL = unpooled_info()

@@ -21,7 +21,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
 
 WORK_MAX = 50

@@ -13,7 +13,7 @@ from server.strategies import bags_of, bags_of_ids, weights_or_none
 from embedserve.batching.join import adapt_to_model, join, split_by_examples
 from embedserve.batching.split import in_request_order, split
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 
 ENGINE = FakeEngine()
 MODEL = ENGINE.model

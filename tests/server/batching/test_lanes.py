@@ -14,7 +14,7 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 
 LARGE, SMALL = (1, 100), (1, 1)

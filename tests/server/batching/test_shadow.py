@@ -17,7 +17,7 @@ from server.waiting import until
 from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.shadow import compare
 from embedserve.batching.split import in_request_order
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.shadow_metrics import Differences
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline

@@ -7,7 +7,7 @@ from server.fake_engine import Bags, make_request
 from server.fake_models import ruled_info, unpooled_info
 
 from embedserve.batching.join import adapt_to_model, join
-from embedserve.lookup import Batch
+from embedserve.lookup_types import Batch
 from embedserve.model_info import ModelInfo
 
 RULED = ruled_info()

@@ -13,7 +13,7 @@ from server.strategies import bags_of, bags_of_ids
 from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.validation import find_invalid
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import TableSpec

@@ -14,7 +14,7 @@ from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
 from embedserve.codec.arrow.answers import INLINE_KEYS_MAX, INLINE_VECTORS_MAX
-from embedserve.lookup import LookupResult, OutputOptions
+from embedserve.lookup_types import LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 
 POOLED, UNPOOLED = model_info(), unpooled_info()

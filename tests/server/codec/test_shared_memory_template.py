@@ -19,7 +19,7 @@ from embedserve.codec.open_inference.shared_memory_tensors import INLINE_BYTES_M
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, UnknownRegionError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.shared_memory.region import Region, open_region
 
 LIMITS = Limits()

@@ -14,7 +14,7 @@ from server.fake_engine import Bags, make_request
 from server.fake_models import served_of
 
 from embedserve.batching.join import adapt_to_model, join
-from embedserve.lookup import Batch
+from embedserve.lookup_types import Batch
 from embedserve.metrics.lookup_metrics import (
     DIVIDED_CELLS,
     ROWS_SAMPLED_MAX,

@@ -45,7 +45,7 @@ from embedserve.codec.open_inference.answers import (
     keep_start,
     tensors_of,
 )
-from embedserve.lookup import EncodedResponse, LookupResult, OutputOptions, with_size
+from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
 
 VALUES = "values"
 """Name of the column with the vectors of all keys."""

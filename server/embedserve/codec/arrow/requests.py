@@ -11,7 +11,6 @@ from itertools import compress, pairwise
 
 import numpy as np
 
-from embedserve.batching.validation import check_feature_count
 from embedserve.codec.arrow.checks import (
     check_buffer,
     check_sign,
@@ -32,8 +31,9 @@ from embedserve.codec.arrow.stream import RecordBatch, read_batches, read_schema
 from embedserve.codec.string_ids import FEW, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_names import qualified_model_name
+from embedserve.request_checks import check_feature_count
 
 _INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 _UINT8 = np.dtype("u1")

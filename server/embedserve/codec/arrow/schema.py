@@ -14,7 +14,6 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from embedserve.batching.validation import check_feature_count
 from embedserve.codec.arrow.columns import (
     BY_KEY,
     IN_ONE,
@@ -28,6 +27,7 @@ from embedserve.codec.arrow.columns import (
 from embedserve.codec.arrow.flatbuffers import INT16, INT32, MALFORMED, UINT8, FlatTable
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.request_checks import check_feature_count
 
 WEIGHTS = ".weights"
 """Suffix that turns the name of a feature into the name of its column of weights."""

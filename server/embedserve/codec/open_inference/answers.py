@@ -14,7 +14,7 @@ import numpy as np
 
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest, LookupResult, OutputOptions
+from embedserve.lookup_types import LookupRequest, LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
 from embedserve.shared_memory.memory_slice import MemorySlice

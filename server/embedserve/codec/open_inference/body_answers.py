@@ -27,7 +27,7 @@ from embedserve.codec.open_inference.answers import (
 )
 from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import EncodedResponse, LookupResult, ResponseChunks, with_size
+from embedserve.lookup_types import EncodedResponse, LookupResult, ResponseChunks, with_size
 from embedserve.shared_memory.memory_slice import MemorySlice
 
 

@@ -52,7 +52,7 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.shared_memory.region import Regions
 from embedserve_proto import open_inference_pb2 as pb
 

@@ -33,7 +33,7 @@ from embedserve.codec.open_inference.tensors import (
 )
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
-from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import Region, Regions
 

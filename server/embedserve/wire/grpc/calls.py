@@ -18,7 +18,7 @@ from embedserve.errors import (
     EngineError,
     NotReadyError,
 )
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
     REQUEST_S_MAX,
     RequestContext,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from embedserve.access.authenticator import Certificate
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, BidiStream
