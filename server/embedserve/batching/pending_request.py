@@ -68,7 +68,7 @@ class PendingRequest(ABC):
 
     @property
     def source(self) -> object:
-        """Source of the request for fair sharing: requests of one source share its quota.
+        """Source of the request for fair sharing: requests of one source share its part of a queue.
 
         By default each request is its own source.
         """

@@ -39,7 +39,8 @@ class RequestQueue:
         full: rejection message while the queue is full, until an eighth is free; "" otherwise.
         under_way: number of batches of this queue that are being looked up in threads.
         is_working: whether that number is at its limit, so that the next batch has to wait.
-        per_source_examples_max, per_source_ids_max: limits for one source. While the totals of the
+        per_source_examples_max, per_source_ids_max: limits for one source: a caller with a token or
+            certificate, over all its connections, or else a connection. While the totals of the
             queue stay within them, there is room and no further check is needed.
     """
 
@@ -118,7 +119,7 @@ class RequestQueue:
         ):
             if held and held + more > share:
                 raise OverloadedError(
-                    f"{self._name} holds {held} {what} of this connection, {more} more pass its "
+                    f"{self._name} holds {held} {what} of this caller, {more} more pass its "
                     f"share of {share}"
                 )
         for what, held, more, most in (

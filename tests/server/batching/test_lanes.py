@@ -92,7 +92,7 @@ async def test_one_that_does_not_fit_shuts_nobody_out(
     answers = [submit(batcher, ids(engine, 10))]
     await until(lambda: engine.lookups)
     answers.append(submit(batcher, ids(engine, 40), source="a"))
-    with pytest.raises(OverloadedError, match="40 ids of this connection, 50 more pass its share"):
+    with pytest.raises(OverloadedError, match="40 ids of this caller, 50 more pass its share"):
         submit(batcher, ids(engine, 50), source="a")
     with pytest.raises(OverloadedError, match="holds 40 ids, 70 more pass its limit"):
         submit(batcher, ids(engine, 70), source="b")
