@@ -91,7 +91,8 @@ class RequestQueue:
         self.is_working = False
         self._at_once = at_once
         self.pending: deque[PendingRequest] = deque()
-        self._backlog = FairQueue()  # earlier requests, which did not fit into a batch
+        # Earlier requests, by source: they did not fit into a batch, or a share had to be checked.
+        self._backlog = FairQueue()
         self._withdrawn = 0  # withdrawn requests that are still in self.pending
         self._work_bytes = work_bytes
         self._output_per_example = model.response_bytes_per_example

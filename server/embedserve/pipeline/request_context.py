@@ -76,10 +76,11 @@ class RequestContext(PendingRequest):
 
     Attributes:
         options: options parsed from its headers.
-        start_s: time when its headers had arrived.
+        start_s: time when its headers, or in a stream its message, had arrived.
         pipeline: pipeline that it is submitted to.
         writer: writer of its response.
-        quota: caller of the request from its admission until its end; None without authentication.
+        quota: limits and counters of its caller, from its admission until its end; None without
+            authentication.
     """
 
     __slots__ = ("_request_id", "options", "pipeline", "quota", "start_s", "writer")

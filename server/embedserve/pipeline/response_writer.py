@@ -44,7 +44,8 @@ class ResponseWriter(ABC):
         trace context; None if absent. ``name`` is in lower case.
 
         Headers that equal requests share may be missing: the fast path of HTTP/1 reads only the
-        gaps of a template, so header(b"content-type") is None there. RequestOptions has them.
+        gaps of a template, so header(b"content-type") is None there. Their values are in
+        RequestOptions.
         """
         return None
 
