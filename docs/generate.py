@@ -169,9 +169,6 @@ def _label_values() -> str:
     return (
         f"- `protocol`: {_named(PROTOCOLS)}.\n"
         f"- `outcome`: {_named(OUTCOMES)}; for TLS handshakes {_named(HANDSHAKE_OUTCOMES)}.\n"
-        f"- `caller`: a name in the token file, up to {CALLERS_MAX} of them; `{UNKNOWN}` for "
-        f"unknown callers, `{OTHERS}` for names beyond these.\n"
-        f"- `outcome`: {_named(OUTCOMES)}; of a handshake {_named(HANDSHAKE_OUTCOMES)}.\n"
         f"- `caller`: a name in the token file, for up to {CALLERS_MAX} callers; `{UNKNOWN}` for "
         f"unauthenticated callers, `{OTHERS}` for all others.\n"
         "- `model`, `feature`: names as published. `rank`: from 0.\n"

@@ -39,8 +39,8 @@ def record() -> float:
         lookups.observe(perf_counter() - now)
         for arrived in arrived_s:
             seconds = perf_counter() - arrived
-            rest.answered(seconds, 5_000)
-            version.answered(seconds)
+            rest.count_answered(seconds, 5_000)
+            version.count_answered(seconds)
         if len(version.pending) >= PENDING_MAX:
             version.flush()
     return (perf_counter() - start) / (BATCHES * BATCH_EXAMPLES)

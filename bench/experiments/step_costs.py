@@ -17,11 +17,11 @@ from collections.abc import Callable
 from servers.embedserve import EmbedServe
 from workloads import workload
 
-from embedserve.batching.join import join, to_model_order
+from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.split import split
 from embedserve.codec import json_codec, protobuf_answers
 from embedserve.codec.protobuf_codec import ProtobufDecoder
-from embedserve.lookup import Batch, LookupRequest, LookupResult
+from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve_store import ModelStore
 
 BATCH = 25
@@ -61,7 +61,7 @@ def measure() -> dict[str, float]:
     as_json, as_protobuf = (
         [server.body(way, work, request) for request in work.requests] for way in server.ways[:2]
     )
-    requests = [to_model_order(json_codec.decode_request(body, ""), model) for body in as_json]
+    requests = [adapt_to_model(json_codec.decode_request(body, ""), model) for body in as_json]
 
     def some(number: int, size: int) -> list[LookupRequest]:
         start = number * size % (len(requests) - size)

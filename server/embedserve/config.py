@@ -52,13 +52,13 @@ class Limits:
     )
     queue_examples_max: int = limit(
         131_072,
-        "Examples in a model's queue; the server rejects requests beyond it. One connection "
-        "may hold half.",
+        "Examples in a model's queue; the server rejects requests beyond it. One caller (without "
+        "tokens one connection) may hold half.",
     )
     queue_ids_max: int = limit(
         2_097_152,
-        "Ids in a model's queue; the server rejects requests beyond it. One connection may "
-        "hold half.",
+        "Ids in a model's queue; the server rejects requests beyond it. One caller (without "
+        "tokens one connection) may hold half.",
     )
     connections_max: int = limit(
         16_384, "Open connections of a process; the server closes new ones beyond it."

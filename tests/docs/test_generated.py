@@ -75,8 +75,8 @@ def families_with_samples() -> list[Metric]:
     model = ruled_info()
     metrics = Metrics([replace(model, plan=over_two_ranks(model.tables))])
     metrics.models["ruled"].version.shadow.begin(1)
-    metrics.protocols["rest"].answered(0.001, 100)
-    metrics.protocols["grpc"].refused("INTERNAL", "why", 0.001)
+    metrics.protocols["rest"].count_answered(0.001, 100)
+    metrics.protocols["grpc"].count_rejected("INTERNAL", "why", 0.001)
     metrics.callers.callers = OneCaller()
     metrics.tls.expires_s = lambda: 2e9
     return list(metrics.registry().collect())

@@ -9,7 +9,7 @@ from embedserve.access.authenticator import Certificate, one_header
 from embedserve.access.client_address import PEER
 from embedserve.codec.codec import Codec
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.asgi import ASGIApp, Receive, Scope, Send

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from server.fake_models import FEATURES, VOCABULARIES, model_info
 
-from embedserve.batching.join import to_model_order
+from embedserve.batching.join import adapt_to_model
 from embedserve.codec.string_ids import HashedStrings
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.string_hashes import hash_strings
@@ -78,7 +78,7 @@ class FakeEngine:
 
     def request(self, bags: Bags, weights: Weights | None = None) -> LookupRequest:
         """As a batcher of its model takes it."""
-        return to_model_order(make_request(bags, weights), self.model)
+        return adapt_to_model(make_request(bags, weights), self.model)
 
     def hold(self) -> None:
         """Makes lookups wait for `release`; for batches that run in a thread."""

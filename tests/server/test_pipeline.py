@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,9 @@ from server.waiting import until
 from embedserve.codec.codec import Codec
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
-from embedserve.lookup import LookupRequest, ResponseChunks
+from embedserve.lookup_types import LookupRequest, ResponseChunks
 from embedserve.pipeline import RequestOptions, RequestPipeline
+from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.tracing.request_id import HeaderList
 from embedserve_proto import embedding_pb2 as pb
 
@@ -210,19 +212,19 @@ async def test_room_is_told_when_the_queue_has_some_again(
     pipeline: RequestPipeline, engine: FakeEngine
 ) -> None:
     told: list[bool] = []
-    pipeline.on_queue_reopened(lambda: told.append(not pipeline.models.is_full))
+    pipeline.on_queue_reopened(lambda: told.append(not pipeline.models.has_full_queue))
     engine.hold()
     first = ask(pipeline)
     await until(lambda: engine.lookups)
     second = ask(pipeline)
     ask(pipeline)
-    assert (told, pipeline.models.is_full) == ([], True)
+    assert (told, pipeline.models.has_full_queue) == ([], True)
     engine.release()
     await until(lambda: first.told and second.told)
     assert told == [True]
 
 
-async def test_the_deadline_counts_from_the_first_byte(
+async def test_the_deadline_counts_from_the_start(
     pipeline: RequestPipeline, engine: FakeEngine
 ) -> None:
     decoded: list[bytes] = []
@@ -238,6 +240,25 @@ async def test_the_deadline_counts_from_the_first_byte(
     await until(lambda: in_time.told)
     assert isinstance(in_time.told[0], bytes)
     assert len(engine.lookups) == 1
+
+
+async def test_slow_requests_that_were_refused_are_among_the_slowest(
+    pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    pipeline.telemetry = RequestTelemetry(slow_ms=1000)
+    ask(pipeline, b"{")
+    assert pipeline.telemetry.slow.fields() == []
+    late = RecordingCall(pipeline, asked(pipeline, timeout_s=5.0), perf_counter() - 5.1)
+    pipeline.submit(late, BODY)
+    (slow,) = pipeline.telemetry.slow.fields()
+    assert slow["outcome"] == "DEADLINE_EXCEEDED"
+    assert 5100 <= slow["total_ms"] < 60_000
+    # Each has the one line that every refused request has.
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "refused with INVALID_ARGUMENT",
+        "refused with DEADLINE_EXCEEDED",
+    ]
 
 
 async def test_an_unforeseen_error_in_decoding_is_answered_in_general(

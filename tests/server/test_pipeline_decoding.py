@@ -30,8 +30,8 @@ from embedserve.errors import (
 from embedserve.pipeline import RequestPipeline, codec_executor
 from embedserve_proto import embedding_pb2 as pb
 
-LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.NOW_BYTES_MAX}}).encode()
-WRONG = json.dumps({"features": {"user": [[1]] * json_codec.NOW_BYTES_MAX + [["a"]]}}).encode()
+LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.INLINE_BYTES_MAX}}).encode()
+WRONG = json.dumps({"features": {"user": [[1]] * json_codec.INLINE_BYTES_MAX + [["a"]]}}).encode()
 LIMITS = Limits(request_values_max=1 << 20)
 
 
@@ -63,7 +63,7 @@ async def test_others_are_answered_while_a_large_request_is_decoded(
     (body,) = large.told
     assert isinstance(body, bytes)
     values = np.frombuffer(pb.EmbedResponse.FromString(body).values, "<f4")
-    expected = engine.expected({"user": [[1, 2] * json_codec.NOW_BYTES_MAX]})[0]
+    expected = engine.expected({"user": [[1, 2] * json_codec.INLINE_BYTES_MAX]})[0]
     assert np.array_equal(values, expected)
     assert gate.threads[0] is not threading.main_thread()
     assert outcomes(pipeline) == {"OK": 2}
@@ -74,7 +74,7 @@ async def test_what_is_wrong_with_a_large_request_is_told(pipeline: RequestPipel
     assert call.told == []
     await until(lambda: call.told)
     assert isinstance(call.error, InvalidRequestError)
-    assert call.error.field == f"features.user[{json_codec.NOW_BYTES_MAX}][0]"
+    assert call.error.field == f"features.user[{json_codec.INLINE_BYTES_MAX}][0]"
     assert outcomes(pipeline) == {"INVALID_ARGUMENT": 1}
 
 
@@ -145,11 +145,11 @@ def message(**more: object) -> bytes:
     return pb.EmbedRequest(keys=["user"], **more).SerializeToString()  # type: ignore[arg-type]
 
 
-MANY = protobuf_codec.NOW_BYTES_MAX + 1
+MANY = protobuf_codec.INLINE_BYTES_MAX + 1
 
 
 @pytest.mark.parametrize(
-    ("codec", "body", "is_now"),
+    ("codec", "body", "is_inline"),
     [
         (JSON, BODY, True),
         (JSON, LARGE, False),
@@ -160,9 +160,9 @@ MANY = protobuf_codec.NOW_BYTES_MAX + 1
         (PROTOBUF, message(string_keys=["user"], string_ids=["a" * MANY], lengths=[1]), False),
     ],
 )
-def test_what_is_quick_to_read_is_decoded_now(codec: Codec, body: bytes, is_now: bool) -> None:
+def test_what_is_quick_to_read_is_decoded_now(codec: Codec, body: bytes, is_inline: bool) -> None:
     now = codec.try_decode_inline(body, "", LIMITS)
-    assert (now is not None) == is_now
+    assert (now is not None) == is_inline
     if now is not None:
         assert np.array_equal(now.ids, codec.decode(body, "", LIMITS).ids)
 

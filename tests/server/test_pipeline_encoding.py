@@ -21,7 +21,7 @@ from embedserve.codec.codec import Codec
 from embedserve.errors import OverloadedError
 from embedserve.pipeline import RequestPipeline, codec_executor
 
-EXAMPLES = json_codec.NOW_VALUES_MAX // 9 + 1
+EXAMPLES = json_codec.INLINE_VALUES_MAX // 9 + 1
 """Of nine values each."""
 BODY = b'{"features": {"user": [%b[1, 2]]}}' % (b"[]," * (EXAMPLES - 1))
 

@@ -43,7 +43,7 @@ class CallerQuota:
         active_max: limit on ``active``; 0 if the caller may not embed.
         free_s: time (perf_counter) when the rate has paid for all requests so far.
         interval_s: seconds of the rate that each request costs.
-        answered: number of requests that ended as OK on the fast path since the last
+        answered_count: number of requests that ended as OK on the fast path since the last
             take_outcomes.
         outcomes: number of all other requests by outcome since the last take_outcomes.
     """
@@ -56,7 +56,7 @@ class CallerQuota:
         "_rejection",
         "active",
         "active_max",
-        "answered",
+        "answered_count",
         "free_s",
         "grant",
         "interval_s",
@@ -68,7 +68,7 @@ class CallerQuota:
         self.active = 0
         self.active_max = 0.0
         self.free_s = 0.0
-        self.answered = 0
+        self.answered_count = 0
         self.outcomes: Counter[str] = Counter()
         self._rejected_s = 0.0  # like free_s, for rejections at REFUSALS_PER_S
         self._rejection: Callable[[], EmbedServeError] | None = None
@@ -126,9 +126,9 @@ class CallerQuota:
     def take_outcomes(self) -> Counter[str]:
         """Returns the number of requests by outcome since the last call, and resets the counts."""
         outcomes, self.outcomes = self.outcomes, Counter()
-        if self.answered:
-            outcomes["OK"] += self.answered
-            self.answered = 0
+        if self.answered_count:
+            outcomes["OK"] += self.answered_count
+            self.answered_count = 0
         return outcomes
 
     def rejection_wait_s(self, now_s: float) -> float:

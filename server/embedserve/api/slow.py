@@ -10,7 +10,7 @@ from embedserve.tracing.slow_requests import KEPT_S
 
 
 class SlowRequest(BaseModel):
-    """A completed request; unknown values are left out, as in the log."""
+    """A request that ended, with any outcome; unknown values are left out, as in the log."""
 
     when: str = Field(description="End of the request: ISO 8601, UTC.")
     request_id: str

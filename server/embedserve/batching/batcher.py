@@ -28,7 +28,7 @@ from embedserve.batching.split import select_output_keys, split
 from embedserve.batching.validation import find_invalid
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, OverloadedError
-from embedserve.lookup import Batch, LookupRequest, LookupResult
+from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_info import ModelInfo
 
@@ -52,8 +52,8 @@ class Batcher:
     All calls come from one event loop, that of the first request. Times are perf_counter seconds.
 
     Attributes:
-        on_answered: callback once every request of a batch is completed or rejected; the responses
-            can then be flushed.
+        on_batch_done: callback once every request of a batch is completed or rejected; the
+            responses can then be flushed.
         on_full: callback when a queue becomes full.
         on_room: callback when a full queue accepts requests again.
         shadow: comparison of a share of the batches with another version; None without one.
@@ -73,7 +73,7 @@ class Batcher:
             executor: thread pool for batches that are too large for the event loop's thread.
             threads: number of chunks that a large batch is split into; see LookupExecutor.
         """
-        self.on_answered: Callable[[], None] = _do_nothing
+        self.on_batch_done: Callable[[], None] = _do_nothing
         self.on_full: Callable[[], None] = _do_nothing
         self.on_room: Callable[[], None] = _do_nothing
         self.shadow: Shadow | None = None
@@ -88,17 +88,17 @@ class Batcher:
         waits = engine.waits_for_device
         self._inline_bytes_max = 0 if waits else limits.inline_bytes_max
         bags_bytes = BAG_BYTES * len(model.features)
-        self._bytes_per_example = model.response_bytes_per_example + bags_bytes
-        self._bytes_per_id = model.response_bytes_per_id + 4 * max(model.length_per_key)
-        self._work_bytes = partial(_work_bytes, self._bytes_per_example, self._bytes_per_id)
+        self._work_per_example = model.response_bytes_per_example + bags_bytes
+        self._work_per_id = model.response_bytes_per_id + 4 * max(model.length_per_key)
+        self._work_bytes = partial(_work_bytes, self._work_per_example, self._work_per_id)
         queue = f"the queue of {model.name!r}"
         of_large = " for large requests" if self._inline_bytes_max else ""
         at_once = AT_ONCE * engine.replicas if waits else 1
         self._small = RequestQueue(queue, model, limits, self._work_bytes, at_once)
         self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, at_once)
         self._queues = (self._small, self._large)
-        # The queue of requests that are not known to be large.
-        self._first = self._small if self._inline_bytes_max else self._large
+        # The queue of requests whose size is not known yet: the small one, where it is used.
+        self._default_queue = self._small if self._inline_bytes_max else self._large
         self._is_scheduled = False
         self._on_retired: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -115,21 +115,21 @@ class Batcher:
         """
         examples, ids = request.batch_size, request.ids.size
         # Inlines _is_large, as this runs for every request.
-        work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
+        work_bytes = examples * self._work_per_example + ids * self._work_per_id
         queue = self._large if work_bytes > self._inline_bytes_max else self._small
         if (
             queue.full
             or queue.examples + examples > queue.per_source_examples_max
-            or queue.ids + ids > queue.share_ids
+            or queue.ids + ids > queue.per_source_ids_max
         ):
             self._check_room(request, queue, pending.source)
         if self._loop is None:
             # Cached: in Python 3.11 get_running_loop makes a system call.
             self._loop = asyncio.get_running_loop()
         pending.request = request
-        pending.queue = self
+        pending.batcher = self
         pending.queued_s = perf_counter()
-        queue.callers.append(pending)
+        queue.pending.append(pending)
         queue.examples += examples
         queue.ids += ids
         if not self._is_scheduled and not queue.is_working:
@@ -137,7 +137,7 @@ class Batcher:
 
     def withdraw(self, pending: PendingRequest) -> None:
         """Removes ``pending`` from its queue and from the queue's totals."""
-        pending.queue = None
+        pending.batcher = None
         request = pending.request
         queue = self._large if self._is_large(request.batch_size, request.ids.size) else self._small
         queue.withdraw(pending)
@@ -154,27 +154,28 @@ class Batcher:
         return small.requests + large.requests, small.examples + large.examples
 
     @property
-    def is_full(self) -> bool:
+    def has_full_queue(self) -> bool:
         """Whether a queue is full: from the time it fills up until an eighth of it is free."""
         return bool(self._small.full or self._large.full)
 
     @property
-    def is_closed(self) -> bool:
-        """Whether no request is accepted: the queue for requests not known to be large is full."""
-        return bool(self._first.full)
+    def has_full_default_queue(self) -> bool:
+        """Whether even the queue for requests of unknown size is full."""
+        return bool(self._default_queue.full)
 
-    def check_open(self) -> None:
-        """Raises OverloadedError while no request is accepted.
+    def check_default_queue(self) -> None:
+        """Raises OverloadedError while the queue for requests of unknown size is full.
 
         Called before a request is decoded, so that rejections under overload are cheap.
         """
-        self._first.check_open()
+        self._default_queue.check_not_full()
 
-    def check_open_for(self, bags: int, ids: int) -> None:
+    def check_queue_for(self, bags: int, ids: int) -> None:
         """Raises OverloadedError while the queue for a request of this estimated size is full."""
         # One less: JSON has another pair of brackets around the bags of a feature.
         examples = max(bags // len(self.model.features) - 1, 0)
-        (self._large if self._is_large(examples, ids) else self._first).check_open()
+        queue = self._large if self._is_large(examples, ids) else self._default_queue
+        queue.check_not_full()
 
     def note_damage(self) -> None:
         """Marks the model as damaged in the metrics; called only while this version is active."""
@@ -259,56 +260,56 @@ class Batcher:
         self._schedule_next(loop)
 
     def _run(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue) -> None:
-        callers = self._take(queue)
+        taken = self._take(queue)
         try:
-            callers, batch = self._join(callers)
+            taken, batch = self._join(taken)
         except Exception:
-            self._lookups.log_failure(f"joining {len(callers)} requests")
-            self._fail(callers, EngineError(FAILED))
+            self._lookups.log_failure(f"joining {len(taken)} requests")
+            self._fail(taken, EngineError(FAILED))
         else:
             if batch is None:
-                self.on_answered()
+                self.on_batch_done()
             else:
-                self._work(loop, queue, callers, batch)
+                self._work(loop, queue, taken, batch)
 
     def _take(self, queue: RequestQueue) -> list[PendingRequest]:
         """Takes the requests of the next batch, without abandoned and expired requests."""
         now_s = perf_counter()
-        callers = queue.take(now_s)
+        taken = queue.take(now_s)
         if queue.full:
             self._try_reopen(queue)
         counts = self._counts
         counts.bound()
-        taken = BatchTicket(self.model, now_s, counts.requests.answered)
-        for caller in callers:
-            caller.ticket = taken
-        counts.wait_seconds.observe_many([now_s - caller.queued_s for caller in callers])
-        return callers
+        ticket = BatchTicket(self.model, now_s, counts.requests.count_answered)
+        for pending in taken:
+            pending.ticket = ticket
+        counts.wait_seconds.observe_many([now_s - pending.queued_s for pending in taken])
+        return taken
 
     def _try_reopen(self, queue: RequestQueue) -> None:
         if queue.try_reopen():
             self.on_room()
 
-    def _join(self, callers: list[PendingRequest]) -> tuple[list[PendingRequest], Batch | None]:
+    def _join(self, taken: list[PendingRequest]) -> tuple[list[PendingRequest], Batch | None]:
         """Returns the valid requests and their batch; rejects the invalid requests."""
-        if not callers:
+        if not taken:
             return [], None
-        requests = [caller.request for caller in callers]
+        requests = [pending.request for pending in taken]
         batch = join(requests, self.model)
         if batch is not None:
-            return callers, batch
+            return taken, batch
         errors = find_invalid(requests, self.model)
         if not errors:
             raise AssertionError("a batch is invalid, but none of its requests")
         for i, error in errors.items():
-            callers[i].reject(error)
-        return self._join([caller for i, caller in enumerate(callers) if i not in errors])
+            taken[i].reject(error)
+        return self._join([pending for i, pending in enumerate(taken) if i not in errors])
 
     def _work(
         self,
         loop: asyncio.AbstractEventLoop,
         queue: RequestQueue,
-        callers: list[PendingRequest],
+        taken: list[PendingRequest],
         batch: Batch,
     ) -> None:
         examples, ids = batch.batch_size, batch.ids.size
@@ -317,51 +318,51 @@ class Batcher:
         self._counts.lookups.observe(batch)
         if batch.unknown_counts is not None:
             self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
-        work_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
+        work_bytes = examples * self._work_per_example + ids * self._work_per_id
         if work_bytes <= self._inline_bytes_max:
-            self._finish(callers, batch, [self._lookups.run(batch)])
+            self._finish(taken, batch, [self._lookups.run(batch)])
             return
 
         def finish(looked_up: list[LookedUp]) -> None:
             queue.end()
-            self._finish(callers, batch, looked_up)
+            self._finish(taken, batch, looked_up)
             self._schedule_next(loop)
 
         queue.begin()
-        as_float16 = self._lookups.waits_for_device and self._all_request_float16(callers)
+        as_float16 = self._lookups.waits_for_device and self._all_request_float16(taken)
         self._lookups.submit(loop, batch, as_float16, finish)
 
-    def _all_request_float16(self, callers: Sequence[PendingRequest]) -> bool:
+    def _all_request_float16(self, taken: Sequence[PendingRequest]) -> bool:
         """Whether all requests want float16 and no shadow needs the float32 values."""
         return self.shadow is None and all(
-            caller.request.output_dtype == "float16" for caller in callers
+            pending.request.output_dtype == "float16" for pending in taken
         )
 
     def _finish(
-        self, callers: Sequence[PendingRequest], batch: Batch, looked_up: Sequence[LookedUp]
+        self, taken: Sequence[PendingRequest], batch: Batch, looked_up: Sequence[LookedUp]
     ) -> None:
         self._counts.lookup_seconds.observe(max([seconds for _, seconds in looked_up]))
         pieces = []
         for values, _ in looked_up:
             if isinstance(values, EmbedServeError):
-                self._fail(callers, values)
+                self._fail(taken, values)
                 return
             pieces.append(values)
         try:
-            results = self._split(callers, batch, pieces)
+            results = self._split(taken, batch, pieces)
         except Exception:
-            self._lookups.log_failure(f"splitting the batch of {len(callers)} requests")
-            self._fail(callers, EngineError(FAILED))
+            self._lookups.log_failure(f"splitting the batch of {len(taken)} requests")
+            self._fail(taken, EngineError(FAILED))
             return
-        ticket = callers[0].ticket  # the whole batch shares it
+        ticket = taken[0].ticket  # the whole batch shares it
         assert ticket is not None
         ticket.looked_up_s = perf_counter()
-        for caller, result in zip(callers, results, strict=True):
-            if caller.is_waiting:  # the client may have disconnected in the meantime
-                caller.complete(result)
-        self.on_answered()
+        for pending, result in zip(taken, results, strict=True):
+            if pending.is_waiting:  # the client may have disconnected in the meantime
+                pending.complete(result)
+        self.on_batch_done()
         if self.shadow is not None and pieces[0].dtype == np.float32:
-            requests = [caller.request for caller in callers]
+            requests = [pending.request for pending in taken]
             self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
 
     def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:
@@ -373,22 +374,22 @@ class Batcher:
         return Shadow(self._lookups.engine, self.model, percent, self._counts.shadow, executor)
 
     def _split(
-        self, callers: Sequence[PendingRequest], batch: Batch, pieces: Sequence[np.ndarray]
+        self, taken: Sequence[PendingRequest], batch: Batch, pieces: Sequence[np.ndarray]
     ) -> list[LookupResult]:
-        results = split(pieces, batch, [caller.request for caller in callers], self.model)
-        for caller, result in zip(callers, results, strict=True):
-            request = caller.request
+        results = split(pieces, batch, [pending.request for pending in taken], self.model)
+        for pending, result in zip(taken, results, strict=True):
+            request = pending.request
             if request.output is not None:
                 select_output_keys(result, request.output)
             if request.output_dtype == "float16":
                 self._lookups.round(result)
         return results
 
-    def _fail(self, callers: Sequence[PendingRequest], error: EmbedServeError) -> None:
-        for caller in callers:
-            if caller.is_waiting:
-                caller.reject(error)
-        self.on_answered()
+    def _fail(self, taken: Sequence[PendingRequest], error: EmbedServeError) -> None:
+        for pending in taken:
+            if pending.is_waiting:
+                pending.reject(error)
+        self.on_batch_done()
 
 
 def _work_bytes(bytes_per_example: int, bytes_per_id: int, examples: int, ids: int) -> int:

@@ -29,12 +29,12 @@ class Source:
     """Queued requests of one source.
 
     Attributes:
-        callers: pending requests in order of arrival, with withdrawn requests still among them.
+        pending: requests in order of arrival, with withdrawn requests still among them.
         examples, ids: totals of the requests that were not withdrawn.
     """
 
     key: object
-    callers: deque[PendingRequest] = field(default_factory=deque)
+    pending: deque[PendingRequest] = field(default_factory=deque)
     examples: int = 0
     ids: int = 0
 
@@ -63,7 +63,7 @@ class FairQueue:
             source = self._sources[key] = Source(key)
             self._pushes += 1
             heapq.heappush(self._starts, (self._now, self._pushes, source))
-        source.callers.append(pending)
+        source.pending.append(pending)
         source.examples += request.batch_size
         source.ids += request.ids.size
         self.source_of[pending] = source
@@ -72,12 +72,12 @@ class FairQueue:
         """Returns the request to take next, None if the queue is empty."""
         while self._starts:
             start, _, source = self._starts[0]
-            callers = source.callers
-            while callers and callers[0] not in self.source_of:
-                callers.popleft()
+            pending = source.pending
+            while pending and pending[0] not in self.source_of:
+                pending.popleft()
                 self._gone -= 1
-            if callers:
-                return callers[0]
+            if pending:
+                return pending[0]
             self._now = max(self._now, start)
             heapq.heappop(self._starts)
             del self._sources[source.key]
@@ -86,8 +86,8 @@ class FairQueue:
     def pop(self, work: int) -> None:
         """Removes the request that ``first`` returned and charges ``work`` to its source."""
         start, _, source = self._starts[0]
-        caller = source.callers.popleft()
-        self._uncount(caller, self.source_of.pop(caller))
+        pending = source.pending.popleft()
+        self._uncount(pending, self.source_of.pop(pending))
         self._now = start
         self._pushes += 1
         heapq.heapreplace(self._starts, (start + work, self._pushes, source))
@@ -104,7 +104,7 @@ class FairQueue:
         if self._gone >= GONE_MIN and self._gone >= len(self.source_of):
             self._gone = 0
             for one in self._sources.values():
-                one.callers = deque([other for other in one.callers if other in self.source_of])
+                one.pending = deque([left for left in one.pending if left in self.source_of])
         return True
 
     def _uncount(self, pending: PendingRequest, source: Source) -> None:

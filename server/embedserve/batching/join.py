@@ -14,15 +14,11 @@ import numpy as np
 
 from embedserve.batching.permutations import bags_to_ids, feature_major_order
 from embedserve.batching.translation import translate
-from embedserve.batching.validation import (
-    check_lengths,
-    check_output,
-    coerce_id_types,
-    name_features,
-)
+from embedserve.batching.validation import check_output, coerce_id_types, name_features
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import Batch, LookupRequest
+from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
+from embedserve.request_checks import check_lengths
 
 CACHED_BAGS_MAX = 4096
 """Maximum number of bags of a batch whose shape is cached.
@@ -30,12 +26,13 @@ CACHED_BAGS_MAX = 4096
 It bounds the bag order in one cache entry to 32 KiB, 8 bytes per bag."""
 
 
-def to_model_order(
+def adapt_to_model(
     request: LookupRequest, model: ModelInfo, *, is_lenient: bool = False
 ) -> LookupRequest:
-    """Returns ``request`` with every feature of ``model``, in the model's order.
+    """Validates ``request`` against ``model``; returns it with the model's features, in its order.
 
-    Features that the request does not name get empty bags.
+    Features that the request does not name get empty bags. ``request`` itself may be changed: names
+    of features are added to it, and its output keys become the model's own strings.
 
     Args:
         is_lenient: whether features that the model does not have are dropped.

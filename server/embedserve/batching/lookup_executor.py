@@ -17,7 +17,7 @@ from embedserve.batching.join import split_by_examples
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.split import in_request_order
 from embedserve.errors import EmbedServeError, EngineError
-from embedserve.lookup import Batch, LookupResult
+from embedserve.lookup_types import Batch, LookupResult
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.model_info import ModelInfo
 from embedserve_store.errors import StoreError

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from embedserve.batching.batcher import Batcher
 
 NO_REQUEST = LookupRequest("", (), np.empty(0, np.int64), np.empty(0, np.int32), None, 0)
 """Request of a pending request that is not queued: no examples, no ids."""
-
-
-class Queue(Protocol):
-    """Queue of one model's batcher that a pending request can be withdrawn from."""
-
-    model: ModelInfo
-
-    def withdraw(self, pending: PendingRequest) -> None: ...
 
 
 class BatchTicket:
@@ -33,16 +28,18 @@ class BatchTicket:
 
     Attributes:
         model: model that the batch is looked up in.
-        answered: callback that records the duration in seconds of each answered request.
+        count_answered: callback that records the duration in seconds of each answered request.
         taken_s: time when the batch was taken from the queue.
         looked_up_s: time when its vectors were available; None until then.
     """
 
-    __slots__ = ("answered", "looked_up_s", "model", "taken_s")
+    __slots__ = ("count_answered", "looked_up_s", "model", "taken_s")
 
-    def __init__(self, model: ModelInfo, taken_s: float, answered: Callable[[float], None]) -> None:
+    def __init__(
+        self, model: ModelInfo, taken_s: float, count_answered: Callable[[float], None]
+    ) -> None:
         self.model = model
-        self.answered = answered
+        self.count_answered = count_answered
         self.taken_s = taken_s
         self.looked_up_s: float | None = None
 
@@ -51,27 +48,27 @@ class PendingRequest(ABC):
     """One request, and the client that waits for it. Times are perf_counter seconds.
 
     Attributes:
+        batcher: batcher that has the request in a queue; None before, and once its batch is taken.
         deadline_s: time after which the client no longer needs the response.
-        is_waiting: whether the client still waits. False once the request is abandoned: it leaves
-            the queue without a lookup and is not notified.
-        queue: queue that holds the request; None before, and once its batch is taken.
+        is_waiting: whether the client still waits. False once the response is written, the request
+            is rejected, or it is abandoned.
         queued_s: time when the request was queued; 0 before.
         request: request in the model's order; NO_REQUEST before it is queued, and once withdrawn.
         ticket: ticket of its batch; None until the batch is taken.
     """
 
-    __slots__ = ("deadline_s", "is_waiting", "queue", "queued_s", "request", "ticket")
+    __slots__ = ("batcher", "deadline_s", "is_waiting", "queued_s", "request", "ticket")
 
+    batcher: Batcher | None
     deadline_s: float
     is_waiting: bool
-    queue: Queue | None
     queued_s: float
     request: LookupRequest
     ticket: BatchTicket | None
 
     @property
     def source(self) -> object:
-        """Source of the request for fair sharing: requests of one source share its quota.
+        """Source of the request for fair sharing: requests of one source share its part of a queue.
 
         By default each request is its own source.
         """
@@ -94,7 +91,7 @@ class PendingRequest(ABC):
         """Receives the error instead of vectors."""
 
     def abandon(self) -> None:
-        """Abandons the request: it leaves the queue, if it is still queued, without a lookup."""
+        """Abandons the request: it is not notified, and if still queued leaves without a lookup."""
         self.is_waiting = False
-        if self.queue is not None:
-            self.queue.withdraw(self)
+        if self.batcher is not None:
+            self.batcher.withdraw(self)

@@ -13,7 +13,7 @@ from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import DeadlineExceededError, OverloadedError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 
 OPEN_SHARE = 7 / 8
@@ -32,36 +32,37 @@ class RequestQueue:
     Times are perf_counter seconds.
 
     Attributes:
-        callers: pending requests since the last batch, in order of arrival. Each waits until it is
-            taken or withdrawn; its ``queue`` is None from then on.
-        examples, ids: totals of all queued requests. Code that appends to ``callers`` adds the
+        pending: requests since the last batch, in order of arrival. Each waits until it is taken or
+            withdrawn; its ``batcher`` is None from then on.
+        examples, ids: totals of all queued requests. Code that appends to ``pending`` adds the
             sizes of the request.
         full: rejection message while the queue is full, until an eighth is free; "" otherwise.
         under_way: number of batches of this queue that are being looked up in threads.
         is_working: whether that number is at its limit, so that the next batch has to wait.
-        per_source_examples_max, share_ids: limits for one source. While the totals of the queue
-            stay within them, there is room and no further check is needed.
+        per_source_examples_max, per_source_ids_max: limits for one source: a caller with a token or
+            certificate, over all its connections, or else a connection. While the totals of the
+            queue stay within them, there is room and no further check is needed.
     """
 
     __slots__ = (
         "_at_once",
         "_backlog",
-        "_bytes_per_example",
-        "_bytes_per_id",
         "_ids_max",
         "_limits",
         "_model",
         "_name",
         "_output_bytes_max",
+        "_output_per_example",
+        "_output_per_id",
         "_withdrawn",
         "_work_bytes",
-        "callers",
         "examples",
         "full",
         "ids",
         "is_working",
+        "pending",
         "per_source_examples_max",
-        "share_ids",
+        "per_source_ids_max",
         "under_way",
     )
 
@@ -83,22 +84,23 @@ class RequestQueue:
         self._model = model
         self._limits = limits
         self.per_source_examples_max = int(SOURCE_SHARE * limits.queue_examples_max)
-        self.share_ids = int(SOURCE_SHARE * limits.queue_ids_max)
+        self.per_source_ids_max = int(SOURCE_SHARE * limits.queue_ids_max)
         self.examples = self.ids = 0
         self.full = ""
         self.under_way = 0
         self.is_working = False
         self._at_once = at_once
-        self.callers: deque[PendingRequest] = deque()
-        self._backlog = FairQueue()  # earlier requests, which did not fit into a batch
-        self._withdrawn = 0  # withdrawn requests that are still in self.callers
+        self.pending: deque[PendingRequest] = deque()
+        # Earlier requests, by source: they did not fit into a batch, or a share had to be checked.
+        self._backlog = FairQueue()
+        self._withdrawn = 0  # withdrawn requests that are still in self.pending
         self._work_bytes = work_bytes
-        self._bytes_per_example = model.response_bytes_per_example
-        self._bytes_per_id = model.response_bytes_per_id
+        self._output_per_example = model.response_bytes_per_example
+        self._output_per_id = model.response_bytes_per_id
         self._ids_max = limits.batch_ids_max
         self._output_bytes_max = limits.batch_output_bytes_max
 
-    def check_open(self) -> None:
+    def check_not_full(self) -> None:
         """Raises OverloadedError while the queue is full."""
         if self.full:
             raise OverloadedError(self.full).of(self._model)
@@ -109,15 +111,16 @@ class RequestQueue:
         It may mark the queue as full. An empty queue has room for any request: the size of a single
         request is limited elsewhere.
         """
-        self.check_open()
-        held_examples, held_ids = self.held_by(source)
+        self.check_not_full()
+        self._move_to_backlog()  # which knows what each source holds
+        held_examples, held_ids = self._backlog.held_by(source)
         for what, held, more, share in (
             ("examples", held_examples, examples, self.per_source_examples_max),
-            ("ids", held_ids, ids, self.share_ids),
+            ("ids", held_ids, ids, self.per_source_ids_max),
         ):
             if held and held + more > share:
                 raise OverloadedError(
-                    f"{self._name} holds {held} {what} of this connection, {more} more pass its "
+                    f"{self._name} holds {held} {what} of this caller, {more} more pass its "
                     f"share of {share}"
                 )
         for what, held, more, most in (
@@ -125,7 +128,7 @@ class RequestQueue:
             ("ids", self.ids, ids, self._limits.queue_ids_max),
         ):
             if held and held + more > most:
-                if not self._has_room():
+                if not self._has_free_eighth():
                     self.full = (
                         f"{self._name} is full: it holds {self.examples} examples and "
                         f"{self.ids} ids"
@@ -136,11 +139,11 @@ class RequestQueue:
 
     def try_reopen(self) -> bool:
         """Reopens a full queue if enough of it is free; returns whether the queue is open."""
-        if self._has_room():
+        if self._has_free_eighth():
             self.full = ""
         return not self.full
 
-    def _has_room(self) -> bool:
+    def _has_free_eighth(self) -> bool:
         """Whether an eighth is free; a request rejected then is rejected for its own size."""
         return (
             self.examples <= OPEN_SHARE * self._limits.queue_examples_max
@@ -148,22 +151,24 @@ class RequestQueue:
         )
 
     def withdraw(self, pending: PendingRequest) -> None:
-        """Removes ``pending``, whose queue is already None and whose request is still set."""
+        """Removes ``pending``, whose batcher is already None and whose request is still set."""
         self._uncount(pending.request)
         if self._backlog.withdraw(pending):
             return
         self._withdrawn += 1
         if not self.examples:
-            self.callers.clear()
+            self.pending.clear()
             self._withdrawn = 0
-        elif self._withdrawn >= GONE_MIN and 2 * self._withdrawn >= len(self.callers):
-            self.callers = deque([one for one in self.callers if one.queue is not None])
+        elif self._withdrawn >= GONE_MIN and 2 * self._withdrawn >= len(self.pending):
+            self.pending = deque(
+                [pending for pending in self.pending if pending.batcher is not None]
+            )
             self._withdrawn = 0
 
     @property
     def requests(self) -> int:
         """Number of requests that wait."""
-        return len(self.callers) + len(self._backlog.source_of) - self._withdrawn
+        return len(self.pending) + len(self._backlog.source_of) - self._withdrawn
 
     def begin(self) -> None:
         """Records the start of a lookup in a thread; ``end`` records its completion."""
@@ -180,23 +185,18 @@ class RequestQueue:
 
     def first_s(self) -> float:
         """Returns the time when the next request was queued."""
-        return (self._backlog.first() or self.callers[0]).queued_s
+        return (self._backlog.first() or self.pending[0]).queued_s
 
-    def held_by(self, source: object) -> tuple[int, int]:
-        """Returns (examples, ids) of the queued requests from ``source``."""
-        self._queue_up()
-        return self._backlog.held_by(source)
-
-    def _queue_up(self) -> None:
-        callers, self.callers = self.callers, deque()
+    def _move_to_backlog(self) -> None:
+        taken, self.pending = self.pending, deque()
         self._withdrawn = 0
-        for caller in callers:
-            if caller.queue is not None:
-                self._backlog.put(caller)
+        for pending in taken:
+            if pending.batcher is not None:
+                self._backlog.put(pending)
 
     def fills_a_batch(self) -> bool:
         """Whether the queued requests fill a batch, so that more waiting gains nothing."""
-        output_bytes = self.examples * self._bytes_per_example + self.ids * self._bytes_per_id
+        output_bytes = self.examples * self._output_per_example + self.ids * self._output_per_id
         return self.ids >= self._ids_max or output_bytes >= self._output_bytes_max
 
     def take(self, now_s: float) -> list[PendingRequest]:
@@ -205,38 +205,40 @@ class RequestQueue:
         Requests whose deadline has passed are rejected instead. The queue is emptied first, as a
         rejection may queue or withdraw other requests.
         """
-        output_bytes = self.examples * self._bytes_per_example + self.ids * self._bytes_per_id
+        output_bytes = self.examples * self._output_per_example + self.ids * self._output_per_id
         is_too_much = self.ids > self._ids_max or output_bytes > self._output_bytes_max
         if is_too_much or self._backlog.source_of or self._withdrawn:
             return self._take_some(now_s)
-        callers, self.callers = self.callers, deque()
+        taken, self.pending = self.pending, deque()
         self.examples = self.ids = 0
-        for caller in callers:
-            caller.queue = None
+        for pending in taken:
+            pending.batcher = None
         return [
-            one for one in callers if now_s < one.deadline_s or self._reject_expired(one, now_s)
+            pending
+            for pending in taken
+            if now_s < pending.deadline_s or self._reject_expired(pending, now_s)
         ]
 
     def _take_some(self, now_s: float) -> list[PendingRequest]:
-        callers: list[PendingRequest] = []
+        taken: list[PendingRequest] = []
         all_ids = all_examples = 0
-        self._queue_up()
-        while (caller := self._backlog.first()) is not None:
-            examples, ids = caller.request.batch_size, caller.request.ids.size
-            is_late = now_s >= caller.deadline_s
+        self._move_to_backlog()
+        while (pending := self._backlog.first()) is not None:
+            examples, ids = pending.request.batch_size, pending.request.ids.size
+            is_late = now_s >= pending.deadline_s
             if not is_late:
                 all_examples += examples
                 all_ids += ids
-                if callers and self._is_too_much(all_examples, all_ids):
+                if taken and self._is_too_much(all_examples, all_ids):
                     break
             self._backlog.pop(0 if is_late else self._work_bytes(examples, ids))
-            self._uncount(caller.request)
-            caller.queue = None
+            self._uncount(pending.request)
+            pending.batcher = None
             if is_late:
-                self._reject_expired(caller, now_s)
+                self._reject_expired(pending, now_s)
             else:
-                callers.append(caller)
-        return callers
+                taken.append(pending)
+        return taken
 
     def _uncount(self, request: LookupRequest) -> None:
         self.examples -= request.batch_size
@@ -244,7 +246,7 @@ class RequestQueue:
 
     def _is_too_much(self, examples: int, ids: int) -> bool:
         """Whether the sizes exceed the limits for a batch of several requests."""
-        output_bytes = examples * self._bytes_per_example + ids * self._bytes_per_id
+        output_bytes = examples * self._output_per_example + ids * self._output_per_id
         return ids > self._ids_max or output_bytes > self._output_bytes_max
 
     def _reject_expired(self, pending: PendingRequest, now_s: float) -> bool:

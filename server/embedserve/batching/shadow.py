@@ -17,12 +17,12 @@ from random import random
 
 import numpy as np
 
-from embedserve.batching.join import join, to_model_order
+from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.split import in_request_order
 from embedserve.batching.validation import find_invalid
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import Batch, LookupRequest
+from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.shadow_metrics import KEY_SUMS, Differences, ShadowMetrics
 from embedserve.model_info import ModelInfo
@@ -168,7 +168,7 @@ def _joined(
     requested: dict[int, LookupRequest] = {}
     for i, request in enumerate(requests):
         with contextlib.suppress(InvalidRequestError):
-            requested[i] = to_model_order(request, model, is_lenient=True)
+            requested[i] = adapt_to_model(request, model, is_lenient=True)
     batch = join(list(requested.values()), model) if requested else None
     if requested and batch is None:
         wrong = find_invalid(list(requested.values()), model)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from embedserve.batching.permutations import bags_to_ids, request_major_order
-from embedserve.lookup import Batch, LookupRequest, LookupResult, OutputOptions
+from embedserve.lookup_types import Batch, LookupRequest, LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 
 

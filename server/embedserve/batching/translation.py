@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedserve.lookup import Batch
+from embedserve.lookup_types import Batch
 from embedserve.model_info import ModelInfo
 
 

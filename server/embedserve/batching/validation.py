@@ -12,33 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from embedserve.config import Limits
-from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.errors import InvalidRequestError
+from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_info import ModelInfo
+from embedserve.request_checks import check_lengths, find_bag
 
 QUOTED_CHARACTERS_MAX = 60
-
-
-def check_lengths(lengths: np.ndarray, ids: int) -> None:
-    """Raises InvalidRequestError unless ``lengths`` are non-negative and add up to ``ids``."""
-    if lengths.size and lengths.min() < 0:
-        position = int((lengths < 0).argmax())
-        raise InvalidRequestError(
-            f"lengths[{position}] is {lengths[position]}: a bag cannot hold fewer than 0 ids",
-            f"lengths[{position}]",
-        )
-    total = int(lengths.sum(dtype=np.int64))
-    if total != ids:
-        raise InvalidRequestError(f"lengths add up to {total}, but there are {ids} ids", "lengths")
-
-
-def check_feature_count(field: str, count: int, limits: Limits) -> None:
-    """Raises RequestTooLargeError if ``count`` exceeds the number of features of a request."""
-    if count > limits.request_features_max:
-        raise RequestTooLargeError(
-            f"{field} names {count} features, {limits.describe('request_features_max')}", field
-        )
 
 
 def name_features(request: LookupRequest, model: ModelInfo) -> None:
@@ -134,7 +113,7 @@ def _of_wrong_type(
 
     ``start`` is the position of the feature's first id among all ids.
     """
-    example, place = place_in(lengths, position)
+    example, place = find_bag(lengths, position)
     field = f"features.{feature}[{example}][{place}]"
     are_strings = feature in request.string_features
     expected = "integers of 64 bits" if are_strings else "strings"
@@ -233,12 +212,5 @@ def check_weights(request: LookupRequest) -> None:
 
 def _place(request: LookupRequest, position: int) -> tuple[int, int, int]:
     """Returns (feature, example, index in the bag) of the id at ``position``."""
-    bag, place = place_in(request.lengths, position)
+    bag, place = find_bag(request.lengths, position)
     return bag // request.batch_size, bag % request.batch_size, place
-
-
-def place_in(lengths: np.ndarray, position: int) -> tuple[int, int]:
-    """Returns (bag, index in the bag) of the id at ``position``."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    bag = int(np.searchsorted(ends, position, side="right"))
-    return bag, position - int(ends[bag]) + int(lengths[bag])

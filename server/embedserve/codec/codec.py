@@ -19,7 +19,7 @@ from embedserve.codec.open_inference.infer_messages import MessageDecoder
 from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, RequestTooLargeError
-from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, ResponseChunks
+from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, ResponseChunks
 from embedserve.shared_memory.region import Regions
 
 PROTOBUF_TYPE = b"application/x-protobuf"
@@ -89,24 +89,24 @@ class Codec:
 
 
 JSON = Codec(
-    b"application/json",
-    "request_text_bytes_max",
-    json_codec.decode_request,
-    json_codec.try_decode_inline,
-    json_codec.encode_pieces,
-    json_codec.try_encode_inline,
-    lambda body: "",
-    json_codec.estimate_size,
+    content_type=b"application/json",
+    limit="request_text_bytes_max",
+    decode=json_codec.decode_request,
+    try_decode_inline=json_codec.try_decode_inline,
+    encode=json_codec.encode_pieces,
+    try_encode_inline=json_codec.try_encode_inline,
+    peek_model=lambda body: "",
+    estimate_size=json_codec.estimate_size,
 )
 PREDICT = Codec(
-    PROTOBUF_TYPE,
-    "body_bytes_max",
-    predictor_codec.decode_request,
-    predictor_codec.try_decode_inline,
-    predictor_codec.encode_pieces,
-    predictor_codec.try_encode_inline,
-    lambda body: "",
-    predictor_codec.estimate_size,
+    content_type=PROTOBUF_TYPE,
+    limit="body_bytes_max",
+    decode=predictor_codec.decode_request,
+    try_decode_inline=predictor_codec.try_decode_inline,
+    encode=predictor_codec.encode_pieces,
+    try_encode_inline=predictor_codec.try_encode_inline,
+    peek_model=lambda body: "",
+    estimate_size=predictor_codec.estimate_size,
 )
 """Codec of TorchRec's PredictionRequest and PredictionResponse."""
 
@@ -114,7 +114,12 @@ PREDICT = Codec(
 class Codecs:
     """The codecs of a process, with their caches of templates.
 
+    To add a format of POST /embed, put its Codec into ``formats``, and describe it in
+    api/wire_openapi.py.
+
     Attributes:
+        formats: formats of POST /embed. A body is read by the first that its Content-Type begins
+            with, and answered by the first that Accept contains. JSON, the default, is the last.
         json: JSON.
         protobuf: EmbedRequest and EmbedResponse.
         arrow: Arrow streams, columns of ids in and columns of vectors out.
@@ -139,7 +144,7 @@ class Codecs:
             try_encode_inline=message_answers.try_encode_streamed_inline,
             encode_streamed_error=message_answers.encode_stream_error,
         )
-        self.by_type = (self.protobuf, self.arrow)
+        self.formats = (self.protobuf, self.arrow, self.json)
         self._binary: dict[int, Codec] = {}
 
     def infer_binary(self, json_bytes: int) -> Codec:
@@ -157,40 +162,40 @@ class Codecs:
 
 def _protobuf(decoder: ProtobufDecoder) -> Codec:
     return Codec(
-        PROTOBUF_TYPE,
-        "body_bytes_max",
-        decoder.decode_request,
-        decoder.try_decode_inline,
-        protobuf_answers.encode_pieces,
-        protobuf_answers.try_encode_inline,
-        protobuf_codec.peek_model,
-        protobuf_codec.estimate_size,
+        content_type=PROTOBUF_TYPE,
+        limit="body_bytes_max",
+        decode=decoder.decode_request,
+        try_decode_inline=decoder.try_decode_inline,
+        encode=protobuf_answers.encode_pieces,
+        try_encode_inline=protobuf_answers.try_encode_inline,
+        peek_model=protobuf_codec.peek_model,
+        estimate_size=protobuf_codec.estimate_size,
     )
 
 
 def _arrow(decoder: ArrowDecoder) -> Codec:
     return Codec(
-        b"application/vnd.apache.arrow.stream",
-        "body_bytes_max",
-        decoder.decode_request,
-        decoder.try_decode_inline,
-        arrow_answers.encode_pieces,
-        arrow_answers.try_encode_inline,
-        lambda body: "",
-        decoder.estimate_size,
+        content_type=b"application/vnd.apache.arrow.stream",
+        limit="body_bytes_max",
+        decode=decoder.decode_request,
+        try_decode_inline=decoder.try_decode_inline,
+        encode=arrow_answers.encode_pieces,
+        try_encode_inline=arrow_answers.try_encode_inline,
+        peek_model=lambda body: "",
+        estimate_size=decoder.estimate_size,
     )
 
 
 def _infer(decoder: BodyDecoder) -> Codec:
     return Codec(
-        b"application/json",
-        "request_text_bytes_max",
-        decoder.decode_request,
-        decoder.try_decode_inline,
-        body_answers.encode_pieces,
-        body_answers.try_encode_inline,
-        lambda body: "",
-        bodies.estimate_size,
+        content_type=b"application/json",
+        limit="request_text_bytes_max",
+        decode=decoder.decode_request,
+        try_decode_inline=decoder.try_decode_inline,
+        encode=body_answers.encode_pieces,
+        try_encode_inline=body_answers.try_encode_inline,
+        peek_model=lambda body: "",
+        estimate_size=bodies.estimate_size,
         encode_error=body_answers.encode_error,
         head_bytes=body_answers.head_bytes,
         in_regions=partial(_bodies_in, decoder, None),
@@ -211,14 +216,14 @@ def _infer_binary(decoder: BodyDecoder, infer: Codec, json_bytes: int) -> Codec:
 
 def _infer_message(decoder: MessageDecoder) -> Codec:
     return Codec(
-        PROTOBUF_TYPE,
-        "body_bytes_max",
-        decoder.decode_request,
-        decoder.try_decode_inline,
-        message_answers.encode_pieces,
-        message_answers.try_encode_inline,
-        infer_messages.peek_model,
-        infer_messages.estimate_size,
+        content_type=PROTOBUF_TYPE,
+        limit="body_bytes_max",
+        decode=decoder.decode_request,
+        try_decode_inline=decoder.try_decode_inline,
+        encode=message_answers.encode_pieces,
+        try_encode_inline=message_answers.try_encode_inline,
+        peek_model=infer_messages.peek_model,
+        estimate_size=infer_messages.estimate_size,
         in_regions=partial(_messages_in, decoder),
     )
 

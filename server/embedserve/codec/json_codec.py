@@ -16,15 +16,15 @@ import msgspec
 import numpy as np
 import orjson
 
-from embedserve.batching.validation import check_feature_count
 from embedserve.codec.float16_digits import shortest_float16_repr
 from embedserve.codec.json_errors import explain_invalid_json
 from embedserve.codec.string_ids import HashedStrings, integers_of, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, OutputOptions
+from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
+from embedserve.request_checks import check_feature_count
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -45,12 +45,12 @@ class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     output_keys: list[str] | None = None
 
 
-NOW_BYTES_MAX = 64 << 10
+INLINE_BYTES_MAX = 64 << 10
 """Bytes of a body that is decoded on the event loop's thread, which takes about a millisecond at
 most."""
 
 _FLOAT32 = np.dtype(np.float32)
-NOW_VALUES_MAX = 32_768
+INLINE_VALUES_MAX = 32_768
 """Values of a response that is encoded on the event loop's thread, in about two milliseconds at
 most."""
 PIECE_VALUES = 16_384
@@ -62,7 +62,7 @@ _STRING_DECODER = msgspec.json.Decoder(_BodyWithStrings)
 
 def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
     """Decodes like decode_request, or returns None where that would take long."""
-    return decode_request(body, model, limits) if len(body) <= NOW_BYTES_MAX else None
+    return decode_request(body, model, limits) if len(body) <= INLINE_BYTES_MAX else None
 
 
 def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
@@ -262,7 +262,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
         size += sum([piece.size for piece in more])
     if lengths is not None:
         size += lengths.size
-    if size > NOW_VALUES_MAX:
+    if size > INLINE_VALUES_MAX:
         return None
     is_whole = not more and lengths is None and result.unknown_ids is None
     if is_whole and values.dtype is _FLOAT32:

@@ -14,7 +14,6 @@ from functools import cache
 
 import numpy as np
 
-from embedserve.batching.validation import check_feature_count
 from embedserve.codec.open_inference.answers import (
     OutputTensor,
     ResponseOptions,
@@ -33,7 +32,14 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, OutputOptions, with_size
+from embedserve.lookup_types import (
+    EncodedResponse,
+    LookupRequest,
+    LookupResult,
+    OutputOptions,
+    with_size,
+)
+from embedserve.request_checks import check_feature_count
 from embedserve_proto import predictor_pb2 as pb
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import numpy as np
 
 from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, read_varint, tag_of
 from embedserve.codec.template_cache import TemplateCache
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve_proto import embedding_pb2
 
 INT64, INT32 = np.dtype("<i8"), np.dtype("<i4")

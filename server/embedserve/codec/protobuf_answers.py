@@ -11,14 +11,14 @@ from google.protobuf.json_format import ParseDict
 from embedserve.codec.model_description import describe
 from embedserve.codec.protobuf_fields import varint
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import EncodedResponse, LookupResult, with_size
+from embedserve.lookup_types import EncodedResponse, LookupResult, with_size
 from embedserve.model_info import ModelInfo
 from embedserve_proto import embedding_pb2
 
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
 VALUES_TAG = b"\x32"
 """Tag of EmbedResponse.values: field 6, length-delimited."""
-NOW_LENGTHS_MAX = 32_768
+INLINE_LENGTHS_MAX = 32_768
 """Lengths in a response that is encoded on the event loop's thread, in about a millisecond."""
 ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
 """Fields of an IdRule message where the rule itself leaves them out."""
@@ -35,7 +35,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     values, lengths, model = result.values, result.lengths, result.model
     is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
     if result.extra_chunks or lengths is not None or result.unknown_ids or not is_plain:
-        is_long = lengths is not None and lengths.size > NOW_LENGTHS_MAX
+        is_long = lengths is not None and lengths.size > INLINE_LENGTHS_MAX
         return None if is_long else with_size([*encode_pieces(result)])
     size = values.nbytes
     start = model.response_prefix_cache.get((size, values.itemsize))
@@ -54,8 +54,8 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
         yield one.data
     if result.lengths is not None:
         lengths = result.lengths.reshape(-1)
-        for start in range(0, lengths.size, NOW_LENGTHS_MAX):  # parsers join packed fields
-            some = lengths[start : start + NOW_LENGTHS_MAX].tolist()
+        for start in range(0, lengths.size, INLINE_LENGTHS_MAX):  # parsers join packed fields
+            some = lengths[start : start + INLINE_LENGTHS_MAX].tolist()
             yield embedding_pb2.EmbedResponse(lengths=some).SerializeToString()
     if result.unknown_ids:
         yield embedding_pb2.EmbedResponse(unknown_ids=result.unknown_ids).SerializeToString()

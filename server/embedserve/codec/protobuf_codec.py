@@ -9,7 +9,6 @@ from itertools import compress, islice
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from embedserve.batching.validation import check_feature_count, check_lengths
 from embedserve.codec.json_errors import counted
 from embedserve.codec.prefix_templates import (
     IDS_TAG,
@@ -33,8 +32,9 @@ from embedserve.codec.protobuf_fields import (
 from embedserve.codec.string_ids import merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_names import qualified_model_name
+from embedserve.request_checks import check_feature_count, check_lengths
 from embedserve_proto import embedding_pb2
 
 _FLOAT32 = np.dtype("<f4")
@@ -56,8 +56,8 @@ NUMBERS = {
 """Names of the numeric fields, by tag."""
 DTYPES: dict[str, np.dtype] = {"ids": INT64, "lengths": INT32, "weights": _FLOAT32}
 _Numbers = Mapping[str, Sequence[memoryview]]
-NOW_FIELDS_MAX = 4096
-NOW_BYTES_MAX = 64 << 10
+INLINE_FIELDS_MAX = 4096
+INLINE_BYTES_MAX = 64 << 10
 """Bytes decoded on the event loop's thread, in about a millisecond, not counting numbers given as
 bytes."""
 SMALL_BYTES = 4096
@@ -78,11 +78,11 @@ class ProtobufDecoder:
         if quick is not None:
             return quick
         try:
-            numbers, rest = _take_numbers(body, min(NOW_FIELDS_MAX, limits.request_values_max))
+            numbers, rest = _take_numbers(body, min(INLINE_FIELDS_MAX, limits.request_values_max))
         except TooManyFieldsError:
             return None
         packed_bytes = sum(len(one) for name in DTYPES for one in numbers.get(name, ()))
-        if packed_bytes + sum(map(len, rest)) > NOW_BYTES_MAX:
+        if packed_bytes + sum(map(len, rest)) > INLINE_BYTES_MAX:
             return None
         return self._decode_numbers(body, numbers, rest, model, limits)
 
@@ -233,9 +233,9 @@ def peek_model(body: bytes) -> str:
 
 def estimate_size(body: bytes) -> tuple[int, int]:
     """Returns (bags, ids) of an EmbedRequest with numeric ids. Returns (0, 0) for an invalid
-    message, and for more than NOW_FIELDS_MAX fields."""
+    message, and for more than INLINE_FIELDS_MAX fields."""
     try:
-        numbers, _ = extract_fields(body, NUMBERS, NOW_FIELDS_MAX)
+        numbers, _ = extract_fields(body, NUMBERS, INLINE_FIELDS_MAX)
     except (TooManyFieldsError, IndexError, ValueError):
         return 0, 0
     return _count(numbers, "lengths"), _count(numbers, "ids")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve.lookup import Batch
+from embedserve.lookup_types import Batch
 from embedserve.metrics.families import Sample
 from embedserve.metrics.shared_counters import Cells, WorkerCounters
 from embedserve.model_info import ModelInfo

@@ -73,7 +73,7 @@ class ProtocolMetrics:
         counts = self.requests.own_counts() - self._counts_before
         return +Counter(dict(zip(OUTCOMES, map(int, counts), strict=True)))
 
-    def answered(self, seconds: float, response_bytes: int) -> None:
+    def count_answered(self, seconds: float, response_bytes: int) -> None:
         """Counts an answered request. It is called for every request and costs an append and an
         addition."""
         pending = self._pending
@@ -82,7 +82,7 @@ class ProtocolMetrics:
         if len(pending) >= PENDING_MAX:
             self.requests.flush()
 
-    def refused(
+    def count_rejected(
         self, code: str, message: str, seconds: float, fields: Callable[[], Fields] | None = None
     ) -> None:
         """Counts and logs a rejected request.
@@ -91,12 +91,12 @@ class ProtocolMetrics:
             code, message: those of the EmbedServeError.
             fields: returns further named values for the log line.
         """
-        self.requests.ended(code, seconds)
+        self.requests.count_outcome(code, seconds)
         self.log.log(logging.INFO, f"refused with {code}", message, fields=fields)
 
-    def cancelled(self, seconds: float) -> None:
+    def count_cancelled(self, seconds: float) -> None:
         """Counts a request whose client disconnected before its response."""
-        self.requests.ended("CANCELLED", seconds)
+        self.requests.count_outcome("CANCELLED", seconds)
 
     def flush(self) -> None:
         self.requests.flush()
@@ -175,7 +175,7 @@ class Metrics(Collector):
         metrics = self.models[name] = ModelMetrics(model, counters, self.columns_max)
         return metrics
 
-    def ended(self, model: ServedVersion | None, outcome: str, seconds: float) -> None:
+    def count_outcome(self, model: ServedVersion | None, outcome: str, seconds: float) -> None:
         """Counts a request that ``model`` did not answer.
 
         A request is not counted if no version was chosen for it (``model`` is None), or if another
@@ -183,7 +183,7 @@ class Metrics(Collector):
         """
         metrics = None if model is None else self.models.get(model.served_as)
         if metrics is not None and model is not None and metrics.model.version == model.version:
-            metrics.version.requests.ended(outcome, seconds)
+            metrics.version.requests.count_outcome(outcome, seconds)
 
     def remove(self, name: str) -> None:
         """Removes the counts of ``name`` from the exported metrics."""

@@ -48,6 +48,7 @@ VERSION_BUCKETS = {
     "embedserve_batch_ids": COUNT_BUCKETS,
     "embedserve_lookup_seconds": LOOKUP_SECONDS_BUCKETS,
 }
+"""Bucket bounds of the histograms of a version, by family; VersionMetrics names the histograms."""
 NAMES_SPARE = 16
 """Entries reserved for names that are first served after the start."""
 
@@ -97,28 +98,31 @@ class VersionMetrics:
         self.lookups = LookupMetrics(model, counters, columns_max)
         self.shadow = ShadowMetrics(model, counters, columns_max)
         self.requests = RequestMetrics(counters)
-        self._histograms = [Histogram(buckets, counters) for buckets in VERSION_BUCKETS.values()]
-        (
-            self.wait_seconds,
-            self.batch_examples,
-            self.batch_ids,
-            self.lookup_seconds,
-        ) = self._histograms
+        self._histograms = {
+            family: Histogram(buckets, counters) for family, buckets in VERSION_BUCKETS.items()
+        }
+        self.wait_seconds = self._histograms["embedserve_queue_wait_seconds"]
+        self.batch_examples = self._histograms["embedserve_batch_examples"]
+        self.batch_ids = self._histograms["embedserve_batch_ids"]
+        self.lookup_seconds = self._histograms["embedserve_lookup_seconds"]
 
     def bound(self) -> None:
-        """Flushes what is pending once it is much; called after every batch. A batch has as many
-        waits as requests, and one value in each other histogram."""
+        """Flushes what is pending once it is much; called after every batch.
+
+        A batch has as many waits as requests, and at most one value in each other histogram, so
+        that no other may grow beyond the waits.
+        """
         if len(self.requests.pending) >= PENDING_MAX:
             self.requests.flush()
         if len(self.wait_seconds.pending) >= PENDING_MAX:
-            for one in self._histograms:
+            for one in self._histograms.values():
                 one.flush()
 
     def flush(self) -> None:
         self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids
         self.lookups.flush(self.unknown_ids)
         self.requests.flush()
-        for one in self._histograms:
+        for one in self._histograms.values():
             one.flush()
 
     def total_unknown_ids(self) -> Cells:
@@ -131,7 +135,7 @@ class VersionMetrics:
         model, unknown_ids = self.model, self.total_unknown_ids()
         labels = [model.name, model.tag, str(model.version)]
         yield from self.requests.samples("embedserve_model", labels, always="OK")
-        for family, histogram in zip(VERSION_BUCKETS, self._histograms, strict=True):
+        for family, histogram in self._histograms.items():
             yield family, labels, histogram.samples()
         for i in np.flatnonzero(~model.rejects_unknown):
             yield "embedserve_unknown_ids", [*labels, model.features[i]], float(unknown_ids[i])

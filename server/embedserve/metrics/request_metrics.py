@@ -36,7 +36,7 @@ class RequestMetrics:
     """Request counters of one protocol or version; the readers sum over all workers.
 
     Attributes:
-        answered: records the seconds of an answered request, from its arrival to its encoded
+        count_answered: records the seconds of an answered request, from its arrival to its encoded
             response. It is list.append, because it is called for every request.
         pending: seconds of answered requests that are not yet counted.
         seconds: histogram of the latency of all requests, whatever their outcome.
@@ -47,9 +47,9 @@ class RequestMetrics:
         self._cells = counters.allocate(len(OUTCOMES) + 2)
         self.seconds = Histogram(SECONDS_BUCKETS, counters)
         self.pending: list[float] = []
-        self.answered = self.pending.append
+        self.count_answered = self.pending.append
 
-    def ended(self, outcome: str, seconds: float) -> None:
+    def count_outcome(self, outcome: str, seconds: float) -> None:
         """Counts a request that was not answered; ``outcome`` is one of OUTCOMES."""
         own = self._cells.own
         own[OUTCOMES.index(outcome)] += 1

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.join import to_model_order
+from embedserve.batching.join import adapt_to_model
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import (
@@ -24,7 +24,7 @@ from embedserve.errors import (
     RequestTooLargeError,
     UnknownModelError,
 )
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
 from embedserve.model_names import split_name
 from embedserve.models.traffic_split import TrafficSplit
@@ -39,7 +39,7 @@ The estimate for 1 MiB takes less than a millisecond."""
 
 
 class RequestEstimator(Protocol):
-    """Inspects a request body without decoding it.
+    """Inspects a request body without decoding it; a Codec does.
 
     ``peek_model`` returns the model that the body names, "" if it names none. ``estimate_size``
     returns the approximate numbers of (bags, ids).
@@ -59,8 +59,9 @@ class ModelRegistry:
 
     Attributes:
         default_model: model for requests that name none; "" if every request must name a model.
-        is_full: whether any queue of any model is full.
-        is_closed: whether any model accepts no request, neither small nor large.
+        has_full_queue: whether any queue of any model is full.
+        has_full_default_queue: whether even the queue for requests of unknown size is full, for any
+            model.
         not_ready: reason why the readiness probe fails, for example while draining; "" while the
             server is ready. Requests on open connections are still served.
         pending: versions that are loading or failed to load, by the name that will serve them.
@@ -77,14 +78,14 @@ class ModelRegistry:
         self._only: Batcher | None = None
         self.default_model = default_model
         self.limits = limits
-        self.is_full = False
-        self.is_closed = False
+        self.has_full_queue = False
+        self.has_full_default_queue = False
         self.not_ready = ""
         self.pending: dict[str, PendingVersion] = {}
         self.draining: list[tuple[str, int]] = []
         self.since: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
-        self._on_answered: Callable[[], None] | None = None
+        self._on_batch_done: Callable[[], None] | None = None
         self._on_room: Callable[[], None] | None = None
         for name, batcher in batchers.items():
             self.activate(name, batcher)
@@ -96,9 +97,9 @@ class ModelRegistry:
         requests.
         """
         before = self._batchers.get(name)
-        if self._on_answered is not None:
-            batcher.on_answered = self._on_answered
-        batcher.on_full, batcher.on_room = self._poll, self._has_room
+        if self._on_batch_done is not None:
+            batcher.on_batch_done = self._on_batch_done
+        batcher.on_full, batcher.on_room = self._poll, self._on_room_again
         self._batchers[name] = batcher
         self.since[name] = now_iso()
         self.pending.pop(name, None)
@@ -120,7 +121,7 @@ class ModelRegistry:
         batchers = tuple(self._batchers.values())
         self._only = batchers[0] if len(batchers) == 1 else None
         self._compare()
-        self._has_room()
+        self._on_room_again()
 
     def share(self, name: str, percent: float) -> None:
         """Sets the percentage of requests for ``name``'s model without a version that it serves."""
@@ -181,7 +182,7 @@ class ModelRegistry:
         routes, name = self._routes, request.model or self.default_model
         batcher = routes.by_name.get(name)
         if batcher is None:
-            batcher = self._batcher(request.model)  # raises an error that lists the served models
+            batcher = self._batcher(request.model)  # resolves @VERSION, or else raises
         elif name in routes.weighted:
             batcher = routes.choose(name, pending.routing_key)
         model, limits = batcher.model, self.limits
@@ -196,12 +197,12 @@ class ModelRegistry:
                 or answer_bytes > limits.request_output_bytes_max
             ):
                 self._refuse_size(request, model)
-            batcher.enqueue(to_model_order(request, model), pending)
+            batcher.enqueue(adapt_to_model(request, model), pending)
         except EmbedServeError as error:
             error.of(model)
             raise
 
-    def check_open(
+    def check_queue_for_body(
         self, model: str, body: bytes, peek: RequestEstimator, *, is_quick: bool = False
     ) -> None:
         """Raises OverloadedError while the queue that a request would wait in is full.
@@ -216,17 +217,17 @@ class ModelRegistry:
         batchers = self._possible(model or self.default_model)
         if not model and self._only is None and (named := peek.peek_model(body)):
             batchers = self._possible(named) or batchers
-        if not batchers or not all(batcher.is_full for batcher in batchers):
+        if not batchers or not all(batcher.has_full_queue for batcher in batchers):
             return
-        _check_any(batchers, lambda batcher: batcher.check_open())
+        _check_any_passes(batchers, lambda batcher: batcher.check_default_queue())
         if not is_quick or len(body) <= QUICK_BYTES_MAX:
             bags, ids = peek.estimate_size(body)
-            _check_any(batchers, lambda batcher: batcher.check_open_for(bags, ids))
+            _check_any_passes(batchers, lambda batcher: batcher.check_queue_for(bags, ids))
 
-    def check_any_open(self, model: str) -> None:
+    def check_default_queue(self, model: str) -> None:
         """Raises OverloadedError if the queues would reject any body; called before it arrives."""
         if batchers := self._possible(model):
-            _check_any(batchers, lambda batcher: batcher.check_open())
+            _check_any_passes(batchers, lambda batcher: batcher.check_default_queue())
 
     def _possible(self, name: str) -> Sequence[Batcher]:
         """Returns all batchers that may serve a request for ``name``, before its body is read."""
@@ -234,22 +235,23 @@ class ModelRegistry:
             return (self._only,)
         return self._routes.possible.get(name, ())
 
-    def call_back(self, on_answered: Callable[[], None], on_room: Callable[[], None]) -> None:
+    def set_callbacks(self, on_batch_done: Callable[[], None], on_room: Callable[[], None]) -> None:
         """Registers callbacks.
 
         Args:
-            on_answered: called once every request of a batch is completed or rejected.
+            on_batch_done: called once every request of a batch is completed or rejected.
             on_room: called when a queue accepts requests again.
         """
-        self._on_answered, self._on_room = on_answered, on_room
+        self._on_batch_done, self._on_room = on_batch_done, on_room
         for batcher in self._batchers.values():
-            batcher.on_answered = on_answered
+            batcher.on_batch_done = on_batch_done
 
     def _poll(self) -> None:
-        self.is_full = any(batcher.is_full for batcher in self._batchers.values())
-        self.is_closed = any(batcher.is_closed for batcher in self._batchers.values())
+        batchers = self._batchers.values()
+        self.has_full_queue = any(batcher.has_full_queue for batcher in batchers)
+        self.has_full_default_queue = any(batcher.has_full_default_queue for batcher in batchers)
 
-    def _has_room(self) -> None:
+    def _on_room_again(self) -> None:
         self._poll()
         if self._on_room is not None:
             self._on_room()
@@ -327,7 +329,7 @@ class ModelRegistry:
         )
 
 
-def _check_any(batchers: Sequence[Batcher], check: Callable[[Batcher], None]) -> None:
+def _check_any_passes(batchers: Sequence[Batcher], check: Callable[[Batcher], None]) -> None:
     """Raises OverloadedError if ``check`` raises it for each of ``batchers``."""
     for batcher in batchers[1:]:
         with contextlib.suppress(OverloadedError):

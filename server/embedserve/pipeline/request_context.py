@@ -1,4 +1,4 @@
-"""Context of a request, the same for every protocol: from its first byte until its response.
+"""Context of a request, the same for every protocol: from its headers until its response.
 
 What telemetry reports of a request (its id, stage timings and trace context) is computed only when
 it is reported. A request that is not reported pays nothing.
@@ -19,7 +19,7 @@ from embedserve.access.caller_quota import CallerQuota
 from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.codec.codec import Codec
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, ServedVersion
-from embedserve.lookup import LookupResult, ResponseChunks
+from embedserve.lookup_types import LookupResult, ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline.response_writer import ResponseWriter
@@ -49,7 +49,8 @@ class RequestOptions:
         model: model in the URL; "" selects the model that the body names, or the default model.
         codec: codec of the request body.
         response_codec: codec of the response.
-        timeout_s: seconds from the request's first byte until its deadline; None for no deadline.
+        timeout_s: seconds from the end of the request's headers until its deadline; None for no
+            deadline.
         metrics: metrics of the protocol.
         has_id: whether the request has an X-Request-Id header, which the response repeats.
     """
@@ -67,14 +68,19 @@ class RequestOptions:
 
 
 class RequestContext(PendingRequest):
-    """Context of one request, counted once. Times are perf_counter seconds.
+    """Context of one request. Times are perf_counter seconds.
+
+    A request ends once: in `write`, `reject_with` or `cancel`. That method counts its outcome in
+    three places: by protocol (``options.metrics``), by version if one was chosen (`write` by the
+    ticket, the others by ``pipeline.metrics``), and by caller (``quota``).
 
     Attributes:
         options: options parsed from its headers.
-        start_s: time when its first byte arrived.
+        start_s: time when its headers, or in a stream its message, had arrived.
         pipeline: pipeline that it is submitted to.
         writer: writer of its response.
-        quota: caller of the request from its admission until its end; None without authentication.
+        quota: limits and counters of its caller, from its admission until its end; None without
+            authentication.
     """
 
     __slots__ = ("_request_id", "options", "pipeline", "quota", "start_s", "writer")
@@ -95,7 +101,7 @@ class RequestContext(PendingRequest):
         timeout_s = options.timeout_s
         self.deadline_s = NEVER if timeout_s is None else start_s + timeout_s
         self.is_waiting = True
-        self.queue = None
+        self.batcher = None
         self.queued_s = 0.0
         self.request = NO_REQUEST
         self.ticket = None
@@ -151,14 +157,14 @@ class RequestContext(PendingRequest):
             quota = self.quota
             if quota is not None:
                 quota.active -= 1
-                quota.answered += 1
+                quota.answered_count += 1
                 self.quota = None
             self.writer.write_response(
                 parts, nbytes, telemetry.request_id_headers(self) if options.has_id else None
             )
-        options.metrics.answered(seconds, nbytes)
+        options.metrics.count_answered(seconds, nbytes)
         assert self.ticket is not None
-        self.ticket.answered(seconds)
+        self.ticket.count_answered(seconds)
 
     def _write_observed(self, parts: ResponseChunks, nbytes: int, encoded_s: float) -> None:
         """Writes a response that is large, or whose request may have to be logged or traced, or
@@ -170,7 +176,7 @@ class RequestContext(PendingRequest):
             self.pipeline.record_large_response(nbytes)
         end_s = perf_counter()
         record = partial(self._record, "OK", quota, end_s, encoded_s)
-        telemetry.ended(self, end_s - self.start_s, record)
+        telemetry.report(self, end_s - self.start_s, record)
 
     def reject(self, error: EmbedServeError) -> None:
         write = partial(self.writer.write_error, error)
@@ -193,13 +199,12 @@ class RequestContext(PendingRequest):
         """
         self.is_waiting = False
         end_s = perf_counter()
-        self.pipeline.metrics.ended(self.version or model, outcome, end_s - self.start_s)
-        telemetry = self.pipeline.telemetry
-        record = telemetry.traced(self, partial(self._record, outcome, self.quota, end_s))
+        seconds, telemetry = end_s - self.start_s, self.pipeline.telemetry
+        self.pipeline.metrics.count_outcome(self.version or model, outcome, seconds)
+        record = partial(self._record, outcome, self.quota, end_s)
+        fields = telemetry.report_rejected(self, seconds, record)
         self._leave(outcome)
-        self.options.metrics.refused(
-            outcome, message, end_s - self.start_s, lambda: record().fields()
-        )
+        self.options.metrics.count_rejected(outcome, message, seconds, fields)
         write(telemetry.error_headers(self, end_s))
 
     def reject_after(self, error: EmbedServeError, wait_s: float) -> None:
@@ -227,11 +232,11 @@ class RequestContext(PendingRequest):
             end_s = perf_counter()
             seconds = end_s - self.start_s
             record = partial(self._record, "CANCELLED", self.quota, end_s)
-            self.pipeline.telemetry.ended(self, seconds, record)
-            self.pipeline.metrics.ended(self.version, "CANCELLED", seconds)
+            self.pipeline.telemetry.report(self, seconds, record)
+            self.pipeline.metrics.count_outcome(self.version, "CANCELLED", seconds)
             self.abandon()
             self._leave("CANCELLED")
-            self.options.metrics.cancelled(seconds)
+            self.options.metrics.count_cancelled(seconds)
 
     def _leave(self, outcome: str) -> None:
         """Ends the request with ``outcome``: its caller no longer counts it as in flight."""
@@ -250,11 +255,11 @@ class RequestContext(PendingRequest):
 
     @property
     def version(self) -> ModelInfo | None:
-        """Version that serves the request: that of its batch or else of its queue. None before it
-        is enqueued."""
+        """Version that serves the request: that of its batch or else of its batcher. None before
+        it is enqueued."""
         if self.ticket is not None:
             return self.ticket.model
-        return None if self.queue is None else self.queue.model
+        return None if self.batcher is None else self.batcher.model
 
     def times(self, end_s: float, encoded_s: float | None = None) -> StageTimings:
         """Returns the stage timings of the request up to ``end_s``.

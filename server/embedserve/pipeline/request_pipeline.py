@@ -14,7 +14,7 @@ from embedserve.access.client_address import ClientAddresses
 from embedserve.batching.split import copy_if_view
 from embedserve.codec.codec import Codecs, Decode, TryDecodeInline
 from embedserve.errors import DeadlineExceededError, EmbedServeError
-from embedserve.lookup import EncodedResponse, LookupRequest, LookupResult, with_size
+from embedserve.lookup_types import EncodedResponse, LookupRequest, LookupResult, with_size
 from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.models.model_registry import ModelRegistry
@@ -71,7 +71,7 @@ class RequestPipeline:
         self._log = RateLimitedLogger(logger)
         self._unflushed: list[Callable[[], None]] = []
         self._queue_reopened_callbacks: list[Callable[[], None]] = []
-        models.call_back(self.flush, self._notify_queue_reopened)
+        models.set_callbacks(self.flush, self._notify_queue_reopened)
 
     def submit(self, call: RequestContext, body: bytes) -> None:
         """Submits a request with its whole body. Never raises.
@@ -80,8 +80,8 @@ class RequestPipeline:
         """
         options = call.options
         try:
-            if self.models.is_full:
-                self.models.check_open(options.model, body, options.codec, is_quick=True)
+            if self.models.has_full_queue:
+                self.models.check_queue_for_body(options.model, body, options.codec, is_quick=True)
             if call.deadline_s != NEVER:
                 _check_deadline(call)
             if self.shared_memory is None:
@@ -105,8 +105,8 @@ class RequestPipeline:
         _, decode_whole = self._decoders(call)
 
         def decode() -> LookupRequest:
-            if self.models.is_full:  # The queue may have filled while the body waited.
-                self.models.check_open(options.model, body, options.codec)
+            if self.models.has_full_queue:  # The queue may have filled while the body waited.
+                self.models.check_queue_for_body(options.model, body, options.codec)
             return decode_whole(body, options.model, self.limits)
 
         def enqueue(request: LookupRequest) -> None:
@@ -148,10 +148,10 @@ class RequestPipeline:
     def reject_if_overloaded(self, call: RequestContext) -> None:
         """Rejects ``call`` before its body arrives if its queue is full.
 
-        Called only while `models.is_closed`.
+        Called only while `models.has_full_default_queue`.
         """
         try:
-            self.models.check_any_open(call.options.model)
+            self.models.check_default_queue(call.options.model)
         except EmbedServeError as error:
             call.reject(error)
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from embedserve.access.authenticator import Certificate
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_of
 
 
@@ -41,7 +41,12 @@ class ResponseWriter(ABC):
 
     def header(self, name: bytes) -> bytes | None:
         """Returns a header that differs from request to request, such as the request id or the
-        trace context; None if absent. ``name`` is in lower case."""
+        trace context; None if absent. ``name`` is in lower case.
+
+        Headers that equal requests share may be missing: the fast path of HTTP/1 reads only the
+        gaps of a template, so header(b"content-type") is None there. Their values are in
+        RequestOptions.
+        """
         return None
 
     def request_id(self) -> bytes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, usable_id
-from embedserve.tracing.slow_requests import SlowRequests
+from embedserve.tracing.slow_requests import Fields, SlowRequests
 from embedserve.tracing.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
@@ -89,17 +89,34 @@ class RequestTelemetry:
             self._log.log(logging.WARNING, "x-request-id is not used", given.decode("latin-1"))
         return given is not None
 
-    def ended(
+    def report(
         self, call: RequestContext, seconds: float, record: Callable[[], RequestRecord]
     ) -> None:
-        """Traces ``call`` if it is sampled. Logs it and adds it to ``slow`` if its duration of
-        ``seconds`` reaches the slow-request limit."""
-        record = self.traced(call, record)
+        """Reports ``call``, which was answered or cancelled: as ``report_rejected`` does, and to
+        the log if it is slow."""
+        fields = self.report_rejected(call, seconds, record)
         if seconds >= self._slow_s:
-            self._log.log(logging.WARNING, "slow request", fields=lambda: record().fields())
-            self.slow.add(seconds, lambda: record().fields())
+            self._log.log(logging.WARNING, "slow request", fields=fields)
 
-    def traced(
+    def report_rejected(
+        self, call: RequestContext, seconds: float, record: Callable[[], RequestRecord]
+    ) -> Callable[[], Fields]:
+        """Traces ``call`` if it is sampled, and adds it to ``slow`` if its duration of ``seconds``
+        reaches the slow-request limit.
+
+        Returns a function for the fields of its log line, which ProtocolMetrics writes: every
+        rejection has one, slow or not.
+        """
+        record = self._trace(call, record)
+
+        def fields() -> Fields:
+            return record().fields()
+
+        if seconds >= self._slow_s:
+            self.slow.add(seconds, fields)
+        return fields
+
+    def _trace(
         self, call: RequestContext, record: Callable[[], RequestRecord]
     ) -> Callable[[], RequestRecord]:
         """Exports ``call`` if it is sampled. Returns a function for its record, which then includes

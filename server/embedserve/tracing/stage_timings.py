@@ -1,4 +1,4 @@
-"""Latency breakdown of one request by stage, from its first byte to its written response."""
+"""Latency breakdown of one request by stage, from its headers to its written response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 STAGES = ("read", "queue", "lookup", "encode", "write")
 """Stages of a request in order; each ends where the next begins.
 
-- read: until the body has arrived and is decoded.
+- read: from the end of the headers until the body has arrived and is decoded.
 - queue: until a batch takes the request.
 - lookup: until the vectors of its batch are available.
 - encode: until its response is encoded, after the earlier responses of the batch.

@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from embedserve.codec.codec import Codec
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 from embedserve.wire.grpc import open_inference_grpc

@@ -85,7 +85,7 @@ class Http2Transport(asyncio.Protocol):
         sender = connection.frame_writer
         if not (sender.out or sender.ready or connection.is_over):
             self._is_flush_due = False
-        elif self._pipeline.models.is_closed:
+        elif self._pipeline.models.has_full_default_queue:
             # Under overload many rejections follow: they are batched, as each write wakes a client.
             self._pipeline.flush_later(self.flush)
         else:

@@ -85,7 +85,9 @@ class WireServer:
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
         upload_bytes = max(UPLOAD_BYTES, pipeline.limits.body_bytes_max)
-        self._uploads = UploadBudget(upload_bytes, lambda: not pipeline.models.is_closed)
+        self._uploads = UploadBudget(
+            upload_bytes, lambda: not pipeline.models.has_full_default_queue
+        )
         pipeline.on_queue_reopened(self._uploads.retry)
         pipeline.on_large_response(self.has_grown)
         self._grown_bytes = 0  # since the last memory check

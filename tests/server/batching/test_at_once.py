@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from server.callers import Waiting, submit
 from server.fake_engine import Bags, FakeEngine
+from server.pending_requests import Waiting, submit
 from server.waiting import until
 
 from embedserve.batching.batcher import AT_ONCE, Batcher

@@ -11,9 +11,9 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from server.callers import submit
 from server.conftest import MakeBatcher
 from server.fake_engine import FEATURES, Bags, FakeEngine, model_info
+from server.pending_requests import submit
 from server.waiting import until
 
 from embedserve.batching.batcher import BAG_BYTES, Batcher

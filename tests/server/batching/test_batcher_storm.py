@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from server.callers import submit
 from server.fake_engine import FEATURES, Bags, FakeEngine
+from server.pending_requests import submit
 
 from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.config import Limits

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from server.callers import submit
 from server.fake_engine import Bags, FakeEngine, make_request
 from server.fake_models import unpooled_info
+from server.pending_requests import submit
 
 from embedserve.batching.batcher import BAG_BYTES, Batcher
-from embedserve.batching.join import to_model_order
+from embedserve.batching.join import adapt_to_model
 from embedserve.config import Limits
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 
 MODEL = unpooled_info()
@@ -23,7 +23,7 @@ UNPOOLED_ITEM = 2 * 16
 
 
 def ordered(bags: Bags) -> LookupRequest:
-    return to_model_order(make_request(bags), MODEL)
+    return adapt_to_model(make_request(bags), MODEL)
 
 
 @pytest.mark.parametrize("inline_bytes_max", [0, 1 << 20])

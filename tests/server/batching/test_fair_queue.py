@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server.callers import WaitingCaller, submit
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine, make_request
+from server.pending_requests import FutureRequest, submit
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN, FairQueue
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
 
 WORK_MAX = 50
@@ -35,18 +35,18 @@ class Queued:
         for name in names:
             self.put(name, work)
 
-    def put(self, name: str, work: int = 10) -> WaitingCaller:
+    def put(self, name: str, work: int = 10) -> FutureRequest:
         nobody = cast("asyncio.Future[LookupResult]", None)
-        caller = WaitingCaller(nobody, source=name)
-        caller.request = make_request({"user": [[1]] * work})
-        self.queue.put(caller)
-        return caller
+        pending = FutureRequest(nobody, source=name)
+        pending.request = make_request({"user": [[1]] * work})
+        self.queue.put(pending)
+        return pending
 
-    def pop(self) -> WaitingCaller:
-        caller = self.queue.first()
-        assert isinstance(caller, WaitingCaller)
-        self.queue.pop(caller.request.batch_size)
-        return caller
+    def pop(self) -> FutureRequest:
+        pending = self.queue.first()
+        assert isinstance(pending, FutureRequest)
+        self.queue.pop(pending.request.batch_size)
+        return pending
 
     def names(self, count: int) -> str:
         return "".join(str(self.pop().source) for _ in range(count))
@@ -106,24 +106,24 @@ def test_while_two_wait_they_are_given_alike(
 ) -> None:
     """But for what one request of each makes; each in the order that it asked in."""
     queued = Queued()
-    waiting: dict[object, list[WaitingCaller]] = {name: [] for name in "abc"}
+    waiting: dict[object, list[FutureRequest]] = {name: [] for name in "abc"}
     had = Counter[object]()
     apart = dict.fromkeys(combinations("abc", 2), 0)  # what each had when both began to wait
     for step in [*steps, *["take"] * len(steps)]:
-        alive = [caller for callers in waiting.values() for caller in callers]
+        alive = [pending for requests in waiting.values() for pending in requests]
         assert len(queued.queue.source_of) == len(alive)
         if isinstance(step, tuple):
             waiting[step[0]].append(queued.put(*step))
         elif alive and step == "give up":
-            caller = random.choice(alive)
-            waiting[caller.source].remove(caller)
-            assert queued.queue.withdraw(caller)
+            pending = random.choice(alive)
+            waiting[pending.source].remove(pending)
+            assert queued.queue.withdraw(pending)
         elif alive:
-            caller = queued.pop()
-            assert caller is waiting[caller.source].pop(0)
-            had[caller.source] += caller.request.batch_size
-        for name, callers in waiting.items():
-            work = sum(one.request.batch_size for one in callers)
+            pending = queued.pop()
+            assert pending is waiting[pending.source].pop(0)
+            had[pending.source] += pending.request.batch_size
+        for name, requests in waiting.items():
+            work = sum(one.request.batch_size for one in requests)
             assert queued.queue.held_by(name) == (work, work)
         for one, other in apart:
             if waiting[one] and waiting[other]:
@@ -173,11 +173,11 @@ async def test_one_with_many_requests_does_not_keep_another_waiting(
     [
         (
             Limits(inline_bytes_max=0, queue_examples_max=16),
-            "holds 8 examples of this connection, 1 more pass its share of 8",
+            "holds 8 examples of this caller, 1 more pass its share of 8",
         ),
         (
             Limits(inline_bytes_max=0, queue_ids_max=17),
-            "holds 8 ids of this connection, 1 more pass its share of 8",
+            "holds 8 ids of this caller, 1 more pass its share of 8",
         ),
     ],
 )
@@ -188,7 +188,7 @@ async def test_no_source_fills_the_queue(
     answers = [submit(batcher, one_id(engine), source="a") for _ in range(8)]
     with pytest.raises(OverloadedError, match=message):
         submit(batcher, one_id(engine), source="a")
-    assert not batcher.is_full
+    assert not batcher.has_full_queue
     answers += [submit(batcher, one_id(engine), source="b") for _ in range(8)]
     engine.release()
     await asyncio.gather(*answers)
@@ -217,7 +217,7 @@ async def test_one_who_goes_away_from_the_backlog_leaves_the_others_there(
     stay = answers[::200]
     for one in answers:
         if one not in stay:
-            one.caller.abandon()
+            one.pending.abandon()
     assert metrics.count_queue()[0] == len(stay)
     engine.release()
     await asyncio.gather(*stay)

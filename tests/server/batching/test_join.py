@@ -10,10 +10,10 @@ from server.fake_engine import Bags, FakeEngine, Weights, make_request
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
-from embedserve.batching.join import join, split_by_examples, to_model_order
+from embedserve.batching.join import adapt_to_model, join, split_by_examples
 from embedserve.batching.split import in_request_order, split
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 
 ENGINE = FakeEngine()
 MODEL = ENGINE.model
@@ -22,7 +22,7 @@ UNPOOLED = FakeEngine(unpooled_info())
 
 
 def ordered(bags: Bags, weights: Weights | None = None) -> LookupRequest:
-    return to_model_order(make_request(bags, weights), MODEL)
+    return adapt_to_model(make_request(bags, weights), MODEL)
 
 
 def answered(
@@ -71,7 +71,7 @@ def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataOb
 def test_joining_leaves_the_requests_as_they_were(data: st.DataObject) -> None:
     """A request whose neighbour is refused is joined again."""
     requests = [
-        to_model_order(make_request(data.draw(bags_of(RULED.model))), RULED.model)
+        adapt_to_model(make_request(data.draw(bags_of(RULED.model))), RULED.model)
         for _ in range(data.draw(st.integers(1, 3)))
     ]
     for request in requests:
@@ -91,7 +91,7 @@ def test_the_order_of_features_in_a_request_does_not_matter(bags: Bags) -> None:
 
 def test_a_request_in_the_models_order_is_not_copied() -> None:
     request = make_request({"user": [[1]], "movie": [[2]], "tag": [[3]]})
-    assert to_model_order(request, MODEL) is request
+    assert adapt_to_model(request, MODEL) is request
 
 
 def test_an_unknown_feature_is_named_with_those_that_there_are() -> None:

@@ -7,14 +7,14 @@ import asyncio
 import numpy as np
 import pytest
 from server.batching.test_batcher import ONE_BYTES, USER
-from server.callers import submit
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine
+from server.pending_requests import submit
 from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 
 LARGE, SMALL = (1, 100), (1, 1)
@@ -52,20 +52,20 @@ async def test_large_requests_fill_no_queue_but_their_own(
     answers = [submit(batcher, large)]
     await until(lambda: engine.lookups)
     answers += [submit(batcher, engine.request(USER)) for _ in range(2)]
-    batcher.check_open_for(*LARGE)
+    batcher.check_queue_for(*LARGE)
     with pytest.raises(OverloadedError, match=r"for large requests holds 2 examples, 1 more pass"):
         submit(batcher, engine.request(USER))
-    assert batcher.is_full
-    for ask in (lambda: batcher.check_open_for(*LARGE), lambda: submit(batcher, large)):
+    assert batcher.has_full_queue
+    for ask in (lambda: batcher.check_queue_for(*LARGE), lambda: submit(batcher, large)):
         with pytest.raises(OverloadedError, match=r"large requests is full: it holds 2 examples"):
             ask()
-    batcher.check_open()
-    batcher.check_open_for(*SMALL)
+    batcher.check_default_queue()
+    batcher.check_queue_for(*SMALL)
     result = await submit(batcher, engine.request(small))
     assert np.array_equal(result.values, engine.expected(small))
     engine.release()
     await asyncio.gather(*answers)
-    batcher.check_open_for(*LARGE)
+    batcher.check_queue_for(*LARGE)
     await submit(batcher, large)
 
 
@@ -92,18 +92,18 @@ async def test_one_that_does_not_fit_shuts_nobody_out(
     answers = [submit(batcher, ids(engine, 10))]
     await until(lambda: engine.lookups)
     answers.append(submit(batcher, ids(engine, 40), source="a"))
-    with pytest.raises(OverloadedError, match="40 ids of this connection, 50 more pass its share"):
+    with pytest.raises(OverloadedError, match="40 ids of this caller, 50 more pass its share"):
         submit(batcher, ids(engine, 50), source="a")
     with pytest.raises(OverloadedError, match="holds 40 ids, 70 more pass its limit"):
         submit(batcher, ids(engine, 70), source="b")
-    batcher.check_open_for(*LARGE)
+    batcher.check_queue_for(*LARGE)
     answers.append(submit(batcher, ids(engine, 48), source="c"))
     with pytest.raises(OverloadedError, match="holds 88 ids, 20 more pass its limit"):
         submit(batcher, ids(engine, 20), source="d")
-    assert batcher.is_full
+    assert batcher.has_full_queue
     engine.release()
     await asyncio.gather(*answers)
-    batcher.check_open_for(*LARGE)
+    batcher.check_queue_for(*LARGE)
 
 
 def ids(engine: FakeEngine, count: int) -> LookupRequest:

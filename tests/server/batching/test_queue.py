@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from server.callers import Waiting, submit
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine
+from server.pending_requests import Waiting, submit
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
@@ -40,14 +40,14 @@ async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
     answers = [submit(batcher, engine.request(one))]
     await until(lambda: engine.lookups)
     answers += [submit(batcher, engine.request(one)) for _ in range(16)]
-    batcher.check_open()
+    batcher.check_default_queue()
     with pytest.raises(OverloadedError, match="holds 16 examples, 1 more pass its limit of 16"):
         submit(batcher, engine.request(one))
     with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
-        batcher.check_open()
+        batcher.check_default_queue()
     engine.release()
     await asyncio.gather(*answers)
-    batcher.check_open()
+    batcher.check_default_queue()
     assert np.array_equal((await submit(batcher, engine.request(one))).values, engine.expected(one))
 
 
@@ -69,11 +69,11 @@ async def test_one_who_goes_away_is_not_counted_any_more(
     bags: list[Bags] = [{"user": [[1], [2]]}, {"user": [[3]]}, {"user": [[4], [5], [6]]}]
     waiting = [submit(batcher, engine.request(one)) for one in bags]
     assert metrics.count_queue() == (3, 6)
-    waiting[0].caller.abandon()
+    waiting[0].pending.abandon()
     assert metrics.count_queue() == (2, 4)
-    waiting[2].caller.abandon()
+    waiting[2].pending.abandon()
     assert metrics.count_queue() == (1, 1)
-    waiting[0].caller.abandon()  # twice is as once
+    waiting[0].pending.abandon()  # twice is as once
     assert metrics.count_queue() == (1, 1)
     engine.release()
     await asyncio.gather(running, waiting[1])
@@ -87,8 +87,8 @@ async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
     engine: FakeEngine, make_batcher: MakeBatcher, metrics: ModelMetrics
 ) -> None:
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
-    assert running.caller.queue is None
-    running.caller.abandon()
+    assert running.pending.batcher is None
+    running.pending.abandon()
     engine.release()
     await submit(batcher, engine.request(ONE))
     assert not running.done()
@@ -105,7 +105,7 @@ async def test_what_went_away_does_not_keep_its_request_in_memory(
     for _ in range(3 * GONE_MIN):
         waiting = submit(batcher, engine.request(ONE))
         gone.append(weakref.ref(waiting))
-        waiting.caller.abandon()
+        waiting.pending.abandon()
     del waiting
     gc.collect()
     assert sum(ref() is not None for ref in gone) < GONE_MIN
@@ -125,7 +125,7 @@ async def test_those_who_stay_are_answered_in_order_when_others_are_cleared_away
     stay = waiting[:: len(waiting) // 5]
     for one in waiting:
         if one not in stay:
-            one.caller.abandon()
+            one.pending.abandon()
     assert metrics.count_queue() == (len(stay), len(stay))
     engine.release()
     await asyncio.gather(running, *stay)
@@ -139,17 +139,17 @@ async def test_a_full_queue_is_open_again_when_enough_went_away(
     limits = Limits(inline_bytes_max=0, queue_examples_max=16)
     batcher, running = await busy_batcher(engine, make_batcher, limits)
     rooms: list[bool] = []
-    batcher.on_room = lambda: rooms.append(not batcher.is_full)
+    batcher.on_room = lambda: rooms.append(not batcher.has_full_queue)
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(16)]
-    assert not batcher.is_full
+    assert not batcher.has_full_queue
     with pytest.raises(OverloadedError):
         submit(batcher, engine.request(ONE))
     assert rooms == []
-    waiting[3].caller.abandon()
-    assert (batcher.is_full, rooms) == (True, [])
-    waiting[4].caller.abandon()
-    assert (batcher.is_full, rooms) == (False, [True])
-    waiting[5].caller.abandon()
+    waiting[3].pending.abandon()
+    assert (batcher.has_full_queue, rooms) == (True, [])
+    waiting[4].pending.abandon()
+    assert (batcher.has_full_queue, rooms) == (False, [True])
+    waiting[5].pending.abandon()
     assert rooms == [True]  # it was not full
     engine.release()
     await asyncio.gather(running, *waiting[:3], *waiting[6:])
@@ -178,7 +178,7 @@ async def test_the_end_of_each_batch_is_told_once_after_its_callers_were(
     batcher = make_batcher(limits)
     told: list[list[bool]] = []
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(3)]
-    batcher.on_answered = lambda: told.append([one.done() for one in waiting])
+    batcher.on_batch_done = lambda: told.append([one.done() for one in waiting])
     await asyncio.gather(*waiting)
     assert told == [[True] * 3]
 
@@ -203,7 +203,7 @@ async def test_the_end_of_a_batch_that_has_no_answers_is_told_too(
     batcher = make_batcher(limits)
     told: list[bool] = []
     waiting = submit(batcher, engine.request(bags_of(engine)))
-    batcher.on_answered = lambda: told.append(waiting.done())
+    batcher.on_batch_done = lambda: told.append(waiting.done())
     with pytest.raises(error):
         await waiting
     assert told == [True]
@@ -214,7 +214,7 @@ async def test_the_end_of_a_batch_whose_requests_all_expired_is_told(
 ) -> None:
     batcher = make_batcher(Limits())
     has_ended = asyncio.Event()
-    batcher.on_answered = has_ended.set
+    batcher.on_batch_done = has_ended.set
     late = submit(batcher, engine.request(ONE), deadline_s=0.0)
     await asyncio.wait_for(has_ended.wait(), 5)
     assert isinstance(late.exception(), DeadlineExceededError)

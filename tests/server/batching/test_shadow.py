@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from server.callers import submit_to
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.live import make_pipeline
+from server.pending_requests import submit_to
 from server.waiting import until
 
-from embedserve.batching.join import join, to_model_order
+from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.shadow import compare
 from embedserve.batching.split import in_request_order
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.shadow_metrics import Differences
 from embedserve.model_info import ModelInfo
 from embedserve.pipeline import RequestPipeline
@@ -40,7 +40,7 @@ def answered(requests: list[LookupRequest], engine: FakeEngine) -> np.ndarray:
 
 
 def differences(served: FakeEngine, ours: FakeEngine, bags: list[Bags]) -> Differences:
-    requests = [to_model_order(make_request(one), served.model) for one in bags]
+    requests = [adapt_to_model(make_request(one), served.model) for one in bags]
     values = answered(requests, served)
     return compare(requests, values, None, served.model, ours, ours.model)
 
@@ -59,7 +59,7 @@ def test_equal_versions_do_not_differ() -> None:
 def test_others_differ_as_computed_by_hand() -> None:
     served, ours = FakeEngine(seed=3), FakeEngine(seed=4)
     found = differences(served, ours, BAGS)
-    requests = [to_model_order(make_request(one), served.model) for one in BAGS]
+    requests = [adapt_to_model(make_request(one), served.model) for one in BAGS]
     one, other = answered(requests, ours), answered(requests, served)
     start = 0
     for i, width in enumerate(served.model.length_per_key):
@@ -138,7 +138,7 @@ def test_models_that_have_nothing_in_common_are_not_compared() -> None:
 def test_ids_without_a_row_are_counted_for_both() -> None:
     model = ruled_info()
     served, ours = FakeEngine(model), FakeEngine(version(model, 8))
-    requests = [to_model_order(make_request({"day": [[1]]}), model)]
+    requests = [adapt_to_model(make_request({"day": [[1]]}), model)]
     counts = np.zeros((1, len(model.features)), np.int64)
     counts[0, model.features.index("day")] = 3
     values = answered(requests, served)

@@ -6,7 +6,7 @@ import numpy as np
 from server.fake_engine import Bags, FakeEngine, make_request
 from server.fake_models import unpooled_info
 
-from embedserve.batching.join import join, to_model_order
+from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.split import in_request_order, split
 
 POOLED = FakeEngine()
@@ -15,7 +15,7 @@ BAGS: Bags = {"item": [[1, 2], [3]], "last": [[4], []]}
 
 
 def test_pooled_values_are_slices_of_the_batch() -> None:
-    requests = [to_model_order(make_request({"user": [[i]]}), POOLED.model) for i in range(3)]
+    requests = [adapt_to_model(make_request({"user": [[i]]}), POOLED.model) for i in range(3)]
     batch = join(requests, POOLED.model)
     assert batch is not None
     values = POOLED.lookup(batch.ids, batch.lengths)
@@ -26,7 +26,7 @@ def test_pooled_values_are_slices_of_the_batch() -> None:
 
 
 def test_rows_of_a_lone_request_are_in_its_order_already() -> None:
-    request = to_model_order(make_request(BAGS), UNPOOLED.model)
+    request = adapt_to_model(make_request(BAGS), UNPOOLED.model)
     batch = join([request], UNPOOLED.model)
     assert batch is not None
     values = UNPOOLED.lookup(batch.ids, batch.lengths)
@@ -35,7 +35,7 @@ def test_rows_of_a_lone_request_are_in_its_order_already() -> None:
 
 def test_rows_come_key_after_key_for_each_request() -> None:
     asked: tuple[Bags, ...] = (BAGS, {"last": [[5, 6]]}, {"item": [[]]})
-    requests = [to_model_order(make_request(bags), UNPOOLED.model) for bags in asked]
+    requests = [adapt_to_model(make_request(bags), UNPOOLED.model) for bags in asked]
     batch = join(requests, UNPOOLED.model)
     assert batch is not None
     values = UNPOOLED.lookup(batch.ids, batch.lengths)

@@ -6,8 +6,8 @@ import numpy as np
 from server.fake_engine import Bags, make_request
 from server.fake_models import ruled_info, unpooled_info
 
-from embedserve.batching.join import join, to_model_order
-from embedserve.lookup import Batch
+from embedserve.batching.join import adapt_to_model, join
+from embedserve.lookup_types import Batch
 from embedserve.model_info import ModelInfo
 
 RULED = ruled_info()
@@ -15,7 +15,7 @@ UNPOOLED = unpooled_info()
 
 
 def joined(model: ModelInfo, *all_bags: Bags) -> Batch | None:
-    requests = [to_model_order(make_request(bags), model) for bags in all_bags]
+    requests = [adapt_to_model(make_request(bags), model) for bags in all_bags]
     return join(requests, model)
 
 
@@ -30,7 +30,7 @@ def test_ids_become_rows_by_the_rule_of_each_feature() -> None:
 def test_a_skipped_id_and_its_weight_leave_the_bag() -> None:
     """So that a mean divides by the ids that are left."""
     request = make_request({"tag": [["war", "drama", ""], ["war"]]}, {"tag": [[1, 2, 3], [4]]})
-    batch = join([to_model_order(request, RULED)], RULED)
+    batch = join([adapt_to_model(request, RULED)], RULED)
     assert batch is not None
     assert batch.ids.tolist() == [0, 3]
     assert batch.lengths.tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0, 0]

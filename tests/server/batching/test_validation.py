@@ -10,10 +10,10 @@ from server.fake_engine import FEATURES, Bags, FakeEngine, Weights, make_request
 from server.fake_models import info_of, ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids
 
-from embedserve.batching.join import join, to_model_order
+from embedserve.batching.join import adapt_to_model, join
 from embedserve.batching.validation import find_invalid
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import TableSpec
@@ -32,7 +32,7 @@ def string_model() -> ModelInfo:
 
 
 def ordered(bags: Bags, weights: Weights | None = None, model: ModelInfo = MODEL) -> LookupRequest:
-    return to_model_order(make_request(bags, weights), model)
+    return adapt_to_model(make_request(bags, weights), model)
 
 
 def spoil(request: LookupRequest, how: str, place: int) -> LookupRequest:
@@ -141,7 +141,7 @@ def test_lengths_that_are_no_partition_of_the_ids_are_said_so(
     ids = np.zeros(6, np.int64)
     request = LookupRequest("", features, ids, np.array(lengths, np.int32), None, 2)
     with pytest.raises(InvalidRequestError) as caught:
-        raise find_invalid([to_model_order(request, MODEL)], MODEL)[0]
+        raise find_invalid([adapt_to_model(request, MODEL)], MODEL)[0]
     assert caught.value.message == message
 
 
@@ -232,7 +232,7 @@ def test_integers_may_be_given_as_strings(data: st.DataObject, model: ModelInfo)
     }
     sent = make_request(as_strings)
     sent_ids = sent.ids.copy()
-    taken, plain = to_model_order(sent, model), ordered(bags, model=model)
+    taken, plain = adapt_to_model(sent, model), ordered(bags, model=model)
     assert taken.features == plain.features
     assert np.array_equal(taken.ids, plain.ids)
     assert np.array_equal(taken.lengths, plain.lengths)
@@ -260,11 +260,11 @@ def test_lengths_that_do_not_add_up_are_said_before_types() -> None:
     request = make_request({"tag": [["drama"]], "user": [[1]]})
     request.lengths = np.array([9, -3], np.int32)
     with pytest.raises(InvalidRequestError, match=r"^lengths\[1\] is -3"):
-        to_model_order(request, RULED)
+        adapt_to_model(request, RULED)
 
 
 def test_weights_are_refused_where_nothing_is_pooled() -> None:
     request = make_request({"item": [[1]]}, {"item": [[0.5]]})
     with pytest.raises(InvalidRequestError, match=r"^weights: model 'sequence'") as caught:
-        to_model_order(request, UNPOOLED)
+        adapt_to_model(request, UNPOOLED)
     assert caught.value.field == "weights"

@@ -13,8 +13,8 @@ from server.codecs import ARROW
 from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
-from embedserve.codec.arrow.answers import NOW_KEYS_MAX, NOW_VECTORS_MAX
-from embedserve.lookup import LookupResult, OutputOptions
+from embedserve.codec.arrow.answers import INLINE_KEYS_MAX, INLINE_VECTORS_MAX
+from embedserve.lookup_types import LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 
 POOLED, UNPOOLED = model_info(), unpooled_info()
@@ -115,7 +115,7 @@ def test_lists_of_vectors_of_an_unpooled_model(form: OutputOptions | None, dtype
 
 
 def test_values_are_not_copied_and_never_take_long_but_by_key() -> None:
-    values = values_of(NOW_VECTORS_MAX // 3 + 1)
+    values = values_of(INLINE_VECTORS_MAX // 3 + 1)
     now = ARROW.try_encode_inline(LookupResult(POOLED, values))
     assert now is not None
     assert any(np.shares_memory(np.asarray(one), values) for one in now[0])
@@ -124,9 +124,9 @@ def test_values_are_not_copied_and_never_take_long_but_by_key() -> None:
     table = read_answer(b"".join(ARROW.encode(large)))
     assert np.array_equal(vectors(table["movie"]), values[:, 4:7])
     assert ARROW.try_encode_inline(LookupResult(POOLED, values[:-1], output=BY_KEY)) is not None
-    few = model_info(features={f"f{at}": (2, 1) for at in range(NOW_KEYS_MAX)})
-    many = model_info(features={f"f{at}": (2, 1) for at in range(NOW_KEYS_MAX + 1)})
-    for model, is_now in ((few, True), (many, False)):
+    few = model_info(features={f"f{at}": (2, 1) for at in range(INLINE_KEYS_MAX)})
+    many = model_info(features={f"f{at}": (2, 1) for at in range(INLINE_KEYS_MAX + 1)})
+    for model, is_inline in ((few, True), (many, False)):
         one = LookupResult(model, np.zeros((1, len(model.keys)), np.float32), output=BY_KEY)
-        assert (ARROW.try_encode_inline(one) is not None) is is_now
+        assert (ARROW.try_encode_inline(one) is not None) is is_inline
         assert read_answer(encoded(one)).column_names == list(model.keys)

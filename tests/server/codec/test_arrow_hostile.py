@@ -14,7 +14,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from server.arrow_streams import columns_of, stream_of
 
-from embedserve.batching.validation import check_lengths
 from embedserve.codec.arrow.flatbuffers import INT16, INT64, UINT8, Fields, Number
 from embedserve.codec.arrow.requests import ArrowDecoder
 from embedserve.codec.arrow.stream import (
@@ -29,6 +28,7 @@ from embedserve.codec.arrow.stream import (
 )
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.request_checks import check_lengths
 
 ARROW = ArrowDecoder()
 LIMITS = Limits(request_examples_max=100, request_ids_max=1000, request_features_max=20)

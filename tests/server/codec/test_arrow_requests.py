@@ -22,7 +22,7 @@ from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.codec.template_cache import BYTES_MAX, TEMPLATES_MAX
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 
 ARROW = ArrowDecoder()
 INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in (8, 16, 32, 64)]

@@ -18,7 +18,7 @@ from embedserve.codec.open_inference.infer_messages import MessageDecoder
 from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import open_inference_pb2 as oip
 from embedserve_proto import predictor_pb2

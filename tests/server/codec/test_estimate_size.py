@@ -13,7 +13,7 @@ from server.strategies import bags_of_ids, weights_or_none
 
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.codec.open_inference import bodies, infer_messages
-from embedserve.codec.protobuf_codec import NOW_FIELDS_MAX
+from embedserve.codec.protobuf_codec import INLINE_FIELDS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 
@@ -79,7 +79,7 @@ def test_of_garbage_it_is_nothing_that_breaks(body: bytes) -> None:
 @pytest.mark.parametrize(("more", "sizes"), [(0, (1, 1)), (1, (0, 0))])
 def test_of_a_message_in_many_pieces_it_is_unknown(more: int, sizes: tuple[int, int]) -> None:
     body = pb.EmbedRequest(ids=[1], lengths=[1]).SerializeToString()
-    body += pb.EmbedRequest(keys=[""] * (NOW_FIELDS_MAX - 2 + more)).SerializeToString()
+    body += pb.EmbedRequest(keys=[""] * (INLINE_FIELDS_MAX - 2 + more)).SerializeToString()
     assert protobuf_codec.estimate_size(body) == sizes
 
 

@@ -14,7 +14,7 @@ from server.strategies import bags_of
 
 from embedserve.codec.json_codec import encode_error, encode_result
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupResult
+from embedserve.lookup_types import LookupResult
 
 UNPOOLED = FakeEngine(unpooled_info())
 

@@ -17,7 +17,7 @@ from embedserve.codec import json_codec
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 
 INPUTS = 100_000
 """Mutated bodies of each form."""

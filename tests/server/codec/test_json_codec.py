@@ -27,7 +27,7 @@ from server.strategies import (
 from embedserve.codec.json_codec import decode_request, encode_error
 from embedserve.codec.json_errors import CHUNK, explain_invalid_json
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 
 RULED = ruled_info()
 

@@ -20,7 +20,7 @@ from embedserve.codec.open_inference.infer_messages import MessageDecoder
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve_proto import open_inference_pb2 as pb
 
 LIMITS = Limits()

@@ -11,14 +11,14 @@ from server.fake_engine import model_info
 from server.fake_models import unpooled_info
 
 from embedserve.codec.codec import Codec
-from embedserve.codec.json_codec import NOW_VALUES_MAX, PIECE_VALUES
-from embedserve.codec.protobuf_answers import NOW_LENGTHS_MAX
-from embedserve.lookup import LookupResult
+from embedserve.codec.json_codec import INLINE_VALUES_MAX, PIECE_VALUES
+from embedserve.codec.protobuf_answers import INLINE_LENGTHS_MAX
+from embedserve.lookup_types import LookupResult
 from embedserve_proto import embedding_pb2 as pb
 
 POOLED, UNPOOLED = model_info(), unpooled_info()
-EXAMPLES = NOW_VALUES_MAX // 9 + 1
-BAGS = NOW_LENGTHS_MAX // len(UNPOOLED.keys) + 1
+EXAMPLES = INLINE_VALUES_MAX // 9 + 1
+BAGS = INLINE_LENGTHS_MAX // len(UNPOOLED.keys) + 1
 PIECE_BYTES_MAX = 8 * PIECE_VALUES
 
 

@@ -16,7 +16,7 @@ from embedserve.batching.split import select_output_keys
 from embedserve.batching.validation import check_output
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupResult, OutputOptions
+from embedserve.lookup_types import LookupResult, OutputOptions
 from embedserve.model_info import SELECTIONS_MAX
 from embedserve_proto import embedding_pb2 as pb
 

@@ -11,7 +11,7 @@ from server.fake_models import model_info
 from server.predictions import prediction_request
 from server.strategies import bags_of_ids, weights_or_none
 
-from embedserve.batching.join import to_model_order
+from embedserve.batching.join import adapt_to_model
 from embedserve.codec import predictor_codec
 from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
@@ -34,8 +34,8 @@ def test_it_is_read_as_an_embed_request(data: st.DataObject, dtype: str, scored:
     if weights:
         of_all = {name: [[1.0] * len(bag) for bag in bags[name]] for name in KEYS} | weights
         other.weights.extend([one for name in KEYS for bag in of_all[name] for one in bag])
-    read = to_model_order(predictor_codec.decode_request(body), MODEL)
-    expected = to_model_order(ProtobufDecoder().decode_request(other.SerializeToString()), MODEL)
+    read = adapt_to_model(predictor_codec.decode_request(body), MODEL)
+    expected = adapt_to_model(ProtobufDecoder().decode_request(other.SerializeToString()), MODEL)
     assert (read.features, read.batch_size) == (expected.features, expected.batch_size)
     assert np.array_equal(read.ids, expected.ids)
     assert read.ids.dtype == expected.ids.dtype
@@ -55,7 +55,7 @@ def test_garbage_is_refused(body: bytes) -> None:
     assert 0 <= bags <= len(body)
     assert 0 <= ids <= len(body)
     with pytest.raises((InvalidRequestError, RequestTooLargeError)):
-        to_model_order(predictor_codec.decode_request(body), MODEL)
+        adapt_to_model(predictor_codec.decode_request(body), MODEL)
 
 
 def test_fields_in_pieces_and_twice_are_read_as_parsers_do() -> None:

@@ -21,7 +21,7 @@ from embedserve.codec.protobuf_codec import ProtobufDecoder
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, OverloadedError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve_proto import embedding_pb2 as pb
 
 RULED = ruled_info()

@@ -15,11 +15,11 @@ from embedserve.codec.open_inference.answers import ResponseOptions
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
 from embedserve.codec.open_inference.shared_memory_template import TEMPLATE_BYTES_MAX
-from embedserve.codec.open_inference.shared_memory_tensors import NOW_BYTES_MAX
+from embedserve.codec.open_inference.shared_memory_tensors import INLINE_BYTES_MAX
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, UnknownRegionError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.shared_memory.region import Region, open_region
 
 LIMITS = Limits()
@@ -215,7 +215,7 @@ def test_what_is_wrong_there_now_is_said(caller: Callable[[str], Caller], form: 
 def test_much_is_read_beside_the_event_loop(caller: Callable[[str], Caller], form: Any) -> None:
     make, decoder = form
     one = caller("one")
-    bags = {"user": [list(range(NOW_BYTES_MAX // 8)), [1], []]}
+    bags = {"user": [list(range(INLINE_BYTES_MAX // 8)), [1], []]}
     asked = make(jagged(bags), one.put(jagged(bags)))
     for _ in range(2):
         assert decoder.try_decode_inline(asked, "shop", LIMITS, regions=one.regions) is None

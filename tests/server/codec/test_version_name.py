@@ -11,7 +11,7 @@ from server.codecs import JSON, PROTOBUF
 from embedserve.codec.codec import Codec
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import InvalidRequestError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve_proto import embedding_pb2 as pb
 
 

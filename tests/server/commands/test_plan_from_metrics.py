@@ -15,7 +15,7 @@ from server.fake_engine import make_request
 from server.fake_models import served_of
 from typer.testing import CliRunner, Result
 
-from embedserve.batching.join import join, to_model_order
+from embedserve.batching.join import adapt_to_model, join
 from embedserve.commands.cli import app
 from embedserve.commands.running_server import ServerClient
 from embedserve.commands.server_metrics import read_samples
@@ -39,7 +39,7 @@ def shown(*models: ModelInfo, ids: tuple[int, ...] = (0, 1, 2, 6)) -> str:
     for one in metrics.models.values():
         if ids:
             batch = join(
-                [to_model_order(make_request({"user": [list(ids)]}), one.model)], one.model
+                [adapt_to_model(make_request({"user": [list(ids)]}), one.model)], one.model
             )
             assert batch is not None
             one.version.lookups.observe(batch)

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import Bags, make_request
 from server.fake_models import served_of
 
-from embedserve.batching.join import join, to_model_order
-from embedserve.lookup import Batch
+from embedserve.batching.join import adapt_to_model, join
+from embedserve.lookup_types import Batch
 from embedserve.metrics.lookup_metrics import (
     DIVIDED_CELLS,
     ROWS_SAMPLED_MAX,
@@ -80,7 +80,7 @@ ROWS = {"x": 10, "y": 10, "z": 40, "v": 5, "w": 5, "u": 4, "few": 2}
 
 
 def joined(*all_bags: Bags, model: ModelInfo = MODEL) -> Batch:
-    batch = join([to_model_order(make_request(bags), model) for bags in all_bags], model)
+    batch = join([adapt_to_model(make_request(bags), model) for bags in all_bags], model)
     assert batch is not None
     return batch
 

@@ -208,8 +208,8 @@ def test_workers_are_added_up_wherever_they_are_asked() -> None:
     slots, workers = two_workers()
     for count, metrics in enumerate(workers, 1):
         for _ in range(count):
-            metrics.protocols["rest"].answered(0.02, 100)
-        metrics.protocols["grpc"].refused("INTERNAL", "why", 0.5)
+            metrics.protocols["rest"].count_answered(0.02, 100)
+        metrics.protocols["grpc"].count_rejected("INTERNAL", "why", 0.5)
         metrics.models["shop"].count_queue = repeat((count, 10 * count)).__next__
         metrics.models["shop"].version.unknown_ids += 1
         metrics.models["shop"].version.batch_ids.observe_many([5.0] * count)
@@ -233,7 +233,7 @@ def test_workers_are_added_up_wherever_they_are_asked() -> None:
 
 def test_a_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
     slots, (one, other) = two_workers()
-    other.protocols["rest"].answered(0.02, 100)
+    other.protocols["rest"].count_answered(0.02, 100)
     other.models["shop"].count_queue = lambda: (7, 7)
     other.models["shop"].version.unknown_ids += 2
     other.flush()
@@ -248,12 +248,12 @@ def test_a_dead_worker_keeps_its_counts_and_has_no_queue() -> None:
 
 def test_the_replacement_counts_on() -> None:
     slots, (one, other) = two_workers()
-    other.protocols["rest"].answered(0.02, 100)
+    other.protocols["rest"].count_answered(0.02, 100)
     other.models["shop"].version.unknown_ids += 2
     other.flush()
     cpu_s = value(samples_of(one), "process_cpu_seconds_total")
     replacement = Metrics([other.models["shop"].model], WorkerCounters(slots, 1))
-    replacement.protocols["rest"].answered(0.02, 50)
+    replacement.protocols["rest"].count_answered(0.02, 50)
     replacement.models["shop"].version.unknown_ids += 1
     replacement.flush()
     families = samples_of(one)
@@ -268,7 +268,7 @@ def test_the_replacement_counts_on() -> None:
 def test_every_sample_has_the_labels_of_its_row() -> None:
     """prometheus_client drops values of labels that it has no names for."""
     metrics = Metrics([model_info(), replace(ruled_info(), served_name="ruled@canary")])
-    metrics.protocols["rest"].answered(0.02, 100)
+    metrics.protocols["rest"].count_answered(0.02, 100)
     metrics.models["shop"].version.shadow.begin(6)
     rows = {row.name: row for row in FAMILIES}
     metrics.flush()
@@ -303,7 +303,7 @@ def test_one_process_counts_itself_as_a_worker() -> None:
 
 def test_two_servers_share_no_metric() -> None:
     one, other = Metrics([model_info()]), Metrics([model_info()])
-    one.protocols["rest"].answered(0.1, 10)
+    one.protocols["rest"].count_answered(0.1, 10)
     assert other.protocols["rest"].outcomes.total() == 0
     one.registry()
     other.registry()

@@ -185,9 +185,9 @@ def workers_of(count: int, *models: ModelInfo) -> tuple[SharedCounters, list[Met
 def record(metrics: Metrics, name: str, answered: int, failed: int) -> None:
     requests = metrics.models[name].version.requests
     for _ in range(answered):
-        requests.answered(0.25)
+        requests.count_answered(0.25)
     for _ in range(failed):
-        requests.ended("INTERNAL", 0.5)
+        requests.count_outcome("INTERNAL", 0.5)
     metrics.flush()
 
 
@@ -212,8 +212,9 @@ def test_series_are_as_many_as_names_however_many_versions_came_and_went() -> No
             record(metrics, "shop@canary", 5, 3)
             late = metrics.models["shop@canary"].version.requests
             metrics.models["shop@canary"].switch(version_of(number, "canary", {"user": (7, 4)}), 1)
-            late.answered(9.0)  # by a batch of the version before, which ends after it was replaced
-            late.ended("INTERNAL", 9.0)
+            # By a batch of the version before, which ends after it was replaced.
+            late.count_answered(9.0)
+            late.count_outcome("INTERNAL", 9.0)
             late.flush()
             metrics.flush()
         for metrics in workers:
@@ -227,10 +228,10 @@ def test_series_are_as_many_as_names_however_many_versions_came_and_went() -> No
 def test_a_rejection_by_a_version_that_was_replaced_is_not_the_next_ones() -> None:
     _, (metrics,) = workers_of(1, STABLE, CANARY)
     metrics.models["shop@canary"].switch(version_of(9, "canary", {"user": (7, 4)}), 1)
-    metrics.ended(CANARY, "INTERNAL", 1.0)
-    metrics.ended(None, "INTERNAL", 1.0)
+    metrics.count_outcome(CANARY, "INTERNAL", 1.0)
+    metrics.count_outcome(None, "INTERNAL", 1.0)
     metrics.remove("shop@canary")
-    metrics.ended(CANARY, "INTERNAL", 1.0)
+    metrics.count_outcome(CANARY, "INTERNAL", 1.0)
     assert counted(metrics) == {}
 
 
@@ -238,12 +239,12 @@ def test_what_waits_to_be_counted_is_bounded() -> None:
     _, (metrics,) = workers_of(1, STABLE)
     version = metrics.models["shop@stable"].version
     for _ in range(PENDING_MAX - 1):
-        version.requests.answered(0.5)
+        version.requests.count_answered(0.5)
         version.wait_seconds.observe(0.5)
         version.batch_ids.observe(1)
     version.bound()
     assert len(version.requests.pending) == PENDING_MAX - 1
-    version.requests.answered(0.5)
+    version.requests.count_answered(0.5)
     version.wait_seconds.observe(0.5)
     version.bound()
     waiting = version.requests.pending, version.wait_seconds.pending, version.batch_ids.pending
@@ -254,7 +255,7 @@ def test_what_waits_to_be_counted_is_bounded() -> None:
 @pytest.mark.parametrize("outcome", [one for one in OUTCOMES if one != "OK"])
 def test_each_outcome_has_a_count_of_its_own(outcome: str) -> None:
     _, (metrics,) = workers_of(1, STABLE)
-    metrics.ended(STABLE, outcome, 1.0)
+    metrics.count_outcome(STABLE, outcome, 1.0)
     assert counted(metrics) == {("stable", "7"): {outcome: 1}}
 
 

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from server.callers import submit_to
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.fake_models import unpooled_info
 from server.live import make_pipeline
+from server.pending_requests import submit_to
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
@@ -188,12 +188,12 @@ async def full(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor
 ) -> AsyncIterator[ModelRegistry]:
     one = Full(engine, other, executor)
-    assert not one.models.is_full
+    assert not one.models.has_full_queue
     await one.fill()
     yield one.models
     engine.release()
     await asyncio.gather(one.running, one.waiting)
-    assert not one.models.is_full
+    assert not one.models.has_full_queue
 
 
 class Peek:
@@ -215,22 +215,22 @@ NEVER_ASKED = Peek()
 
 
 async def test_a_full_model_is_refused_and_no_other(full: ModelRegistry) -> None:
-    assert full.is_full
-    assert full.is_closed
+    assert full.has_full_queue
+    assert full.has_full_default_queue
     for model in ("", "shop"):
         with pytest.raises(OverloadedError, match="the queue of 'shop' is full"):
-            full.check_open(model, b"", Peek(""))
-    full.check_open("films", b"", NEVER_ASKED)
-    full.check_open("nobody", b"", NEVER_ASKED)
+            full.check_queue_for_body(model, b"", Peek(""))
+    full.check_queue_for_body("films", b"", NEVER_ASKED)
+    full.check_queue_for_body("nobody", b"", NEVER_ASKED)
 
 
 async def test_the_body_is_asked_only_where_its_model_matters(full: ModelRegistry) -> None:
-    full.check_open("", b"", Peek("films"))
+    full.check_queue_for_body("", b"", Peek("films"))
     for named in ("shop", "", "nobody"):  # one unknown is refused as the default would be
         with pytest.raises(OverloadedError):
-            full.check_open("", b"", Peek(named))
+            full.check_queue_for_body("", b"", Peek(named))
     with pytest.raises(OverloadedError):
-        full.check_open("shop", b"", NEVER_ASKED)
+        full.check_queue_for_body("shop", b"", NEVER_ASKED)
 
 
 async def test_a_lone_model_is_full_whatever_the_body_names(
@@ -242,14 +242,14 @@ async def test_a_lone_model_is_full_whatever_the_body_names(
     running = submit_to(models, make_request(USER))
     await until(lambda: engine.lookups)
     waiting = submit_to(models, make_request(USER))
-    models.check_open("", b"", NEVER_ASKED)
+    models.check_queue_for_body("", b"", NEVER_ASKED)
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(USER))
     for model in ("", "shop", "nobody"):
         with pytest.raises(OverloadedError):
-            models.check_open(model, b"", NEVER_ASKED)
+            models.check_queue_for_body(model, b"", NEVER_ASKED)
         with pytest.raises(OverloadedError):
-            models.check_any_open(model)
+            models.check_default_queue(model)
     engine.release()
     await asyncio.gather(running, waiting)
 
@@ -266,22 +266,22 @@ async def test_while_the_queue_for_large_requests_is_full_small_ones_are_let_in(
     answers.append(submit_to(models, make_request(large)))
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(large))
-    assert (models.is_full, models.is_closed) == (True, False)
-    models.check_any_open("shop")
-    models.check_open("", b"", Peek(sizes=(1, 1)))
+    assert (models.has_full_queue, models.has_full_default_queue) == (True, False)
+    models.check_default_queue("shop")
+    models.check_queue_for_body("", b"", Peek(sizes=(1, 1)))
     with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
-        models.check_open("", b"", Peek(sizes=(1, 1000)))
+        models.check_queue_for_body("", b"", Peek(sizes=(1, 1000)))
     with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
-        models.check_open("", b"", Peek(sizes=(1000, 1)))
+        models.check_queue_for_body("", b"", Peek(sizes=(1000, 1)))
     large_body = bytes(QUICK_BYTES_MAX + 1)
-    models.check_open("", large_body, Peek(sizes=(1, 1000)), is_quick=True)
+    models.check_queue_for_body("", large_body, Peek(sizes=(1, 1000)), is_quick=True)
     with pytest.raises(OverloadedError):
-        models.check_open("", large_body[1:], Peek(sizes=(1, 1000)), is_quick=True)
+        models.check_queue_for_body("", large_body[1:], Peek(sizes=(1, 1000)), is_quick=True)
     with pytest.raises(OverloadedError):
-        models.check_open("", large_body, Peek(sizes=(1, 1000)))
+        models.check_queue_for_body("", large_body, Peek(sizes=(1, 1000)))
     engine.release()
     await asyncio.gather(*answers)
-    assert not models.is_full
+    assert not models.has_full_queue
 
 
 async def test_where_none_is_the_default_the_model_that_is_named_decides(
@@ -296,9 +296,9 @@ async def test_where_none_is_the_default_the_model_that_is_named_decides(
     answers.append(submit_to(models, make_request(USER, model="shop")))
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(USER, model="shop"))
-    models.check_open("", b"", Peek("films"))
+    models.check_queue_for_body("", b"", Peek("films"))
     with pytest.raises(OverloadedError):
-        models.check_open("", b"", Peek("shop"))
+        models.check_queue_for_body("", b"", Peek("shop"))
     engine.release()
     await asyncio.gather(*answers)
 
@@ -307,10 +307,10 @@ async def test_before_its_body_has_come_only_what_names_a_full_model_is_refused(
     full: ModelRegistry,
 ) -> None:
     with pytest.raises(OverloadedError):
-        full.check_any_open("shop")
-    full.check_any_open("films")
-    full.check_any_open("")  # its body may name the other
-    full.check_any_open("nobody")
+        full.check_default_queue("shop")
+    full.check_default_queue("films")
+    full.check_default_queue("")  # its body may name the other
+    full.check_default_queue("nobody")
 
 
 def next_batcher(
@@ -363,9 +363,9 @@ async def test_a_next_version_has_an_empty_queue_and_its_rows_are_as_published(
     before += [submit_to(models, make_request(USER)) for _ in range(2)]
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(USER))
-    assert models.is_full
+    assert models.has_full_queue
     rooms: list[bool] = []
-    models.call_back(lambda: None, lambda: rooms.append(models.is_full))
+    models.set_callbacks(lambda: None, lambda: rooms.append(models.has_full_queue))
     after = FakeEngine(model_info(), seed=9)
     old = models.activate("shop", next_batcher(pipeline, after, executor))
     assert old is not None

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from server.callers import submit_to
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.live import make_pipeline
+from server.pending_requests import submit_to
 
 from embedserve.config import Limits
 from embedserve.errors import OverloadedError, UnknownModelError
@@ -117,14 +117,14 @@ async def test_a_request_that_a_version_has_room_for_is_not_refused_unread(
     waiting = []
     for engine, name in ((stable, "shop@stable"), (canary, "shop@canary")):
         engine.hold()
-        models.check_any_open("shop")
+        models.check_default_queue("shop")
         waiting += [submit_to(models, make_request(USER, model=name)) for _ in range(2)]
         with pytest.raises(OverloadedError):
             submit_to(models, make_request(USER, model=name))
         with pytest.raises(OverloadedError):
-            models.check_any_open(name)
+            models.check_default_queue(name)
     with pytest.raises(OverloadedError):
-        models.check_any_open("shop")
+        models.check_default_queue("shop")
     for engine in (stable, canary):
         engine.release()
     for one in waiting:

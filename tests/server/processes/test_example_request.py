@@ -10,7 +10,7 @@ import numpy as np
 from server.fake_engine import make_request
 from server.fake_models import ruled_info
 
-from embedserve.batching.join import to_model_order
+from embedserve.batching.join import adapt_to_model
 from embedserve.batching.validation import find_invalid
 from embedserve.codec.json_codec import decode_request
 from embedserve.processes.example_request import IDS_MAX, example_features
@@ -48,6 +48,6 @@ def test_the_curl_line_asks_for_it() -> None:
     model = replace(RULED, example=example_features(RULED.manifest, golden_bags()))
     words = shlex.split(curl_line("http://localhost:8000", model, "-s"))
     assert words[:3] == ["curl", "-s", "http://localhost:8000/models/ruled/embed"]
-    request = to_model_order(decode_request(words[-1].encode(), ""), model)
+    request = adapt_to_model(decode_request(words[-1].encode(), ""), model)
     assert find_invalid([request], model) == {}
     assert np.count_nonzero(request.lengths) > 5

@@ -18,7 +18,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.metrics import Metrics
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.wire.unsent_memory import UnsentMemory, owners_of
 
 

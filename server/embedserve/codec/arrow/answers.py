@@ -45,7 +45,7 @@ from embedserve.codec.open_inference.answers import (
     keep_start,
     tensors_of,
 )
-from embedserve.lookup import EncodedResponse, LookupResult, OutputOptions, with_size
+from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
 
 VALUES = "values"
 """Name of the column with the vectors of all keys."""
@@ -55,11 +55,11 @@ ALIGNMENT = 8
 _DTYPES: Mapping[int, np.dtype] = {4: np.dtype("<f4"), 2: np.dtype("<f2")}
 """Dtypes of the values, by their bytes."""
 _INT32 = np.dtype("<i4")
-NOW_KEYS_MAX = 64
+INLINE_KEYS_MAX = 64
 """Keys of a response whose columns are described on the event loop's thread, in about a
 millisecond."""
-NOW_LENGTHS_MAX = 262_144
-NOW_VECTORS_MAX, NOW_BYTES_MAX = 16_384, 8 << 20
+INLINE_LENGTHS_MAX = 262_144
+INLINE_VECTORS_MAX, INLINE_BYTES_MAX = 16_384, 8 << 20
 """Vectors and bytes that are copied on the event loop's thread. A vector takes about 20 ns, and 14
 bytes are copied per nanosecond."""
 _ALL_KEYS, _OUTPUT = ResponseOptions(), OutputOptions()
@@ -127,13 +127,13 @@ def _is_by_key(result: LookupResult) -> bool:
 def _is_quick(result: LookupResult) -> bool:
     """Returns whether the columns are described, and the values copied, in about a millisecond."""
     keys = len(result.model.keys)
-    if keys > NOW_KEYS_MAX:
+    if keys > INLINE_KEYS_MAX:
         return False
     if result.lengths is not None:  # the rows of an unpooled response are not copied
-        return result.lengths.size <= NOW_LENGTHS_MAX
+        return result.lengths.size <= INLINE_LENGTHS_MAX
     values = [result.values, *result.extra_chunks]
     vectors, nbytes = keys * sum(map(len, values)), sum(one.nbytes for one in values)
-    return vectors <= NOW_VECTORS_MAX and nbytes <= NOW_BYTES_MAX
+    return vectors <= INLINE_VECTORS_MAX and nbytes <= INLINE_BYTES_MAX
 
 
 def _body(result: LookupResult) -> _BodyBuffers:

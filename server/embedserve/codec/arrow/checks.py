@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from embedserve.batching.validation import place_in
 from embedserve.codec.arrow.columns import (
     Column,
 )
 from embedserve.codec.arrow.stream import RecordBatch
 from embedserve.codec.json_errors import unlike
 from embedserve.errors import InvalidRequestError
+from embedserve.request_checks import find_bag
 
 INT64_MAX = 2**63 - 1
 
@@ -54,5 +54,5 @@ def wrong_value(
 ) -> InvalidRequestError:
     """Returns the error for the value at ``position`` among the values of a batch's bags with
     ``lengths``."""
-    bag, place = place_in(lengths, position)
+    bag, place = find_bag(lengths, position)
     return column.wrong(problem, batch.first + bag, place)

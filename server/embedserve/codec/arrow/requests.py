@@ -11,7 +11,6 @@ from itertools import compress, pairwise
 
 import numpy as np
 
-from embedserve.batching.validation import check_feature_count
 from embedserve.codec.arrow.checks import (
     check_buffer,
     check_sign,
@@ -32,19 +31,20 @@ from embedserve.codec.arrow.stream import RecordBatch, read_batches, read_schema
 from embedserve.codec.string_ids import FEW, merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_names import qualified_model_name
+from embedserve.request_checks import check_feature_count
 
 _INT64, _INT32, _FLOAT32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
 _UINT8 = np.dtype("u1")
 BUFFERS_EACH, OFFSETS_AT, VALUES_AT = 4, 1, 3
 """Buffers of each column of lists of numbers, and the positions of its offsets and values among
 them."""
-NOW_BAGS_MAX, NOW_IDS_MAX = 65_536, 262_144
+INLINE_BAGS_MAX, INLINE_IDS_MAX = 65_536, 262_144
 """Bags and ids of columns that are read on the event loop's thread, in about a millisecond."""
 QUICK_BAGS_MAX = 262_144
 """Bags that are read on the event loop's thread if all columns are lists of integers."""
-NOW_TEXT_BYTES_MAX = 64 << 10
+INLINE_TEXT_BYTES_MAX = 64 << 10
 """Bytes of strings that are read on the event loop's thread."""
 
 
@@ -57,7 +57,7 @@ class ArrowDecoder:
     def try_decode_inline(self, body: bytes, model: str, limits: Limits) -> LookupRequest | None:
         """Decodes like decode_request, or returns None where that would take long."""
         try:
-            return self._decode(body, model, limits, is_now=True)
+            return self._decode(body, model, limits, is_inline=True)
         except WouldBlockError:
             return None
 
@@ -73,17 +73,17 @@ class ArrowDecoder:
             RequestTooLargeError: the stream has more than ``limits`` allow. Raised before it is
                 read.
         """
-        return self._decode(body, model, limits, is_now=False)
+        return self._decode(body, model, limits, is_inline=False)
 
-    def _decode(self, body: bytes, model: str, limits: Limits, *, is_now: bool) -> LookupRequest:
-        schema, at = read_schema(body, limits, self.schemas, is_now=is_now)
+    def _decode(self, body: bytes, model: str, limits: Limits, *, is_inline: bool) -> LookupRequest:
+        schema, at = read_schema(body, limits, self.schemas, is_inline=is_inline)
         check_feature_count("features", len(schema.features), limits)
-        batches = read_batches(body, at, schema, limits, is_now=is_now)
+        batches = read_batches(body, at, schema, limits, is_inline=is_inline)
         request = None
         if len(batches) == 1:
             request = _quick(body, model, schema, batches[0], limits)
         if request is None:
-            bags = _BagReader(body, schema, limits, is_now)
+            bags = _BagReader(body, schema, limits, is_inline)
             for batch in batches:
                 bags.add(batch)
             request = bags.request(model)
@@ -96,9 +96,9 @@ class ArrowDecoder:
         an invalid stream, and for a larger schema or more batches than are read inline."""
         bags = ids = 0
         try:
-            schema, at = read_schema(body, DEFAULT_LIMITS, self.schemas, is_now=True)
+            schema, at = read_schema(body, DEFAULT_LIMITS, self.schemas, is_inline=True)
             features = len(schema.features)
-            for batch in read_batches(body, at, schema, DEFAULT_LIMITS, is_now=True):
+            for batch in read_batches(body, at, schema, DEFAULT_LIMITS, is_inline=True):
                 bags += features * batch.rows
                 ids += int(batch.lengths[schema.value_nodes[:features]].clip(0, len(body)).sum())
         except (InvalidRequestError, RequestTooLargeError, WouldBlockError):
@@ -156,11 +156,11 @@ def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
 class _BagReader:
     """Collects the contents of each column from the record batches of a stream, in order."""
 
-    def __init__(self, body: bytes, schema: Schema, limits: Limits, is_now: bool) -> None:
+    def __init__(self, body: bytes, schema: Schema, limits: Limits, is_inline: bool) -> None:
         self._body = body
         self._schema = schema
         self._limits = limits
-        self._is_now = is_now
+        self._is_inline = is_inline
         self._lengths: list[np.ndarray] = []
         self._numbers: list[list[np.ndarray]] = [[] for _ in schema.columns]
         self._strings: list[list[str]] = [[] for _ in schema.columns]
@@ -205,7 +205,7 @@ class _BagReader:
 
     def _check_bags(self, batch: RecordBatch) -> None:
         bags = len(self._schema.columns) * (batch.first + batch.rows)
-        if self._is_now and bags > NOW_BAGS_MAX:
+        if self._is_inline and bags > INLINE_BAGS_MAX:
             raise WouldBlockError
         bags_max = len(self._body) // _INT32.itemsize + self._limits.request_ids_max
         if bags > bags_max:  # lists without values, and nulls, take no bytes
@@ -241,7 +241,7 @@ class _BagReader:
                 f"features has {self._ids} ids, {self._limits.describe('request_ids_max')}",
                 "features",
             )
-        if self._is_now and self._ids > NOW_IDS_MAX:
+        if self._is_inline and self._ids > INLINE_IDS_MAX:
             raise WouldBlockError
 
     def _without_nulls(
@@ -323,7 +323,7 @@ class _BagReader:
         decoded."""
         self._texts += count
         self._text_bytes += nbytes
-        if self._is_now and (self._texts > FEW or self._text_bytes > NOW_TEXT_BYTES_MAX):
+        if self._is_inline and (self._texts > FEW or self._text_bytes > INLINE_TEXT_BYTES_MAX):
             raise WouldBlockError
         for what, found, limit in (
             ("strings", self._texts, "request_values_max"),

@@ -14,7 +14,6 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from embedserve.batching.validation import check_feature_count
 from embedserve.codec.arrow.columns import (
     BY_KEY,
     IN_ONE,
@@ -28,13 +27,14 @@ from embedserve.codec.arrow.columns import (
 from embedserve.codec.arrow.flatbuffers import INT16, INT32, MALFORMED, UINT8, FlatTable
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.request_checks import check_feature_count
 
 WEIGHTS = ".weights"
 """Suffix that turns the name of a feature into the name of its column of weights."""
 PREFIX = "embedserve."
 """Prefix of the metadata keys that set response options. Other metadata is ignored."""
 NAME_BYTES_MAX = 1024
-NOW_COLUMNS_MAX = 32
+INLINE_COLUMNS_MAX = 32
 """Columns of a schema that is parsed on the event loop's thread, in a millisecond or two."""
 METADATA_MAX, METADATA_BYTES_MAX = 64, 64 << 10
 """Metadata entries of a schema, and bytes of the value of an entry with embedserve's prefix."""
@@ -65,17 +65,17 @@ def malformed(problem: object) -> InvalidRequestError:
     return InvalidRequestError(f"body is not an Arrow stream: {problem}", "body")
 
 
-def parse(table: FlatTable, limits: Limits, *, is_now: bool) -> Schema:
+def parse(table: FlatTable, limits: Limits, *, is_inline: bool) -> Schema:
     """Returns the schema in ``table``.
 
     Raises:
         InvalidRequestError: ``table`` is not a schema, or its columns are not bags of ids.
         RequestTooLargeError: it has more columns than ``limits`` allow, or more metadata than the
             bounds of this module.
-        WouldBlockError: ``is_now``, and it has over NOW_COLUMNS_MAX columns.
+        WouldBlockError: ``is_inline``, and it has over INLINE_COLUMNS_MAX columns.
     """
     try:
-        if is_now and table.size(FIELDS) > NOW_COLUMNS_MAX:
+        if is_inline and table.size(FIELDS) > INLINE_COLUMNS_MAX:
             raise WouldBlockError
         return _schema(table, limits)
     except MALFORMED as error:

@@ -34,13 +34,13 @@ END = CONTINUATION + bytes(INT32.size)
 """Marks the end of a stream."""
 FILE_MAGIC = b"ARROW1"
 HEAD_BYTES = len(END)
-NOW_SCHEMA_BYTES = 64 << 10
+INLINE_SCHEMA_BYTES = 64 << 10
 """Bytes of a schema message that is parsed on the event loop's thread if it is not cached."""
 BATCH_PIECES = 64
 """Cost of a record batch, in units of a column of a batch."""
-PIECES_MAX, NOW_PIECES_MAX = 16_384, 512
-"""Total cost of a stream's record batches, in columns. NOW_PIECES_MAX bounds streams that are read
-on the event loop's thread."""
+PIECES_MAX, INLINE_PIECES_MAX = 16_384, 512
+"""Total cost of a stream's record batches, in columns. INLINE_PIECES_MAX bounds streams that are
+read on the event loop's thread."""
 
 # Field numbers of the tables Message and RecordBatch (arrow/format/Message.fbs).
 VERSION, HEADER_KIND, HEADER, BODY_BYTES = 0, 1, 2, 3
@@ -145,49 +145,49 @@ def _message(metadata: bytes, at: int, start: int, nbytes: int) -> ArrowMessage:
 
 
 def read_schema(
-    body: bytes, limits: Limits, schemas: SchemaTemplateCache, *, is_now: bool
+    body: bytes, limits: Limits, schemas: SchemaTemplateCache, *, is_inline: bool
 ) -> tuple[Schema, int]:
     """Returns (the schema, the position of the first record batch).
 
     Raises:
         InvalidRequestError: the stream does not begin with a valid schema.
         RequestTooLargeError: it has more columns than ``limits`` allow.
-        WouldBlockError: ``is_now``, and parsing the schema would take long.
+        WouldBlockError: ``is_inline``, and parsing the schema would take long.
     """
     known = schemas.read(body)
     if known is not None:
         return known
     head = body[:HEAD_BYTES]
     size = INT32.unpack_from(head, len(CONTINUATION))[0] if len(head) == HEAD_BYTES else 0
-    if is_now and size > NOW_SCHEMA_BYTES:
+    if is_inline and size > INLINE_SCHEMA_BYTES:
         raise WouldBlockError
     message = read_message(body, 0)
     if message is None or message.kind != SCHEMA:
         raise malformed("it does not begin with a schema")
-    schema = parse(message.header, limits, is_now=is_now)
+    schema = parse(message.header, limits, is_inline=is_inline)
     if message.start == message.end:
         schemas.remember(body[: message.end], schema)
     return schema, message.end
 
 
 def read_batches(
-    body: bytes, at: int, schema: Schema, limits: Limits, *, is_now: bool
+    body: bytes, at: int, schema: Schema, limits: Limits, *, is_inline: bool
 ) -> list[RecordBatch]:
     """Returns the record batches that have rows.
 
     Raises:
         InvalidRequestError: a record batch is malformed.
         RequestTooLargeError: there are too many batches, or more rows than ``limits`` allow.
-        WouldBlockError: ``is_now``, and reading the batches would take long.
+        WouldBlockError: ``is_inline``, and reading the batches would take long.
     """
     found: list[RecordBatch] = []
     rows = pieces = 0
     columns = len(schema.columns) + BATCH_PIECES
-    pieces_max = NOW_PIECES_MAX if is_now else max(PIECES_MAX, columns)
+    pieces_max = INLINE_PIECES_MAX if is_inline else max(PIECES_MAX, columns)
     while message := read_message(body, at):
         pieces += columns
         if pieces > pieces_max:
-            raise WouldBlockError if is_now else _too_many_batches(pieces // columns)
+            raise WouldBlockError if is_inline else _too_many_batches(pieces // columns)
         if message.kind != RECORD_BATCH:
             raise malformed(f"the message at byte {at} is another schema")
         batch = _read_batch(message, schema, rows, limits)

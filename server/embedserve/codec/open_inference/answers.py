@@ -14,7 +14,7 @@ import numpy as np
 
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest, LookupResult, OutputOptions
+from embedserve.lookup_types import LookupRequest, LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
 from embedserve.shared_memory.memory_slice import MemorySlice
@@ -28,7 +28,7 @@ REQUEST_ID_CHARACTERS_MAX = 1024
 """Characters of a request id, which stays in memory while its request waits."""
 OTHERS_MAX = 64
 """Outputs requested in the less frequent format, JSON or binary, of a request."""
-NOW_BYTES_MAX = 1 << 20
+INLINE_BYTES_MAX = 1 << 20
 """Bytes of values that are reordered, or written to shared memory, on the event loop's thread, in
 about a millisecond."""
 PLACES_MAX = 64
@@ -250,9 +250,9 @@ def write_placed(
 def is_quick(result: LookupResult, options: ResponseOptions) -> bool:
     """Returns whether the values are encoded as bytes in about a millisecond."""
     if result.extra_chunks or result.lengths is not None or options.places is not None:
-        return result.values.nbytes <= NOW_BYTES_MAX and not result.extra_chunks
+        return result.values.nbytes <= INLINE_BYTES_MAX and not result.extra_chunks
     return (
-        result.values.nbytes <= NOW_BYTES_MAX
+        result.values.nbytes <= INLINE_BYTES_MAX
         or not options.has_keys
         or (not options.has_pooled and len(result.model.keys) == 1)
     )

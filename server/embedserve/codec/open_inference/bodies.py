@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from embedserve.codec.json_codec import NOW_BYTES_MAX, check_cost
+from embedserve.codec.json_codec import INLINE_BYTES_MAX, check_cost
 from embedserve.codec.open_inference.answers import (
     set_output,
     set_output_dtype,
@@ -43,7 +43,7 @@ from embedserve.codec.open_inference.tensors import (
 )
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import Regions
 
@@ -72,9 +72,9 @@ class BodyDecoder:
     ) -> LookupRequest | None:
         """Decodes like decode_request, or returns None where that would take long. Numbers in
         binary never take long."""
-        if (len(body) if json_bytes is None else json_bytes) > NOW_BYTES_MAX:
+        if (len(body) if json_bytes is None else json_bytes) > INLINE_BYTES_MAX:
             return None
-        return self._decode(body, model, limits, json_bytes, regions, is_now=True)
+        return self._decode(body, model, limits, json_bytes, regions, is_inline=True)
 
     def decode_request(
         self,
@@ -96,8 +96,8 @@ class BodyDecoder:
             RequestTooLargeError: the body has more than ``limits`` allow. Raised before it is
                 decoded.
         """
-        request = self._decode(body, model, limits, json_bytes, regions, is_now=False)
-        assert request is not None  # never None unless is_now
+        request = self._decode(body, model, limits, json_bytes, regions, is_inline=False)
+        assert request is not None  # never None unless is_inline
         return request
 
     def _decode(
@@ -108,9 +108,9 @@ class BodyDecoder:
         json_bytes: int | None,
         regions: Regions | None,
         *,
-        is_now: bool,
+        is_inline: bool,
     ) -> LookupRequest | None:
-        """Returns the request; None where ``is_now`` and strings or shared memory would take
+        """Returns the request; None where ``is_inline`` and strings or shared memory would take
         long."""
         if json_bytes is not None:
             known = self.templates.read(body, json_bytes, model, limits)
@@ -119,7 +119,7 @@ class BodyDecoder:
         if regions and json_bytes in (None, len(body)):
             of_placed = self.of_placed.find(body, limits)
             if of_placed is not None:
-                if is_now and not of_placed.is_quick:
+                if is_inline and not of_placed.is_quick:
                     return None
                 known = of_placed.read_known(regions, model)
                 if known is not None:
@@ -132,10 +132,10 @@ class BodyDecoder:
             parsed = _DECODER.decode(head)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise _problem(error) from error
-        tensors = _tensors(parsed.inputs, rest, limits, regions, is_now=is_now)
+        tensors = _tensors(parsed.inputs, rest, limits, regions, is_inline=is_inline)
         if tensors is None:
             return None
-        read = read_request(model, *tensors, regions, limits, is_now=is_now)
+        read = read_request(model, *tensors, regions, limits, is_inline=is_inline)
         if read is None:
             return None
         request, of_placed = read
@@ -255,7 +255,7 @@ def _tensors(
     limits: Limits,
     regions: Regions | None,
     *,
-    is_now: bool,
+    is_inline: bool,
 ) -> tuple[list[InputTensor], list[PlacedTensor]] | None:
     """Returns (all inputs, the inputs in shared memory, which have no data yet), or None like
     _decode."""
@@ -286,7 +286,7 @@ def _tensors(
             position = end
             if one.datatype == BYTES:
                 text_bytes += size
-                if is_now and text_bytes > NOW_BYTES_MAX:
+                if is_inline and text_bytes > INLINE_BYTES_MAX:
                     return None
                 _check_text(text_bytes, limits)
                 count_max, limit = limits.request_values_max, limits.describe("request_values_max")

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from embedserve.codec.float16_digits import shortest_float16_repr
-from embedserve.codec.json_codec import NOW_VALUES_MAX, PIECE_VALUES
+from embedserve.codec.json_codec import INLINE_VALUES_MAX, PIECE_VALUES
 from embedserve.codec.open_inference.answers import (
     DATATYPES,
     OutputTensor,
@@ -27,7 +27,7 @@ from embedserve.codec.open_inference.answers import (
 )
 from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import EncodedResponse, LookupResult, ResponseChunks, with_size
+from embedserve.lookup_types import EncodedResponse, LookupResult, ResponseChunks, with_size
 from embedserve.shared_memory.memory_slice import MemorySlice
 
 
@@ -39,7 +39,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     )
     if are_placed or (options.is_binary and not options.others):
         return with_size([*_encode(result, options)]) if is_quick(result, options) else None
-    if result.values.size > NOW_VALUES_MAX or result.extra_chunks:
+    if result.values.size > INLINE_VALUES_MAX or result.extra_chunks:
         return None
     parts = [*_encode(result, options)]
     return with_size(parts if head_bytes(parts) else [b"".join(parts)])

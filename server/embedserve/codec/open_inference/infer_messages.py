@@ -52,7 +52,7 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.shared_memory.region import Regions
 from embedserve_proto import open_inference_pb2 as pb
 
@@ -61,9 +61,9 @@ _InputMessage = pb.ModelInferRequest.InferInputTensor
 SMALL_BYTES = 16 << 10
 """Bytes of a message, without its raw contents, that the protobuf library parses whole. This costs
 the event loop a few hundred microseconds at most."""
-NOW_BYTES_MAX = 64 << 10
+INLINE_BYTES_MAX = 64 << 10
 """Bytes of strings that are decoded on the event loop's thread."""
-NOW_FIELDS_MAX = 4096
+INLINE_FIELDS_MAX = 4096
 
 
 INPUTS_TAG = tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)
@@ -103,11 +103,11 @@ class MessageDecoder:
         if len(body) <= small_bytes:
             message = _parse(body)
             contents = message.raw_input_contents
-            request = self._request(body, message, contents, None, limits, regions, is_now=True)
+            request = self._request(body, message, contents, None, limits, regions, is_inline=True)
             self._remember(body, message, contents, request, limits)
             return request
         try:
-            raw, rest = _take_raw(body, min(NOW_FIELDS_MAX, limits.request_values_max))
+            raw, rest = _take_raw(body, min(INLINE_FIELDS_MAX, limits.request_values_max))
         except TooManyFieldsError:
             return None
         if sum(map(len, rest)) > small_bytes:
@@ -115,9 +115,9 @@ class MessageDecoder:
         message = _parse(b"".join(rest))
         is_text = [one.datatype == BYTES for one in message.inputs if not is_placed(one.parameters)]
         text_bytes = sum(len(one) for one, is_one in zip(raw, is_text, strict=False) if is_one)
-        if text_bytes > NOW_BYTES_MAX:
+        if text_bytes > INLINE_BYTES_MAX:
             return None
-        request = self._request(body, message, raw, None, limits, regions, is_now=True)
+        request = self._request(body, message, raw, None, limits, regions, is_inline=True)
         self._remember(body, message, raw, request, limits)
         return request
 
@@ -185,8 +185,8 @@ class MessageDecoder:
             except DecodeError as error:
                 raise _malformed(error) from error
         of_inputs = [contents for contents, _ in inputs]
-        request = self._request(body, message, raw, of_inputs, limits, regions, is_now=False)
-        assert request is not None  # never None unless is_now
+        request = self._request(body, message, raw, of_inputs, limits, regions, is_inline=False)
+        assert request is not None  # never None unless is_inline
         return request
 
     def _request(
@@ -198,9 +198,9 @@ class MessageDecoder:
         limits: Limits,
         regions: Regions | None,
         *,
-        is_now: bool,
+        is_inline: bool,
     ) -> LookupRequest | None:
-        """Returns the request in ``message``; None where ``is_now`` and reading would take long.
+        """Returns the request in ``message``; None where ``is_inline`` and reading would take long.
 
         Args:
             body: bytes of the message.
@@ -236,7 +236,7 @@ class MessageDecoder:
                 data = next(left)
                 tensor.data = raw_strings(tensor, data, limits) if one.datatype == BYTES else data
         model = versioned(message.model_name, message.model_version)
-        read = read_request(model, tensors, placed, regions, limits, is_now=is_now)
+        read = read_request(model, tensors, placed, regions, limits, is_inline=is_inline)
         if read is None:
             return None
         request, template = read
@@ -274,11 +274,11 @@ def peek_model(body: bytes) -> str:
 
 def estimate_size(body: bytes) -> tuple[int, int]:
     """Returns (bags, ids) according to the shapes in a ModelInferRequest. Returns (0, 0) for an
-    invalid message, and for more than NOW_FIELDS_MAX fields."""
+    invalid message, and for more than INLINE_FIELDS_MAX fields."""
     inputs = []
     try:
-        taken, _ = extract_fields(body, {INPUTS_TAG: "inputs"}, NOW_FIELDS_MAX)
-        fields_left = NOW_FIELDS_MAX
+        taken, _ = extract_fields(body, {INPUTS_TAG: "inputs"}, INLINE_FIELDS_MAX)
+        fields_left = INLINE_FIELDS_MAX
         for one in taken.get("inputs", ()):
             name, sizes = "", b""
             for tag, _, start, end in islice(fields(bytes(one)), fields_left):

@@ -22,7 +22,7 @@ from embedserve.codec.open_inference.message_template import (
 from embedserve.codec.open_inference.tensors import add_up
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
 
 _INT64, _INT32 = np.dtype("<i8"), np.dtype("<i4")
 _frombuffer = np.frombuffer

@@ -21,7 +21,7 @@ from embedserve.codec.open_inference.answers import (
 from embedserve.codec.open_inference.shared_memory_tensors import BYTE_SIZE, OFFSET, REGION
 from embedserve.codec.protobuf_fields import LENGTH_DELIMITED, number_of, tag_of, varint
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import EncodedResponse, LookupResult, OutputOptions, with_size
+from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
 from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve_proto import open_inference_pb2 as pb
 

@@ -23,7 +23,7 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
-from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve_proto import open_inference_pb2 as pb
 
 _Request = pb.ModelInferRequest

@@ -19,7 +19,7 @@ import numpy as np
 from embedserve.codec.open_inference.answers import ResponseOptions
 from embedserve.codec.open_inference.message_template import TEMPLATE_INPUTS_MAX
 from embedserve.codec.open_inference.shared_memory_tensors import (
-    NOW_BYTES_MAX,
+    INLINE_BYTES_MAX,
     PlacedTensor,
     read_placed,
     runs,
@@ -33,7 +33,7 @@ from embedserve.codec.open_inference.tensors import (
 )
 from embedserve.codec.template_cache import TemplateCache
 from embedserve.config import Limits
-from embedserve.lookup import LookupRequest, OutputOptions
+from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import Region, Regions
 
@@ -81,7 +81,7 @@ class SharedMemoryTemplate:
     @property
     def is_quick(self) -> bool:
         """Whether the inputs are read on the event loop's thread."""
-        return self.nbytes <= NOW_BYTES_MAX
+        return self.nbytes <= INLINE_BYTES_MAX
 
     def has_body(self, body: bytes, limits: Limits) -> bool:
         return body == self._body and limits is self._limits
@@ -147,10 +147,10 @@ def read_request(
     regions: Regions | None,
     limits: Limits,
     *,
-    is_now: bool,
+    is_inline: bool,
 ) -> tuple[LookupRequest, SharedMemoryTemplate | None] | None:
-    """Returns (the request with ``tensors``, its template or None). Returns None where ``is_now``
-    and reading would take long.
+    """Returns (the request with ``tensors``, its template or None). Returns None where
+    ``is_inline`` and reading would take long.
 
     Args:
         placed: the tensors in shared memory, which have no data yet.
@@ -161,12 +161,12 @@ def read_request(
     """
     template = _template_of(placed, limits) if len(placed) == len(tensors) else None
     if template is not None and regions is not None:
-        if is_now and not template.is_quick:
+        if is_inline and not template.is_quick:
             return None
         request = template.read(model, regions)
         if request is not None:
             return request, template
-    if placed and not read_placed(placed, limits, is_now=is_now):
+    if placed and not read_placed(placed, limits, is_inline=is_inline):
         return None
     return lookup_request(model, tensors, limits), None
 

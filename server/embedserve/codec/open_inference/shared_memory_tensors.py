@@ -25,11 +25,11 @@ REGION = "shared_memory_region"
 BYTE_SIZE = "shared_memory_byte_size"
 OFFSET = "shared_memory_offset"
 """Names of the parameters that locate an input or an output in shared memory."""
-NOW_BYTES_MAX = 1 << 20
+INLINE_BYTES_MAX = 1 << 20
 """Bytes that are read on the event loop's thread, in some tenths of a millisecond."""
-NOW_TEXT_BYTES_MAX = 64 << 10
+INLINE_TEXT_BYTES_MAX = 64 << 10
 """Bytes of strings that are read on the event loop's thread."""
-NOW_TENSORS_MAX = 128
+INLINE_TENSORS_MAX = 128
 _Parameters = Mapping[str, pb.InferParameter]
 PlacedTensor = tuple[InputTensor, MemorySlice]
 
@@ -92,9 +92,9 @@ def place_in(
     return find_place(tensor, region, byte_size, offset, regions)
 
 
-def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_now: bool) -> bool:
-    """Sets the data of each tensor. Returns False, without setting any, if ``is_now`` and reading
-    would take long.
+def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_inline: bool) -> bool:
+    """Sets the data of each tensor. Returns False, without setting any, if ``is_inline`` and
+    reading would take long.
 
     Raises:
         InvalidRequestError: a region no longer exists, or strings are malformed.
@@ -114,8 +114,8 @@ def read_placed(placed: Sequence[PlacedTensor], limits: Limits, *, is_now: bool)
             + limits.describe("request_text_bytes_max"),
             "inputs",
         )
-    is_much = nbytes > NOW_BYTES_MAX or len(placed) > NOW_TENSORS_MAX
-    if is_now and (is_much or text_bytes > NOW_TEXT_BYTES_MAX):
+    is_much = nbytes > INLINE_BYTES_MAX or len(placed) > INLINE_TENSORS_MAX
+    if is_inline and (is_much or text_bytes > INLINE_TEXT_BYTES_MAX):
         return False
     count_max, limit = limits.request_values_max, limits.describe("request_values_max")
     for run in runs(placed):

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from embedserve.batching.validation import check_feature_count
 from embedserve.codec.string_ids import merge_string_ids
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.lookup import LookupRequest
+from embedserve.lookup_types import LookupRequest
+from embedserve.request_checks import check_feature_count
 
 DTYPES: Mapping[str, np.dtype] = {
     "INT64": np.dtype("<i8"),

@@ -18,7 +18,7 @@ from embedserve.errors import (
     EngineError,
     NotReadyError,
 )
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
     REQUEST_S_MAX,
     RequestContext,
@@ -114,7 +114,7 @@ class GrpcEmbedCall(StreamWriter[Stream]):
         call = self._call = RequestContext(options, perf_counter(), pipeline, self)
         if pipeline.authenticator is not None and not self.admit(call, pipeline.authenticator):
             return
-        if pipeline.models.is_closed:
+        if pipeline.models.has_full_default_queue:
             pipeline.reject_if_overloaded(call)
 
     def receive(self, data: bytes, is_end: bool) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from embedserve.access.authenticator import Certificate
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, BidiStream
@@ -150,10 +150,10 @@ class EmbedStream(BidiStream):
         call = response.call
         if call is None:
             return
-        queue = call.queue
+        batcher = call.batcher
         nbytes = self._answer_bytes_max
-        if queue is not None:
-            nbytes = call.request.response_bytes(queue.model)
+        if batcher is not None:
+            nbytes = call.request.response_bytes(batcher.model)
         self._answer_bytes += nbytes - response.reserved_bytes
         response.reserved_bytes = nbytes
 

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
     REQUEST_S_MAX,
     RequestContext,

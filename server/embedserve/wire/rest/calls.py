@@ -9,7 +9,7 @@ from time import perf_counter
 from embedserve.access.authenticator import headers_by_name
 from embedserve.codec import json_codec
 from embedserve.errors import EmbedServeError, RequestTooLargeError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
@@ -49,7 +49,7 @@ class RestCall(StreamWriter[HttpStream]):
             return
         size = stream.missing_bytes
         has_size = size is None or self._check_size(call, size, is_whole=True)
-        if has_size and pipeline.models.is_closed:
+        if has_size and pipeline.models.has_full_default_queue:
             pipeline.reject_if_overloaded(call)
 
     def receive(self, data: bytes, is_end: bool) -> None:

@@ -16,7 +16,7 @@ from embedserve.codec import json_codec
 from embedserve.codec.codec import BINARY, JSON, Codec, Codecs
 from embedserve.codec.open_inference import body_answers
 from embedserve.errors import EmbedServeError, InvalidRequestError
-from embedserve.lookup import ResponseChunks
+from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.metrics.rate_limited_logger import Fields
 from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
@@ -107,7 +107,7 @@ def codec_of(codecs: Codecs, path: str, content_type: bytes, json_length: bytes)
     if path.startswith("/v2/"):
         return infer_codec(codecs, json_length) if json_length else codecs.infer
     kind = content_type.lower()
-    return next((one for one in codecs.by_type if kind.startswith(one.content_type)), codecs.json)
+    return next((one for one in codecs.formats if kind.startswith(one.content_type)), codecs.json)
 
 
 def infer_codec(codecs: Codecs, json_length: bytes) -> Codec:
@@ -162,7 +162,7 @@ def read_headers(
         codec = infer_codec(codecs, json_length) if json_length else codecs.infer
         return RequestOptions(route.model, codec, codecs.infer, wanted_s, metrics, has_id)
     codec = codec_of(codecs, "", content_type, b"")
-    accepted = (one for one in (*codecs.by_type, codecs.json) if one.content_type in accept)
+    accepted = (one for one in codecs.formats if one.content_type in accept)
     response_codec = next(accepted, codec)
     return RequestOptions(route.model, codec, response_codec, wanted_s, metrics, has_id)
 
@@ -231,7 +231,7 @@ def record_early_rejection(
         address = pipeline.addresses.find(peer, headers_by_name(headers).get)
         return {"request_id": request_id, "address": address, "protocol": metrics.protocol}
 
-    metrics.refused(error.code, error.message, seconds, fields)
+    metrics.count_rejected(error.code, error.message, seconds, fields)
     return extra_headers
 
 

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server.callers import submit_to
 from server.fake_engine import FakeEngine, make_request
 from server.fake_models import served_of
 from server.live import make_pipeline
+from server.pending_requests import submit_to
 from server.python import run_warm_python
 from server.waiting import until
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from mapped import map_tables, mapped_kb
-from server.callers import submit_to
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.gate import Gate
 from server.live import make_pipeline
+from server.pending_requests import submit_to
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher

@@ -1,4 +1,4 @@
-"""Callers of a batcher that wait for a future: cancelling it withdraws the request."""
+"""Requests to a batcher whose end a future tells: cancelling it withdraws the request."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import asyncio
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.pending_request import NO_REQUEST, PendingRequest
 from embedserve.errors import EmbedServeError
-from embedserve.lookup import LookupRequest, LookupResult
+from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.models.model_registry import ModelRegistry
 
 NEVER = float("inf")
 
 
-class WaitingCaller(PendingRequest):
+class FutureRequest(PendingRequest):
     """Tells a future. To be told twice raises InvalidStateError in the batcher."""
 
     __slots__ = ("_routing_key", "_source", "future")
@@ -31,7 +31,7 @@ class WaitingCaller(PendingRequest):
         self._source = source
         self.deadline_s = deadline_s
         self.is_waiting = True
-        self.queue = None
+        self.batcher = None
         self.queued_s = 0.0
         self.request = NO_REQUEST
         self.ticket = None
@@ -52,20 +52,20 @@ class WaitingCaller(PendingRequest):
 
 
 class Waiting(asyncio.Future[LookupResult]):
-    """What a WaitingCaller is told.
+    """What a FutureRequest is told.
 
     Attributes:
-        caller: goes away as this is cancelled.
+        pending: goes away as this is cancelled.
     """
 
     def __init__(
         self, deadline_s: float = NEVER, source: object | None = None, routing_key: bytes = b""
     ) -> None:
         super().__init__()
-        self.caller = WaitingCaller(self, deadline_s, source, routing_key)
+        self.pending = FutureRequest(self, deadline_s, source, routing_key)
 
     def cancel(self, msg: object = None) -> bool:
-        self.caller.abandon()
+        self.pending.abandon()
         return super().cancel(msg)
 
 
@@ -77,12 +77,12 @@ def submit(
 ) -> Waiting:
     """Queues ``request`` (in the model's order). Raises OverloadedError: the queue is full."""
     waiting = Waiting(deadline_s, source)
-    batcher.enqueue(request, waiting.caller)
+    batcher.enqueue(request, waiting.pending)
     return waiting
 
 
 def submit_to(models: ModelRegistry, request: LookupRequest, routing_key: bytes = b"") -> Waiting:
     """Has ``request`` answered by its model. Raises EmbedServeError: it is refused at once."""
     waiting = Waiting(routing_key=routing_key)
-    models.enqueue(request, waiting.caller)
+    models.enqueue(request, waiting.pending)
     return waiting

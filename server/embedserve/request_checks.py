@@ -1,0 +1,36 @@
+"""Checks of a request that need no model, for the codecs and for batching."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from embedserve.config import Limits
+from embedserve.errors import InvalidRequestError, RequestTooLargeError
+
+
+def check_feature_count(field: str, count: int, limits: Limits) -> None:
+    """Raises RequestTooLargeError if ``count`` exceeds the number of features of a request."""
+    if count > limits.request_features_max:
+        raise RequestTooLargeError(
+            f"{field} names {count} features, {limits.describe('request_features_max')}", field
+        )
+
+
+def check_lengths(lengths: np.ndarray, ids: int) -> None:
+    """Raises InvalidRequestError unless ``lengths`` are non-negative and add up to ``ids``."""
+    if lengths.size and lengths.min() < 0:
+        position = int((lengths < 0).argmax())
+        raise InvalidRequestError(
+            f"lengths[{position}] is {lengths[position]}: a bag cannot hold fewer than 0 ids",
+            f"lengths[{position}]",
+        )
+    total = int(lengths.sum(dtype=np.int64))
+    if total != ids:
+        raise InvalidRequestError(f"lengths add up to {total}, but there are {ids} ids", "lengths")
+
+
+def find_bag(lengths: np.ndarray, position: int) -> tuple[int, int]:
+    """Returns (bag, index in the bag) of the id at ``position``."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    bag = int(np.searchsorted(ends, position, side="right"))
+    return bag, position - int(ends[bag]) + int(lengths[bag])
