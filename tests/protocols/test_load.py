@@ -114,9 +114,13 @@ async def test_a_deadline_that_has_passed_is_told_at_once(servers: Servers, prot
     driver = await servers.driver(protocol, IN_THREAD)
     if protocol == "stream-grpcio":
         pytest.skip("grpcio ends such a stream before its first message")
+    late = Request(FIRST.bags, timeout_s=1e-6)
+    if driver.protocol.grpc_server == "grpcio":  # its deadline is a millisecond or two
+        with held(driver):
+            assert (await driver.ask(late)).code == "DEADLINE_EXCEEDED"
+        return
     driver.engine.lookups.clear()
-    response = await driver.ask(Request(FIRST.bags, timeout_s=1e-6))
-    assert response.code == "DEADLINE_EXCEEDED"
+    assert (await driver.ask(late)).code == "DEADLINE_EXCEEDED"
     assert driver.engine.lookups == []
 
 
