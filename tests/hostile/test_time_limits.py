@@ -11,12 +11,12 @@ from hostile import frames as f
 from hostile.frames import CANCEL, INITIAL_WINDOW_SIZE
 from hostile.trace import Trace
 
-from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
+from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.http_stream import NullHandler
+from embedserve.wire.http_stream import UNREAD_S_MAX, NullHandler
 
 ANSWER = bytes(200_000)
 HEAD = encode([(b":status", b"200")])

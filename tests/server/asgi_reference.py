@@ -15,7 +15,7 @@ from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.asgi import ASGIApp, Receive, Scope, Send
 from embedserve.wire.http_stream import Headers
 from embedserve.wire.rest.requests import (
-    Route,
+    EmbedRoute,
     answer_headers,
     check_method,
     embed_route,
@@ -82,7 +82,7 @@ class EmbedEndpoint:
             return await self._management(scope, receive, send)
         return await self._embed(route, scope, receive, send)
 
-    async def _embed(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _embed(self, route: EmbedRoute, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = perf_counter()
         try:
             check_method(scope["method"])

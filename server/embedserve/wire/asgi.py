@@ -48,16 +48,21 @@ class AsgiStream:
         self._has_sent = asyncio.Event()
         self._is_gone = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        if (request.content_length or 0) > MANAGEMENT_BODY_BYTES_MAX:
+            self._reject_size(f"{request.content_length}")
 
     def receive(self, data: bytes, is_end: bool) -> None:
         self._size += len(data)
         if self._size > MANAGEMENT_BODY_BYTES_MAX:
-            said = f"body has at least {self._size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
-            write_error(self._stream, RequestTooLargeError(said, "body"), self._extra_headers())
+            self._reject_size(f"at least {self._size}")
             return
         self._body.append(data)
         if is_end:
             self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def _reject_size(self, size: str) -> None:
+        said = f"body has {size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
+        write_error(self._stream, RequestTooLargeError(said, "body"), self._extra_headers())
 
     def _extra_headers(self) -> HeaderList:
         return request_id_header(one_header(self._request.headers, REQUEST_ID))

@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Protocol, cast
 
 from embedserve.access.client_address import peer_address
-from embedserve.wire.http2.connection import UNREAD_S_MAX
 from embedserve.wire.http2.frames import PREFACE
+from embedserve.wire.http_stream import UNREAD_S_MAX
 
 FIRST_BYTES_S_MAX = 10.0
 """Seconds until a connection's protocol must be known, and until HTTP/2 SETTINGS must arrive."""

@@ -13,10 +13,11 @@ from embedserve.access.authenticator import CERTIFICATE
 from embedserve.access.client_address import peer_address
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import FIRST_BYTES_S_MAX, ConnectionManager, LingeringClose
-from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
+from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import ErrorCode
-from embedserve.wire.http2.request_headers import OpenRequest
+from embedserve.wire.http2.request_headers import ResolveRoute
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.http_stream import UNREAD_S_MAX
 from embedserve.wire.unsent_memory import owners_of
 
 IDLE_S_MAX = 600.0
@@ -51,13 +52,13 @@ class Http2Transport(asyncio.Protocol):
     def __init__(
         self,
         pipeline: RequestPipeline,
-        open_request: OpenRequest,
+        resolve_route: ResolveRoute,
         uploads: UploadBudget,
         registry: ConnectionManager,
     ) -> None:
         self._pipeline = pipeline
         self._registry = registry
-        self._connection = Http2Connection(open_request, uploads, self._on_output)
+        self._connection = Http2Connection(resolve_route, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._has_ended = self._is_flush_due = False

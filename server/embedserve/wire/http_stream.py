@@ -6,13 +6,18 @@ the response to the stream. HTTP/2 implements it in http2/stream.py, HTTP/1 in h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from embedserve.access.authenticator import Certificate
 
 Headers = list[tuple[bytes, bytes]]
+
+UNREAD_S_MAX = 30.0
+"""Seconds a response may wait for its client to read or to open a flow-control window."""
+READ_BYTES_MIN = 64 << 10
+"""Bytes sent since a client stalled, after which it counts as reading again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +146,7 @@ class HttpStream(Protocol):
 
     def keep_bodies_back(self) -> None:
         """Slows the client's next uploads after an overload rejection, if the protocol can."""
+
+
+MakeHandler = Callable[[HttpStream], Handler]
+"""Factory of the handler of a stream."""

@@ -13,12 +13,12 @@ from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, AsgiStream
 from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.grpc.service import GrpcService
-from embedserve.wire.grpc.service import refused as refused_call
+from embedserve.wire.grpc.service import rejecting as rejecting_call
 from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http_stream import Handler, Headers, HttpRequest, HttpStream
-from embedserve.wire.rest.calls import open_embed, refused
+from embedserve.wire.http_stream import Handler, Headers, HttpRequest, HttpStream, MakeHandler
+from embedserve.wire.rest.calls import rejecting, resolve_embed
 from embedserve.wire.rest.requests import embed_route, headers_too_large
 
 TARGET_BYTES_SHOWN = 100
@@ -69,20 +69,20 @@ class Router:
                 self.allowed_hosts.check(request.headers)
         except EmbedServeError as error:
             if is_grpc:
-                return refused_call(WireError(error.code, error.message))
-            return refused(error, request, self._pipeline)
-        return self._grpc.open(request) if is_grpc else self.resolve(request)
+                return rejecting_call(WireError(error.code, error.message))
+            return rejecting(error, request, self._pipeline)
+        return self._grpc.resolve(request) if is_grpc else self.resolve(request)
 
-    def resolve(self, request: HttpRequest) -> Callable[[HttpStream], Handler]:
+    def resolve(self, request: HttpRequest) -> MakeHandler:
         """Returns the handler factory of a request that is not gRPC, from an allowed host."""
         if wrong := wrong_target(request.target):
-            return refused(wrong, request, self._pipeline)
+            return rejecting(wrong, request, self._pipeline)
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
         if route is None:
-            make: Callable[[HttpStream], Handler] = partial(AsgiStream, self._management, request)
+            make: MakeHandler = partial(AsgiStream, self._management, request)
         else:
-            make = open_embed(route, request, self._pipeline, self._metrics)
+            make = resolve_embed(route, request, self._pipeline, self._metrics)
         expects_continue = (b"expect", b"100-continue") in request.headers
         return _with_continue(make) if expects_continue else make
 
@@ -102,7 +102,7 @@ def wrong_target(target: bytes) -> InvalidRequestError | None:
     return InvalidRequestError(f"{said}: percent-encode it", "path")
 
 
-def _with_continue(make: Callable[[HttpStream], Handler]) -> Callable[[HttpStream], Handler]:
+def _with_continue(make: MakeHandler) -> MakeHandler:
     """Wraps a handler factory so that it sends 100 (Continue), unless the request is complete or
     rejected."""
 

@@ -20,9 +20,10 @@ from server.wire.http2.peer import body_of, frames_of, has_ended
 
 from embedserve.wire import connections
 from embedserve.wire.connections import LINGER_S_MAX
-from embedserve.wire.http2.connection import UNREAD_S_MAX, Http2Connection
+from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
+from embedserve.wire.http_stream import UNREAD_S_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 EXAMPLES = 10_000

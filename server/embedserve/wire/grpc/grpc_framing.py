@@ -53,7 +53,7 @@ def framed(*parts: bytes | memoryview) -> bytes:
     return b"".join((b"\0", size.to_bytes(4, "big"), *parts))
 
 
-def timeout_s(value: bytes) -> float:
+def parse_timeout(value: bytes) -> float:
     """Parses a grpc-timeout header, such as b"250m". Returns seconds.
 
     Raises:

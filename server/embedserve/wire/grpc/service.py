@@ -20,7 +20,7 @@ from embedserve.tracing.request_id import REQUEST_ID, request_id_header
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
-from embedserve.wire.grpc.grpc_framing import Deframer, WireError, timeout_s
+from embedserve.wire.grpc.grpc_framing import Deframer, WireError, parse_timeout
 from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error_trailers
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
@@ -32,9 +32,9 @@ SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].ful
 PREDICTOR_NAME = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
 SERVICES = (SERVICE_NAME, open_inference_grpc.SERVICE_NAME, PREDICTOR_NAME)
 
-Open = Callable[[Stream], Handler]
+MakeCall = Callable[[Stream], Handler]
 HeadersByName = dict[bytes, bytes]
-Method = Callable[[bytes, RequestOptions, HeadersByName], Open]
+Method = Callable[[bytes, RequestOptions, HeadersByName], MakeCall]
 """Resolver of (encoding, request options, headers) to a handler factory of calls."""
 ONCE_METADATA = frozenset({ROUTING_KEY, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
@@ -115,7 +115,7 @@ class GrpcService:
             reflected = self._guarded(self._reflection, authenticator)
             self._methods[_path(name, "ServerReflectionInfo")] = reflected
 
-    def open(self, request: HttpRequest) -> Open:
+    def resolve(self, request: HttpRequest) -> MakeCall:
         """Returns the handler factory for calls with the headers of ``request``."""
         encoding = b"identity"
         wanted_s = None
@@ -125,7 +125,7 @@ class GrpcService:
                 if name == b"grpc-encoding":
                     encoding = value
                 elif name == b"grpc-timeout":
-                    wanted_s = timeout_s(value)
+                    wanted_s = parse_timeout(value)
             method = self._methods.get(request.target)
             if method is None:
                 shown = request.target.decode("latin-1")
@@ -137,16 +137,16 @@ class GrpcService:
             return method(encoding, options, headers)
         except (WireError, InvalidRequestError) as error:
             wrong = WireError(error.code, error.message)
-            return refused(wrong, one_header(request.headers, REQUEST_ID))
+            return rejecting(wrong, one_header(request.headers, REQUEST_ID))
 
     def _embed(
         self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
-    ) -> Open:
+    ) -> MakeCall:
         return partial(GrpcEmbedCall, options.with_codec(codec), self._pipeline, encoding, headers)
 
     def _embed_stream(
         self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
-    ) -> Open:
+    ) -> MakeCall:
         check_encoding(encoding)
         options = options.with_codec(codec)
         return lambda stream: EmbedStream(options, self._pipeline, encoding, headers, stream)
@@ -156,11 +156,13 @@ class GrpcService:
             lambda stream: GrpcUnaryCall(function, encoding, self._bytes_max, headers, stream)
         )
 
-    def _watch(self, encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
+    def _watch(self, encoding: bytes, options: RequestOptions, headers: HeadersByName) -> MakeCall:
         check_encoding(encoding)
         return lambda stream: health.Watch(self.health, encoding, self._bytes_max, headers, stream)
 
-    def _reflection(self, encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
+    def _reflection(
+        self, encoding: bytes, options: RequestOptions, headers: HeadersByName
+    ) -> MakeCall:
         check_encoding(encoding)
         return lambda stream: reflection.ServerReflection(
             self._names, encoding, self._bytes_max, headers, stream
@@ -183,7 +185,7 @@ class GrpcService:
         if authenticator is None:
             return method
 
-        def open_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
+        def make_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> MakeCall:
             opened = method(encoding, options, headers)
 
             def open_if_right(stream: Stream) -> Handler:
@@ -198,7 +200,7 @@ class GrpcService:
 
             return open_if_right
 
-        return open_call
+        return make_call
 
     def _of_client(
         self,
@@ -212,8 +214,8 @@ class GrpcService:
         the message; the quota is None without ``authenticator``.
         """
 
-        def open_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> Open:
-            def open_of_client(stream: Stream) -> Handler:
+        def make_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> MakeCall:
+            def make_for_client(stream: Stream) -> Handler:
                 client, authorization = None, headers.get(b"authorization")
                 try:
                     if authenticator is not None:
@@ -223,9 +225,9 @@ class GrpcService:
                     return _denied(stream, error, headers)
                 return self._unary(partial(function, client))(encoding, options, headers)(stream)
 
-            return open_of_client
+            return make_for_client
 
-        return open_call
+        return make_call
 
     def list_models(self, message: bytes) -> bytes:
         models = self._pipeline.models
@@ -269,15 +271,15 @@ def check_encoding(encoding: bytes) -> None:
     Deframer(0, encoding)
 
 
-def refused(error: WireError, given_id: bytes | None = None) -> Open:
+def rejecting(error: WireError, given_id: bytes | None = None) -> MakeCall:
     """Returns a handler factory that ends each call with ``error``.
 
     ``given_id`` is the x-request-id of the call.
     """
     block = only_trailers(wire_error_trailers(error))
 
-    def open_refused(stream: Stream) -> Handler:
+    def reject_call(stream: Stream) -> Handler:
         stream.send_head(block + encode(request_id_header(given_id)), is_end=True)
         return NULL_HANDLER
 
-    return open_refused
+    return reject_call

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import cast
 
@@ -19,10 +19,13 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import DRAIN_IDLE_S, ConnectionManager, LingeringClose
 from embedserve.wire.http1.request_parser import RequestParser
 from embedserve.wire.http1.stream import Http1Stream
-from embedserve.wire.http2.connection import UNREAD_S_MAX
-from embedserve.wire.http2.frame_writer import READ_BYTES_MIN
-from embedserve.wire.http_stream import Handler, HttpRequest, HttpStream
-from embedserve.wire.rest.calls import refused
+from embedserve.wire.http_stream import (
+    READ_BYTES_MIN,
+    UNREAD_S_MAX,
+    HttpRequest,
+    MakeHandler,
+)
+from embedserve.wire.rest.calls import rejecting
 from embedserve.wire.router import Router
 from embedserve.wire.unsent_memory import UnsentMemory
 
@@ -81,8 +84,7 @@ class Http1Connection(asyncio.Protocol):
         self.certificate = transport.get_extra_info(CERTIFICATE)
         self.peer = peer_address(transport)
         scheme = b"https" if transport.get_extra_info("sslcontext") else b"http"
-        pipeline = self.request_pipeline
-        self._parser = RequestParser(self, scheme, pipeline.limits, pipeline.codecs)
+        self._parser = RequestParser(self, scheme)
         self._registry.add(self)
         self._idle_since_s = perf_counter()
 
@@ -169,7 +171,7 @@ class Http1Connection(asyncio.Protocol):
 
     def _queue(
         self,
-        make_handler: Callable[[HttpStream], Handler],
+        make_handler: MakeHandler,
         request: HttpRequest,
         *,
         is_1_0: bool = False,
@@ -235,7 +237,7 @@ class Http1Connection(asyncio.Protocol):
         if self._parser.is_in_body:
             self._streams.pop().reset()  # its body is malformed
         self._pause_reading()
-        respond = refused(error, request, self.request_pipeline, perf_counter() - since_s)
+        respond = rejecting(error, request, self.request_pipeline, perf_counter() - since_s)
         self._queue(respond, request, is_last=True)
         self._advance()
 

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from embedserve.codec.codec import Codecs
-from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError
 from embedserve.wire.http_stream import Headers
-from embedserve.wire.rest.requests import (
-    JSON_LENGTH,
-    VersionError,
-    codec_of,
-    headers_too_large,
-)
+from embedserve.wire.rest.requests import VersionError, headers_too_large
 
 BLANKS = b" \t"
 """Optional whitespace around a header value, not part of it (RFC 9110, section 5.5)."""
@@ -20,17 +13,13 @@ HEAD_LINES_MAX = 100
 VERSIONS = ("1.0", "1.1")
 
 
-def check_headers(
-    version: str, url: bytes, headers: Headers, limits: Limits, codecs: Codecs
-) -> int | None:
+def check_headers(version: str, url: bytes, headers: Headers) -> int | None:
     """Validates the complete headers of a request.
 
     Args:
         version: HTTP version, such as "1.1".
         url: request target.
         headers: headers with names in lower case.
-        limits: limits on the body, which depend on its type.
-        codecs: codecs of the process.
 
     Returns:
         declared length of the body; None if not declared.
@@ -38,9 +27,7 @@ def check_headers(
     Raises:
         HeadersTooLargeError: the headers exceed HEAD_BYTES_MAX or HEAD_LINES_MAX.
         VersionError: the version is none of VERSIONS.
-        InvalidRequestError: the Host header is missing (HTTP/1.1) or repeated, or the declared
-            JSON length is no length.
-        RequestTooLargeError: the declared body is larger than ``limits``.
+        InvalidRequestError: the Host header is missing (HTTP/1.1) or repeated.
     """
     nbytes = len(url) + sum([len(name) + len(value) + 4 for name, value in headers])
     if nbytes > HEAD_BYTES_MAX:
@@ -53,11 +40,5 @@ def check_headers(
     hosts = names.count(b"host")
     if hosts > 1 or (version == "1.1" and not hosts):
         raise InvalidRequestError(f"there are {hosts} Host headers, expected one", "Host")
-    if b"content-length" not in names:
-        return None
-    nbytes = int(headers[names.index(b"content-length")][1])
-    values = dict(headers)
-    path = url.partition(b"?")[0].decode("latin-1")
-    codec = codec_of(codecs, path, values.get(b"content-type", b""), values.get(JSON_LENGTH, b""))
-    codec.check_size(nbytes, limits)
-    return nbytes
+    lengths = [int(value) for name, value in headers if name == b"content-length"]
+    return lengths[0] if lengths else None

@@ -28,8 +28,8 @@ from embedserve.wire.rest.requests import (
     JSON_LENGTH,
     embed_route,
     infer_codec,
+    parse_timeout_ms,
     read_headers,
-    timeout_s,
 )
 
 TEMPLATES_MAX = 1024
@@ -159,7 +159,7 @@ class HeaderTemplate:
             return one
         codec, wanted_s = one.codec, one.timeout_s
         if self._timeout_gap is not None:
-            wanted_s = timeout_s(data[self._timeout_gap].strip(BLANKS))
+            wanted_s = parse_timeout_ms(data[self._timeout_gap].strip(BLANKS))
         if self._json_length_gap is not None and one.codec.head_bytes is not None:
             codec = infer_codec(self._codecs, data[self._json_length_gap].strip(BLANKS))
         return RequestOptions(

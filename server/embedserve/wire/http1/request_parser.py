@@ -7,8 +7,6 @@ from typing import Protocol
 
 import httptools
 
-from embedserve.codec.codec import Codecs
-from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX, check_headers
 from embedserve.wire.http_stream import Headers, HttpRequest
@@ -48,20 +46,14 @@ class RequestParser:
         body_bytes: bytes received of the incomplete body.
     """
 
-    def __init__(
-        self, receiver: RequestReceiver, scheme: bytes, limits: Limits, codecs: Codecs
-    ) -> None:
+    def __init__(self, receiver: RequestReceiver, scheme: bytes) -> None:
         """
         Args:
             receiver: receiver of what is parsed.
             scheme: URI scheme of the connection.
-            limits: limits on bodies.
-            codecs: codecs of the process, whose bodies have limits of their own.
         """
         self._receiver = receiver
         self._scheme = scheme
-        self._limits = limits
-        self._codecs = codecs
         self._llhttp = httptools.HttpRequestParser(self)
         self.message_since_s = 0.0
         self.is_in_head = self.is_in_body = False
@@ -132,7 +124,7 @@ class RequestParser:
             return
         self.is_in_head = False
         version, headers = self._llhttp.get_http_version(), self._headers
-        length = check_headers(version, self._url, headers, self._limits, self._codecs)
+        length = check_headers(version, self._url, headers)
         method = self._llhttp.get_method()
         is_1_0 = version == "1.0"
         self._receiver.begin_request(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from embedserve.wire.http_stream import NULL_HANDLER, Handler, Headers, HttpRequest, HttpStream
+from embedserve.wire.http_stream import (
+    NULL_HANDLER,
+    Handler,
+    Headers,
+    HttpRequest,
+    MakeHandler,
+)
 
 if TYPE_CHECKING:
     from embedserve.wire.http1.connection import Http1Connection
@@ -58,7 +64,7 @@ class Http1Stream:
     def __init__(
         self,
         connection: Http1Connection,
-        make_handler: Callable[[HttpStream], Handler],
+        make_handler: MakeHandler,
         request: HttpRequest,
         *,
         is_1_0: bool,

@@ -38,11 +38,11 @@ from embedserve.wire.http2.graceful_shutdown import GracefulShutdown
 from embedserve.wire.http2.header_blocks import HeaderBlocks
 from embedserve.wire.http2.inbound_flow_control import WINDOW_LOW, InboundFlowControl
 from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX, RequestFrames
-from embedserve.wire.http2.request_headers import OpenRequest, ResolvedRoute
+from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.token_bucket import TokenBucket
 from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.http_stream import NULL_HANDLER, Handler
+from embedserve.wire.http_stream import NULL_HANDLER, UNREAD_S_MAX, Handler
 
 WORK_PER_TURN = 32 << 10
 """Work units a connection may spend in one event-loop iteration, before it yields to others.
@@ -52,8 +52,6 @@ FRAMES_PER_TURN = 512
 """Frames of any type read in one event-loop iteration; STREAMS_MAX requests need fewer."""
 IDLE_WORK = 1024
 """Work units of one frame without a request. A reset also pays for the stream opened before it."""
-UNREAD_S_MAX = 30.0
-"""Seconds a response may wait for its client to read or to open a flow-control window."""
 IDLE_BYTES = 64
 """Payload bytes of a frame without a request that are charged as one more frame."""
 
@@ -70,7 +68,7 @@ class Http2Connection:
         streams: open streams, by stream identifier.
         streams_max: limit of concurrent streams; 0 once new streams are no longer accepted.
         next_id: lowest stream identifier that the client has neither opened nor skipped.
-        ended: recently closed streams.
+        closed_streams: recently closed streams.
         required_frame_type: required type of the next frame; None: any type. The first frame must
             be SETTINGS, and only CONTINUATION may follow an incomplete header block.
         certificate: client certificate from the TLS handshake; None if there was none.
@@ -90,7 +88,7 @@ class Http2Connection:
         "abuse_budget",
         "blocks",
         "certificate",
-        "ended",
+        "closed_streams",
         "flow_control",
         "frame_writer",
         "has_more",
@@ -105,11 +103,11 @@ class Http2Connection:
     )
 
     def __init__(
-        self, open_request: OpenRequest, uploads: UploadBudget, on_output: Callable[[], None]
+        self, resolve_route: ResolveRoute, uploads: UploadBudget, on_output: Callable[[], None]
     ) -> None:
         """
         Args:
-            open_request: resolves request headers to a handler factory.
+            resolve_route: resolves request headers to a handler factory.
             uploads: budget for large request bodies, shared by the process.
             on_output: called when there are bytes to send.
         """
@@ -121,11 +119,11 @@ class Http2Connection:
         self.is_over = False
         self.has_more = False
         self.on_output = on_output
-        self.blocks: HeaderBlocks[ResolvedRoute | str] = HeaderBlocks(open_request)
+        self.blocks: HeaderBlocks[ResolvedRoute | str] = HeaderBlocks(resolve_route)
         self._left = b""
         self._preface_left = PREFACE
         self.next_id = 1
-        self.ended = ClosedStreams(self.frame_writer.out)
+        self.closed_streams = ClosedStreams(self.frame_writer.out)
         self.required_frame_type: int | None = SETTINGS
         self._turn_left = 0
         self.streams_max = STREAMS_MAX
@@ -217,7 +215,7 @@ class Http2Connection:
                     self._control.receive(kind, stream_id, flags, payload)
             except StreamError as error:
                 self.reset(error.stream_id, "streams in error")
-                self.ended.reset(error.stream_id, error.code)
+                self.closed_streams.reset(error.stream_id, error.code)
             if self.is_over:
                 return end
         else:
@@ -265,7 +263,7 @@ class Http2Connection:
         else:
             stream.is_received = True
         self.streams[stream_id] = stream
-        handler = route.open(stream)
+        handler = route.make_handler(stream)
         if not stream.is_sent:
             stream.handler = handler
             if body is not None:
@@ -305,11 +303,11 @@ class Http2Connection:
         """Schedules output after ``stream`` has written; removes it if its response has ended."""
         if stream.is_sent and stream.id in self.streams:
             if not stream.is_received:
-                self.ended.leave_unread(stream.id)
+                self.closed_streams.leave_unread(stream.id)
             self._forget(stream)
         self.on_output()
 
-    def answered(self, stream: Stream) -> None:
+    def response_queued(self, stream: Stream) -> None:
         """Ends ``stream`` after its complete response was written; a faster ``sent``."""
         if stream.is_received and self.streams_max and not stream.held_bytes:
             # Most streams end here: nothing else refers to them.
@@ -326,7 +324,7 @@ class Http2Connection:
         """Resets ``stream`` without calling its handler."""
         if stream.id in self.streams:
             self._forget(stream)
-            self.ended.reset(stream.id, code)
+            self.closed_streams.reset(stream.id, code)
             self.on_output()
 
     def reset(self, stream_id: int, what: str) -> None:
@@ -359,13 +357,13 @@ class Http2Connection:
         Streams whose request is still incomplete are reset now, because grpcio discards a complete
         response if the connection closes while its stream is half open.
         """
-        self.ended.reset_unread()
+        self.closed_streams.reset_unread()
         self.is_over = True
 
     def check_time(self, now_s: float) -> None:
         """Ends streams, or the connection, past their time limits; called every CHECK_S."""
         self.flow_control.check_time(now_s)
-        if self.ended.check_time():
+        if self.closed_streams.check_time():
             self.on_output()
         if self.frame_writer.stuck_s(now_s) > UNREAD_S_MAX:
             self.end(ErrorCode.ENHANCE_YOUR_CALM, "no window for the answers")

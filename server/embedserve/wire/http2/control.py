@@ -104,7 +104,7 @@ class ControlFrames:
         if not self._connection.was_opened(stream_id):
             raise violation(f"RST_STREAM of stream {stream_id}, which was not opened")
         self._connection.reset(stream_id, "resets")
-        self._connection.ended.forget(stream_id)
+        self._connection.closed_streams.forget(stream_id)
 
     def _on_settings(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id:

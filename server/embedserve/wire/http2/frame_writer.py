@@ -25,6 +25,7 @@ from embedserve.wire.http2.frames import (
 )
 from embedserve.wire.http2.header_blocks import NO_TABLE
 from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http_stream import READ_BYTES_MIN
 
 TURN_BYTES = 64 << 10
 """Bytes of a stream's body that are framed before the next ready stream is scheduled."""
@@ -33,8 +34,6 @@ OUT_BYTES_MAX = 1 << 20
 KEPT_BYTES_MIN = 1 << 20
 """Blocked responses below this many bytes are copied, so that they do not keep their whole batch
 alive."""
-READ_BYTES_MIN = 64 << 10
-"""Bytes sent since a client stalled, after which it counts as reading again."""
 END_HEADERS_AND_STREAM = END_HEADERS | END_STREAM
 FRAME_BYTES_TAKEN = 1 << 20
 """Bytes of the largest DATA payload that is sent, even if the client allows larger frames."""
@@ -126,7 +125,7 @@ class FrameWriter:
         # batch may be written together with it.
         is_lone = len(connection.streams) == 1 and not self.out
         (self.write if is_lone else self.out.append)(b"".join(pieces))
-        connection.answered(stream)
+        connection.response_queued(stream)
 
     def write_headers(self, stream: Stream, block: bytes, is_end: bool) -> None:
         if stream.is_sent or stream.tail is not None:

@@ -31,15 +31,15 @@ class ResolvedRoute:
     """Resolved route of a header block.
 
     Attributes:
-        open: factory of the handler for a stream with these headers.
+        make_handler: factory of the handler for a stream with these headers.
         content_length: declared length of the body; None if not declared.
     """
 
-    open: Callable[[Stream], Handler]
+    make_handler: Callable[[Stream], Handler]
     content_length: int | None
 
 
-OpenRequest = Callable[[Headers], ResolvedRoute | str]
+ResolveRoute = Callable[[Headers], ResolvedRoute | str]
 """Resolver of request headers to a route; returns an error message for malformed headers."""
 
 

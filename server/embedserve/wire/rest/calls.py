@@ -14,9 +14,9 @@ from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
-from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream
+from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream, MakeHandler
 from embedserve.wire.rest.requests import (
-    Route,
+    EmbedRoute,
     answer_headers,
     check_method,
     error_answer,
@@ -113,28 +113,28 @@ def write_error(
         stream.respond(error.http_status, headers, (body,), len(body))
 
 
-def open_embed(
-    route: Route, request: HttpRequest, pipeline: RequestPipeline, metrics: ProtocolMetrics
-) -> Callable[[HttpStream], Handler]:
+def resolve_embed(
+    route: EmbedRoute, request: HttpRequest, pipeline: RequestPipeline, metrics: ProtocolMetrics
+) -> MakeHandler:
     """Returns the handler factory for embed requests to ``route`` with these headers."""
     try:
         check_method(request.method.decode("latin-1"))
         options = read_headers(route, request.headers, metrics, pipeline.codecs)
         by_name = headers_by_name(request.headers)
     except EmbedServeError as error:
-        return refused(error, request, pipeline)
+        return rejecting(error, request, pipeline)
     return partial(RestCall, options, pipeline, by_name)
 
 
-def refused(
+def rejecting(
     error: EmbedServeError, request: HttpRequest, pipeline: RequestPipeline, seconds: float = 0.0
-) -> Callable[[HttpStream], Handler]:
+) -> MakeHandler:
     """Returns a handler factory that answers each stream with ``error``.
 
     ``seconds`` is how long the request took until it was refused.
     """
 
-    def open_refused(stream: HttpStream) -> Handler:
+    def reject_request(stream: HttpStream) -> Handler:
         extra_headers = record_early_rejection(
             pipeline, error, request.headers, seconds, stream.connection.peer
         )
@@ -142,4 +142,4 @@ def refused(
         write_error(stream, error, extra_headers, request.method, error_encoder(path))
         return NULL_HANDLER
 
-    return open_refused
+    return reject_request

@@ -34,7 +34,7 @@ ONCE_HEADERS = frozenset({ROUTING_KEY, b"x-timeout-ms", JSON_LENGTH})
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class EmbedRoute:
     """Target of an embed request.
 
     Attributes:
@@ -66,20 +66,20 @@ class VersionError(EmbedServeError):
     http_status = 505
 
 
-def embed_route(path: str) -> Route | None:
-    """Returns the embed route of ``path``; None if it is no embed route."""
+def embed_route(path: str) -> EmbedRoute | None:
+    """Returns the embed route of ``path``, /infer included; None if it is no embed route."""
     if path == "/embed":
-        return Route("")
+        return EmbedRoute("")
     if path.endswith("/embed") and path.startswith("/models/"):
         model = path[len("/models/") : -len("/embed")]
         if model and "/" not in model:
-            return Route(model)
+            return EmbedRoute(model)
     if path.endswith("/infer") and path.startswith("/v2/models/"):
         match path.split("/")[3:-1]:
             case [model] if model:
-                return Route(model, is_infer=True)
+                return EmbedRoute(model, is_infer=True)
             case [model, "versions", version] if model and version:
-                return Route(f"{model}@{version}", is_infer=True)
+                return EmbedRoute(f"{model}@{version}", is_infer=True)
     return None
 
 
@@ -95,17 +95,9 @@ def check_method(method: str) -> None:
         raise MethodNotAllowedError(f"method is {method}: send a POST")
 
 
-def codec_of(codecs: Codecs, path: str, content_type: bytes, json_length: bytes) -> Codec:
-    """Returns the codec of a request body.
-
-    The codec is JSON unless the content type is protobuf or Arrow. Paths of the Open Inference
-    Protocol use its JSON, with binary tensors behind it if ``json_length`` is not empty.
-
-    Raises:
-        InvalidRequestError: ``json_length`` is no length.
-    """
-    if path.startswith("/v2/"):
-        return infer_codec(codecs, json_length) if json_length else codecs.infer
+def codec_of(codecs: Codecs, content_type: bytes) -> Codec:
+    """Returns the codec of a body of ``content_type`` to an embed route other than /v2: JSON unless
+    it names another format."""
     kind = content_type.lower()
     return next((one for one in codecs.formats if kind.startswith(one.content_type)), codecs.json)
 
@@ -126,7 +118,7 @@ def infer_codec(codecs: Codecs, json_length: bytes) -> Codec:
 
 
 def read_headers(
-    route: Route, headers: Headers, metrics: ProtocolMetrics, codecs: Codecs
+    route: EmbedRoute, headers: Headers, metrics: ProtocolMetrics, codecs: Codecs
 ) -> RequestOptions:
     """Parses the request options from ``headers`` (names in lower case) for ``route``.
 
@@ -148,7 +140,7 @@ def read_headers(
         elif name == b"accept":
             accept = value.lower()
         elif name == b"x-timeout-ms":
-            wanted_s = timeout_s(value)
+            wanted_s = parse_timeout_ms(value)
         elif name == JSON_LENGTH:
             json_length = value
         elif name == REQUEST_ID:
@@ -161,7 +153,7 @@ def read_headers(
     if route.is_infer:
         codec = infer_codec(codecs, json_length) if json_length else codecs.infer
         return RequestOptions(route.model, codec, codecs.infer, wanted_s, metrics, has_id)
-    codec = codec_of(codecs, "", content_type, b"")
+    codec = codec_of(codecs, content_type)
     accepted = (one for one in codecs.formats if one.content_type in accept)
     response_codec = next(accepted, codec)
     return RequestOptions(route.model, codec, response_codec, wanted_s, metrics, has_id)
@@ -177,7 +169,7 @@ def check_once(headers: Headers, once: Container[bytes]) -> None:
         found.add(name)
 
 
-def timeout_s(value: bytes) -> float:
+def parse_timeout_ms(value: bytes) -> float:
     """Parses an X-Timeout-Ms header. Returns seconds.
 
     Raises:

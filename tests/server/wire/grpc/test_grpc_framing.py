@@ -16,8 +16,8 @@ from embedserve.wire.grpc.grpc_framing import (
     WireError,
     framed,
     only_message,
+    parse_timeout,
     percent_encoded,
-    timeout_s,
 )
 
 BYTES_MAX = 1000
@@ -132,7 +132,7 @@ def test_an_unknown_encoding_is_refused() -> None:
     ],
 )
 def test_timeouts_have_units(value: bytes, seconds: float) -> None:
-    assert timeout_s(value) == pytest.approx(seconds)
+    assert parse_timeout(value) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_timeouts_have_units(value: bytes, seconds: float) -> None:
 )
 def test_what_is_no_timeout_is_refused(value: bytes) -> None:
     with pytest.raises(WireError, match="grpc-timeout is"):
-        timeout_s(value)
+        parse_timeout(value)
 
 
 @given(st.text())

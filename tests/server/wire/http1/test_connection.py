@@ -14,11 +14,11 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.pipeline import REQUEST_S_MAX
+from embedserve.wire.asgi import MANAGEMENT_BODY_BYTES_MAX
 from embedserve.wire.http1.connection import HEAD_S_MAX, PIECE_BYTES
 from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX, HEAD_LINES_MAX
 from embedserve.wire.http1.stream import CONTINUE
-from embedserve.wire.http2.connection import UNREAD_S_MAX
-from embedserve.wire.http2.frame_writer import READ_BYTES_MIN
+from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
 
 BODY = b'{"features": {"user": [[1, 2]], "movie": [[3]]}}'
 OF_JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAA")
@@ -127,11 +127,6 @@ HEADS = {
         413,
         f"body has {BODY_BYTES_MAX + 1} bytes, the limit is {BODY_BYTES_MAX}",
     ),
-    "a large body of another route": (
-        post(b"", url="/models", length=10**12),
-        413,
-        f"body has {10**12} bytes, the limit is {BODY_BYTES_MAX}",
-    ),
 }
 
 
@@ -147,6 +142,13 @@ async def test_a_head_that_cannot_be_is_refused_in_json(
     assert (answer[0], rest) == (status, b"")
     assert message in error_of(answer)["message"]
     assert server.outcomes() == {error_of(answer)["code"]: 1}
+
+
+async def test_a_large_body_of_another_route_is_refused_unread(server: OurServer) -> None:
+    answer, rest = await ask(server, post(b"", url="/models", length=10**12))
+    limit = MANAGEMENT_BODY_BYTES_MAX
+    assert error_of(answer)["message"] == f"body has {10**12} bytes, the limit is {limit}"
+    assert (answer[0], rest) == (413, b"")
 
 
 @pytest.mark.parametrize("make", [post, chunked])

@@ -19,7 +19,7 @@ from hyperframe.frame import (
 
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import PREFACE, ErrorCode
-from embedserve.wire.http2.request_headers import OpenRequest, ResolvedRoute, read_request
+from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import Handler, Headers
@@ -77,7 +77,7 @@ class Peer:
 
     def __init__(
         self,
-        open_request: OpenRequest | None = None,
+        open_request: ResolveRoute | None = None,
         uploads: UploadBudget | None = None,
         *,
         settings: dict[int, int] | None = None,

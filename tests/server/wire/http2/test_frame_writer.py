@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.wire.http2.peer import Peer, body_of, expect_end, has_ended, of, resets, update
 
-from embedserve.wire.http2.connection import UNREAD_S_MAX
 from embedserve.wire.http2.frame_writer import KEPT_BYTES_MIN, TURN_BYTES
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http_stream import UNREAD_S_MAX
 
 OK = encode([(b":status", b"200")])
 TAIL = encode([(b"grpc-status", b"0")])

@@ -35,7 +35,7 @@ def bounded(peer: Peer) -> Peer:
     """``peer``, whose connection may have FRAMES_MAX pieces of output."""
     connection = peer.connection
     out = FewFrames()
-    connection.frame_writer.out = connection.flow_control.out = connection.ended._out = out
+    connection.frame_writer.out = connection.flow_control.out = connection.closed_streams._out = out
     connection.frame_writer.write = out.append
     return peer
 
