@@ -168,7 +168,7 @@ def connected(
     from embedserve.config import ServeSettings
     from embedserve.engine.restore import restore
     from embedserve.processes.server import build_pipeline
-    from embedserve.wire.server import WireServer
+    from embedserve.wire.wire_server import WireServer
     from embedserve_store import ModelStore
 
     torch.set_num_threads(1)

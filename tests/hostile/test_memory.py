@@ -16,7 +16,7 @@ from hostile.target_server import NARROW
 from hostile.test_cost import VALUES, Make, of, one_id_a_bag
 
 from embedserve.processes.memory_bounds import FREED_SHARE, memory_bytes_max
-from embedserve.wire.server import CHECK_BYTES
+from embedserve.wire.wire_server import CHECK_BYTES
 
 BOUND_KIB = memory_bytes_max(NARROW) >> 10
 HELD_KIB = int((1 + FREED_SHARE) * (NARROW.connection_bytes_max + CHECK_BYTES)) >> 10

@@ -23,8 +23,8 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.wire.asgi import ASGIApp
 from embedserve.wire.connections import Connection
 from embedserve.wire.http1.fast_path import FastPathConnection
-from embedserve.wire.server import WireServer
 from embedserve.wire.tls.certificates import Certificates
+from embedserve.wire.wire_server import WireServer
 
 BUFFER_BYTES = 4096
 """Of each socket, so that a reader is slow soon."""

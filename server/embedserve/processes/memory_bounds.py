@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from embedserve.batching.batcher import AT_ONCE
 from embedserve.config import Limits, ServeSettings
 from embedserve.pipeline.codec_executor import WAITING_BYTES_MAX
-from embedserve.wire.server import CHECK_BYTES
+from embedserve.wire.wire_server import CHECK_BYTES
 
 CONNECTION_BYTES = 16 << 10
 """Bytes of an idle connection."""

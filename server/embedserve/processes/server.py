@@ -42,8 +42,8 @@ from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.region_registry import RegionRegistry
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.grpc.service import GrpcService
-from embedserve.wire.server import WireServer
 from embedserve.wire.tls.certificates import Certificates, tls_files
+from embedserve.wire.wire_server import WireServer
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.mapped_tables import populate

@@ -1,6 +1,11 @@
 """Moves bytes between a socket and an Http2Connection, as asyncio protocol.
 
 It stops reading while its client does not read (backpressure).
+
+A response that is alone goes from FrameWriter straight to the transport. Otherwise its frames wait
+in ``FrameWriter.out``, and the transport is flushed once for many: after data_received if that
+wrote responses, or else when the batch is done (``pipeline.flush_later``), so that the responses of
+a batch are one write.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from embedserve.pipeline import (
     late_request,
 )
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
+from embedserve.wire.call_writer import CallWriter
 from embedserve.wire.grpc.grpc_framing import (
     PREFIX_BYTES,
     Deframer,
@@ -46,7 +47,6 @@ from embedserve.wire.grpc.statuses import (
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http_stream import Headers
-from embedserve.wire.stream_writer import StreamWriter
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class UnaryBody:
         return message
 
 
-class GrpcEmbedCall(StreamWriter[Stream]):
+class GrpcEmbedCall(CallWriter[Stream]):
     """An Embed call as stream handler, from its header block to its response.
 
     While a queue is full the call may be rejected before its message arrives.

@@ -14,6 +14,7 @@ from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
+from embedserve.wire.call_writer import CallWriter
 from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream, MakeHandler
 from embedserve.wire.rest.requests import (
     EmbedRoute,
@@ -24,10 +25,9 @@ from embedserve.wire.rest.requests import (
     read_headers,
     record_early_rejection,
 )
-from embedserve.wire.stream_writer import StreamWriter
 
 
-class RestCall(StreamWriter[HttpStream]):
+class RestCall(CallWriter[HttpStream]):
     """A REST embed request, from its headers to its response."""
 
     __slots__ = ("_body", "_options")

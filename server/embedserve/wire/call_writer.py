@@ -20,7 +20,7 @@ from embedserve.wire.http_stream import HttpStream
 AnyStream = TypeVar("AnyStream", bound=HttpStream)
 
 
-class StreamWriter(ResponseWriter, Generic[AnyStream]):
+class CallWriter(ResponseWriter, Generic[AnyStream]):
     """Handler of the stream of one embed request. Subclasses read the body and write the response.
 
     The constructors of the subclasses set all attributes: a call for each request would cost a
