@@ -46,14 +46,16 @@ stops the start with one line that names it.
     embedserve serve --config serve.toml            # http_port = 8010
 
 The store is an argument, `EMBEDSERVE_STORE` or the key `store`: a folder, or a URL such as
-`s3://bucket/store`. A repeatable setting is a list in the file, and several words in its variable.
+`s3://bucket/store`. A repeatable setting is a list in the file, and words separated by spaces in
+its variable.
 """
 
 MEMORY_HEAD = """## Memory
 
-This table has the most memory that clients can make a process use, besides its tables and its idle
-memory, with the default limits. `server/embedserve/processes/memory_bounds.py` computes it for
-other limits, and `tests/hostile/test_memory.py` verifies it.
+This table has the most memory that clients can make a process use with the default limits, in
+addition to its tables and its idle memory. `memory_bytes_max` in
+`server/embedserve/processes/memory_bounds.py` computes it for other limits, and
+`tests/hostile/test_memory.py` verifies it.
 """
 
 METRICS_HEAD = """# Metrics
@@ -186,7 +188,7 @@ those who run or script them. `embedserve COMMAND --help` shows the same. `embed
 prints the version.
 
 A command that fails prints one line to stderr and exits with status 1. Status 2 is an invalid
-option. All commands need the server's installation ([install.md](install.md)).
+option. All commands need an installation with the extra `server` ([install.md](install.md)).
 """
 
 COMMANDS: Mapping[str, Mapping[str, str]] = {

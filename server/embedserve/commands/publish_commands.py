@@ -245,14 +245,17 @@ def plan(
     cache: Cache = None,
     kubernetes: Annotated[
         bool,
-        switch("--kubernetes", help="Print a kustomize patch with the resources of a pod instead."),
+        switch(
+            "--kubernetes",
+            help="Print a kustomize patch with the resources of a pod instead of the plan.",
+        ),
     ] = False,
     workers: Annotated[int | None, typer.Option(help="Workers of the pod.", min=1, max=256)] = None,
     tables: Annotated[
-        str | None, typer.Option(help="Setting tables of the pod: mapped or resident.")
+        str | None, typer.Option(help="The pod's setting `tables`: mapped or resident.")
     ] = None,
     follow: Annotated[
-        str | None, typer.Option(help="Setting follow of the pod: none, alias or latest.")
+        str | None, typer.Option(help="The pod's setting `follow`: none, alias or latest.")
     ] = None,
     hot_percent: HotPercent = 100,
 ) -> None:

@@ -101,7 +101,8 @@ def health(
         ),
     ] = "",
     ready: Annotated[
-        bool, switch("--ready", help="Check that every model is loaded, not only that it runs.")
+        bool,
+        switch("--ready", help="Check that every model is loaded, not only that the server runs."),
     ] = False,
 ) -> None:
     """Exit with 0 if the server on this host responds; for a container's healthcheck or probe."""

@@ -90,8 +90,8 @@ def alias(
     share: Annotated[
         float,
         typer.Option(
-            help="Percent of the requests without a version that servers which follow "
-            "the alias answer with this version. The rest goes to the version of "
+            help="Percent of the requests that name no version: servers that follow the "
+            "alias answer these with this version, and the rest with the version of "
             "their first --model."
         ),
     ] = 0.0,
@@ -143,7 +143,9 @@ def rollback(
 def note(
     store: Store,
     model: Model,
-    version: Annotated[str, typer.Argument(help="Number, or alias of its current version.")],
+    version: Annotated[
+        str, typer.Argument(help="Number of the version, or an alias that names it now.")
+    ],
     text: Annotated[str, typer.Argument(help="Text that inspect shows with this version.")],
 ) -> None:
     """Store a note beside a version, which itself never changes."""

@@ -48,22 +48,26 @@ def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[s
     batch = 2 * ID_BYTES * limits.batch_ids_max + 2 * limits.batch_output_bytes_max
     parts = {
         "connections": CONNECTION_BYTES * limits.connections_max,
-        "requests that have not come whole, answers that are not read": (
+        "incomplete requests, and responses that clients have not read": (
             limits.connection_bytes_max + CHECK_BYTES
         ),
-        "large requests and answers that wait to be read and written": WAITING_BYTES_MAX,
-        "one of them that is": max(
+        "large requests to decode and large responses to encode, waiting": WAITING_BYTES_MAX,
+        "the large request or response that is decoded or encoded": max(
             JSON_BYTES_PER_VALUE * values_max,
             READ_BYTES_PER_VALUE * limits.request_values_max + limits.request_text_bytes_max,
         ),
         # a queue for small requests and a queue for large ones
         "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,
         # on GPUs each batch may be one large request
-        "its batches": gpus * AT_ONCE * max(lone, batch) if gpus else lone + batch,
+        "its batches that are looked up": gpus * AT_ONCE * max(lone, batch)
+        if gpus
+        else lone + batch,
     }
     if has_tls:
         parts["TLS of connections"] = CONNECTION_TLS_BYTES * limits.connections_max
-    return parts | {"freed between what is in use": int(FREED_SHARE * sum(parts.values()))}
+    return parts | {
+        "free memory between blocks in use (fragmentation)": int(FREED_SHARE * sum(parts.values()))
+    }
 
 
 def memory_bytes_max(limits: Limits, has_tls: bool = False, gpus: int = 0) -> int:
