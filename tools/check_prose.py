@@ -22,7 +22,7 @@ PHRASES = re.compile(
     r"|made anew|under way|now and then|beside the event loop)\b"
 )
 WORDS_MAX = 40
-"""Words in a sentence. Rule 5 asks for 25; the check leaves room for lists of names."""
+"""Words in a sentence. Rule 3 asks for 25; the check leaves room for lists of names."""
 SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
 PARAGRAPH_END = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*|>]|\w[\w, *`]*: ))")
 DIRECTIVES = ("#!", "# noqa", "# type:")

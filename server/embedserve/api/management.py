@@ -16,15 +16,15 @@ from starlette.exceptions import HTTPException
 
 from embedserve import __version__
 from embedserve.access.authenticator import one_header
-from embedserve.api import open_inference_routes
 from embedserve.api.admin import AdminOperations, add_admin
 from embedserve.api.auth_middleware import AuthMiddleware, error_response
 from embedserve.api.console.labels import Labels
 from embedserve.api.console.routes import HEADERS, add_console
+from embedserve.api.open_inference_routes import add_open_inference, add_open_inference_health
 from embedserve.api.openapi import describe_routes, operation_id
 from embedserve.api.openapi_pages import OpenApiPages
-from embedserve.api.plan import Plan, plan_of
-from embedserve.api.shared_memory import shared_memory_routes
+from embedserve.api.plan import add_plan
+from embedserve.api.shared_memory import add_shared_memory
 from embedserve.api.slow import add_slow
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
@@ -144,7 +144,7 @@ def health_app(pipeline: RequestPipeline) -> FastAPI:
     _add_start_page(app, HEALTH_LINKS)
     _add_health(app, pipeline)
     if pipeline.shared_memory is not None:
-        app.include_router(shared_memory_routes(pipeline, pipeline.shared_memory))
+        add_shared_memory(app, pipeline, pipeline.shared_memory)
         _authenticate(app, pipeline)
     _add_error_handlers(app)
     return app
@@ -177,9 +177,10 @@ def management_app(
     _add_health(app, pipeline)
     _add_metrics(app, pipeline.metrics)
     _add_models(app, pipeline.models)
-    app.include_router(open_inference_routes.routes(pipeline))
+    add_plan(app, pipeline.models)
+    add_open_inference(app, pipeline)
     if pipeline.shared_memory is not None:
-        app.include_router(shared_memory_routes(pipeline, pipeline.shared_memory))
+        add_shared_memory(app, pipeline, pipeline.shared_memory)
     add_slow(app, pipeline)
     add_console(app, pipeline.models, labels or {})
     if operator is not None:
@@ -231,11 +232,6 @@ def _add_models(app: FastAPI, served: ModelRegistry) -> None:
             default_model=served.default_model,
         )
 
-    @app.get("/models/{model}/plan", tags=["models"])
-    async def plan(model: str) -> Plan:
-        """Returns which rank holds which rows and columns of a served model's tables."""
-        return plan_of(served.model(model))
-
     @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
     async def model(model: str) -> Model:
         """Returns one served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
@@ -252,7 +248,7 @@ def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
 
 
 def _add_health(app: FastAPI, pipeline: RequestPipeline) -> None:
-    app.include_router(open_inference_routes.health_routes(pipeline))
+    add_open_inference_health(app, pipeline)
 
     @app.get("/health/live", tags=["health"])
     async def live() -> HealthResponse:

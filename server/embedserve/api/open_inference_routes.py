@@ -3,7 +3,7 @@ statistics and the repository index. POST …/infer is served by the wire."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, Field
 
 from embedserve.access.authenticator import CLIENT
@@ -119,8 +119,8 @@ class RepositoryIndexRequest(BaseModel):
     )
 
 
-def health_routes(pipeline: RequestPipeline) -> APIRouter:
-    """Returns the health routes, which need no authentication."""
+def add_open_inference_health(app: FastAPI, pipeline: RequestPipeline) -> None:
+    """Adds the health routes, which need no authentication, to ``app``."""
     router = APIRouter(prefix="/v2/health", tags=["open inference"])
 
     @router.get("/live")
@@ -134,12 +134,12 @@ def health_routes(pipeline: RequestPipeline) -> APIRouter:
         pipeline.models.check_ready()
         return Ready(ready=True)
 
-    return router
+    app.include_router(router)
 
 
-def routes(pipeline: RequestPipeline) -> APIRouter:
-    """Returns the routes of metadata, configuration, readiness, statistics and the repository
-    index."""
+def add_open_inference(app: FastAPI, pipeline: RequestPipeline) -> None:
+    """Adds the routes of metadata, configuration, readiness, statistics and the repository index to
+    ``app``."""
     router = APIRouter(prefix="/v2", tags=["open inference"])
     models = pipeline.models
 
@@ -203,4 +203,4 @@ def routes(pipeline: RequestPipeline) -> APIRouter:
         only_ready = wanted is not None and wanted.ready
         return [Indexed.model_validate(one) for one in repository(pipeline, only_ready=only_ready)]
 
-    return router
+    app.include_router(router)

@@ -1,10 +1,12 @@
-"""The response of GET /models/{model}/plan: ranks and shards of a served model."""
+"""GET /models/{model}/plan: ranks and shards of a served model."""
 
 from __future__ import annotations
 
+from fastapi import FastAPI
 from pydantic import BaseModel, Field
 
 from embedserve.model_info import ModelInfo
+from embedserve.models.model_registry import ModelRegistry
 from embedserve_store.plans.plan import shard_bytes
 
 
@@ -35,6 +37,15 @@ class Plan(BaseModel):
     device: str
     ranks: int
     tables: list[TableShards]
+
+
+def add_plan(app: FastAPI, models: ModelRegistry) -> None:
+    """Adds the route to ``app``."""
+
+    @app.get("/models/{model}/plan", tags=["models"])
+    async def plan(model: str) -> Plan:
+        """Returns which rank holds which rows and columns of a served model's tables."""
+        return plan_of(models.model(model))
 
 
 def plan_of(info: ModelInfo) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import BaseModel, Field, ValidationError
 
 from embedserve.access.authenticator import CERTIFICATE, one_header
@@ -46,8 +46,8 @@ _RANGE: dict[str, Any] = {
 }
 
 
-def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> APIRouter:
-    """Returns the routes for the regions registered by callers of ``pipeline``."""
+def add_shared_memory(app: FastAPI, pipeline: RequestPipeline, shared: RegionRegistry) -> None:
+    """Adds the routes for the regions registered by callers of ``pipeline`` to ``app``."""
     router = APIRouter(prefix=PREFIX, tags=["open inference"])
 
     def owner_of(request: Request) -> str:
@@ -98,7 +98,7 @@ def shared_memory_routes(pipeline: RequestPipeline, shared: RegionRegistry) -> A
         shared.unregister(owner_of(request), region)
         return Response()
 
-    return router
+    app.include_router(router)
 
 
 async def _range(request: Request) -> Range:
