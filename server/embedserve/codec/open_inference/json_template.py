@@ -50,7 +50,6 @@ class JsonTemplate:
         self._between = between
         self._features, self._output, self._dtype = like.features, like.output, like.output_dtype
         self._middles: dict[int, tuple[bytes, ...]] = {}
-        self._nbytes = sum(map(len, between))
 
     def read(self, body: bytes, end: int, model: str, limits: Limits) -> LookupRequest | None:
         """Returns the request in ``body``, whose JSON ends at ``end``. Returns None where the body

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 
-import httptools
-
 from embedserve.access.authenticator import LIST_HEADERS
 from embedserve.codec.codec import Codecs
 from embedserve.config import Limits
@@ -22,8 +20,9 @@ from embedserve.pipeline import RequestOptions
 from embedserve.tracing.request_id import REQUEST_ID
 from embedserve.tracing.trace_context import TRACEPARENT
 from embedserve.wire.allowed_hosts import AllowedHosts
-from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX, HEAD_LINES_MAX
-from embedserve.wire.http_stream import Headers
+from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX
+from embedserve.wire.http1.request_parser import RequestParser
+from embedserve.wire.http_stream import HttpRequest
 from embedserve.wire.rest.requests import (
     JSON_LENGTH,
     embed_route,
@@ -54,7 +53,7 @@ SEVERAL_HEADERS = (b"authorization", REQUEST_ID, TRACEPARENT, *LIST_HEADERS)
 """Headers that a template may have once. If a request repeats such a header, llhttp parses it, and
 headers_by_name decides its value."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
-SPECIAL_CHARACTERS = set("%?#")
+SPECIAL_CHARACTERS = set("%?")
 """Characters of a URL that is not a literal path."""
 LENGTH_DIGITS_MAX = 19
 CONTROLS = bytes(c for c in (*range(32), 127) if c != ord("\t"))
@@ -232,28 +231,29 @@ def parse_head(
 
     Only a plain embed request to one of ``allowed_hosts`` has a template.
     """
-    reader = _Reader()
+    plain = _PlainRequest()
     try:
-        reader.parser.feed_data(head)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        RequestParser(plain, b"http").feed(head)
+    except EmbedServeError:
         return None
-    if not reader.is_plain:
+    request = plain.request
+    if request is None or request.content_length is None:
         return None
-    names = [name for name, _ in reader.headers]
-    if SPECIAL_HEADERS.intersection(names) or len(names) > HEAD_LINES_MAX:
-        return None
-    if any(names.count(name) != 1 for name in (b"content-length", b"host")):
+    names = [name for name, _ in request.headers]
+    if SPECIAL_HEADERS.intersection(names):
         return None
     if any(names.count(name) > 1 for name in SEVERAL_HEADERS):
         return None
-    url = reader.url.decode("latin-1")
-    route = embed_route(url)
-    if route is None or not SPECIAL_CHARACTERS.isdisjoint(url):
+    path = request.target.decode("latin-1")
+    route = embed_route(path)
+    if route is None or not SPECIAL_CHARACTERS.isdisjoint(path):
         return None
+    if not head.startswith(b"POST %b " % request.target):
+        return None  # an absolute URL
     try:
         if allowed_hosts is not None:
-            allowed_hosts.check(reader.headers)
-        options = read_headers(route, reader.headers, metrics, codecs)
+            allowed_hosts.check(request.headers)
+        options = read_headers(route, request.headers, metrics, codecs)
     except EmbedServeError:
         return None
     template = HeaderTemplate(head, options, options.codec.bytes_max(limits), codecs)
@@ -261,29 +261,20 @@ def parse_head(
     return template if len(_LINE.findall(head)) == len(names) else None
 
 
-class _Reader:
-    """Callbacks of llhttp that collect a request's URL and headers.
+class _PlainRequest:
+    """Receiver of a request's headers.
 
     Attributes:
-        is_plain: whether the headers are complete, of a POST of HTTP/1.1 with keep-alive.
+        request: the request; None unless its headers are complete, of a POST of HTTP/1.1 with
+            keep-alive.
     """
 
-    def __init__(self) -> None:
-        self.parser = httptools.HttpRequestParser(self)
-        self.url = b""
-        self.headers: Headers = []
-        self.is_plain = False
+    request: HttpRequest | None = None
 
-    def on_url(self, url: bytes) -> None:
-        self.url += url
+    def begin_request(self, request: HttpRequest, *, is_1_0: bool, is_last: bool) -> None:
+        if request.method == b"POST" and not (is_1_0 or is_last):
+            self.request = request
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value.rstrip(BLANKS)))
+    def receive_body(self, data: bytes) -> None: ...
 
-    def on_headers_complete(self) -> None:
-        # Read here: llhttp resets at the end of the message, which follows for an empty body.
-        self.is_plain = (
-            self.parser.get_method() == b"POST"
-            and self.parser.get_http_version() == "1.1"
-            and self.parser.should_keep_alive()
-        )
+    def end_request(self) -> None: ...
