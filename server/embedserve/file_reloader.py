@@ -62,7 +62,7 @@ class FileReloader(Generic[T]):
         self._signature = signature
         if made is None:
             if fault != self._fault:
-                logger.error("%s: %s; what was read before goes on", self._what, fault)
+                logger.error("%s: %s; what was read before stays in use", self._what, fault)
             self._fault = fault
             return
         self._adopt(made)

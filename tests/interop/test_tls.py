@@ -227,4 +227,7 @@ def test_the_probes_of_kubernetes_pass_without_a_certificate(secured: Secured) -
         assert (done.returncode, done.stderr) == (0, "")
         done = run_command(*command, environment=environment)
         is_ready = "--ready" in command
-        assert (done.returncode, "it wants a certificate" in done.stderr) == (is_ready, is_ready)
+        assert (done.returncode, "it requires a client certificate" in done.stderr) == (
+            is_ready,
+            is_ready,
+        )

@@ -28,5 +28,5 @@ def verify(store: str, model: str, version: str | None, cache: Path | None) -> N
             f"{human_bytes(table.nbytes)}{entries}: as published"
         )
     if not is_sealed((loaded.path / "manifest.json").read_bytes()):
-        say("manifest.json: of format version 1, which has no checksum of it")
+        say("manifest.json: format version 1 has no checksum of it")
     say(f"{manifest.model} version {manifest.version} is as it was published, in {loaded.path}")

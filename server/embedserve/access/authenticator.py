@@ -197,7 +197,7 @@ class Authenticator:
         if client is not None:
             return client
         if not token.startswith(PREFIX.encode()):
-            raise UnauthenticatedError("the token is wrong: it is none of embedserve's")
+            raise UnauthenticatedError("the token is wrong: embedserve makes no such tokens")
         raise UnauthenticatedError("the token is unknown: wrong, withdrawn or another server's")
 
     def _by_certificate_name(self, certificate: Certificate) -> CallerQuota:

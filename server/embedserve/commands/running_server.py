@@ -97,7 +97,7 @@ class ServerClient:
             status, said = _within(timeout_s, send)
         except (OSError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (error.reason or ""):
-                wanted = f"{self.url}: {path}: it wants a certificate"
+                wanted = f"{self.url}: {path}: it requires a client certificate"
                 raise CertificateRequiredError(wanted) from error
             raise ConnectionError(f"{self.url}: {path}: {_reason(error)}") from error
         if not 200 <= status < 300:
@@ -189,7 +189,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
 def _parts_of(url: str) -> SplitResult:
     if "@" in url:  # the URL is not quoted, because the text before "@" may be a password
-        raise ValueError("url names a user: who asks is said by --token-file")
+        raise ValueError("url contains a user name: authenticate with --token-file")
     try:
         is_url = "://" in url or url.lower() == "unix:"
         parts = urlsplit(url if is_url else f"http://{url}")
@@ -245,5 +245,5 @@ def _refusal(path: str, status: int, body: bytes) -> str:
     if status == 404 and said.endswith(": Not Found"):
         said += "; where there is a management port, ask the port of --management-port"
         if path.startswith("/admin/"):
-            said += "; where there is none, a server takes this only with --tokens"
+            said += "; without one, a server accepts this only with --tokens"
     return said

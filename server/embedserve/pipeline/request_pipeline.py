@@ -192,7 +192,7 @@ class RequestPipeline:
 
 def late_request() -> DeadlineExceededError:
     """Returns the error for a request whose body did not arrive within REQUEST_S_MAX."""
-    return DeadlineExceededError(f"the request had not come whole after {REQUEST_S_MAX:g} s")
+    return DeadlineExceededError(f"the request was incomplete after {REQUEST_S_MAX:g} s")
 
 
 def _check_deadline(call: RequestContext) -> None:

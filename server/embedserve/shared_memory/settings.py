@@ -26,8 +26,8 @@ def check_shared_memory(settings: ServeSettings) -> None:
             )
     if settings.workers > 1:
         raise ValueError(
-            f"{said} workers is {settings.workers}, and what one of them is told of a region no "
-            "other knows: use 1"
+            f"{said} workers is {settings.workers}, but a region is registered with one worker "
+            "only: use 1"
         )
     if settings.grpc_server == "grpcio":
         raise ValueError(f"{said} grpc_server is 'grpcio', which has none: use native")

@@ -258,6 +258,6 @@ class WireServer:
         self._log.log(
             logging.WARNING,
             "connections are cut",
-            f"{cut.total()} of them: what all hold is over connection_bytes_max, {limit}",
+            f"{cut.total()} of them: together they hold more than connection_bytes_max, {limit}",
             fields=lambda: {"address": most},
         )

@@ -111,7 +111,10 @@ async def test_each_wrong_token_has_its_answer(tokens: Tokens) -> None:
     assert tokens.refusal(None).startswith("401 nothing says who asks")
     assert tokens.refusal("") == "401 Authorization is not Bearer and one token"
     assert tokens.refusal(f"Basic {right}") == "401 Authorization is not Bearer and one token"
-    assert tokens.refusal("Bearer hunter2") == "401 the token is wrong: it is none of embedserve's"
+    assert (
+        tokens.refusal("Bearer hunter2")
+        == "401 the token is wrong: embedserve makes no such tokens"
+    )
     assert tokens.refusal(f"Bearer {foreign}").startswith("401 the token is unknown")
     assert tokens.refusal(f"Bearer {right[:-1]}").startswith("401 the token is unknown")
     assert tokens.refusal(f"Bearer {expired}") == (

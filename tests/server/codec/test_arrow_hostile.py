@@ -140,8 +140,11 @@ LIES = {
         Crafted(more={COMPRESSION: {0: Number(UINT8, 1)}}),
         "a record batch that is compressed by ZSTD",
     ),
-    "a body past the end": (Crafted(body_bytes=2**62), "it says that 4611686018427387904 bytes"),
-    "a body of negative size": (Crafted(body_bytes=-8), "it says that -8 bytes follow"),
+    "a body past the end": (
+        Crafted(body_bytes=2**62),
+        "it declares 4611686018427387904 more bytes",
+    ),
+    "a body of negative size": (Crafted(body_bytes=-8), "it declares -8 more bytes"),
     "a body that is shorter": (Crafted(body_bytes=24), "has a buffer of 24 bytes at 16, of 24"),
     "strings whose offsets are past the text": (
         Crafted(

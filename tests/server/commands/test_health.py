@@ -65,7 +65,7 @@ async def test_over_tls_and_where_clients_need_certificates(
             assert (status, "answered 400: this port takes TLS only" in said) == (1, True)
             status, said = await told(server.port, "--ready", **over_tls)
             assert status == int(bool(used.client_ca))
-            assert ("it wants a certificate" in said) == bool(used.client_ca)
+            assert ("it requires a client certificate" in said) == bool(used.client_ca)
     async with our_server(pipeline) as server:
         status, said = await told(server.port, **over_tls)
     assert status == 1

@@ -58,7 +58,7 @@ async def test_a_server_is_named_in_each_form(pipeline: RequestPipeline, tmp_pat
     assert status == 1
     assert f"{wrong}: /admin/reload: answered 404: POST /below/admin/reload: Not Found" in said
     assert "ask the port of --management-port" in said
-    assert "; where there is none, a server takes this only with --tokens" in said
+    assert "; without one, a server accepts this only with --tokens" in said
 
 
 def test_a_unix_socket_is_named_as_the_clients_do() -> None:
@@ -81,7 +81,7 @@ def test_what_is_no_address_is_said(url: str) -> None:
 def test_a_password_is_not_repeated() -> None:
     done = CliRunner().invoke(app, ["shadow", "http://me:secret@host"])
     assert done.exit_code == 1
-    assert "url names a user" in done.output
+    assert "url contains a user name" in done.output
     assert "secret" not in done.output
 
 
@@ -103,7 +103,7 @@ async def test_over_tls_each_side_is_shown_who_the_other_is(
             assert (status, NO_SHADOW in said) == (0, True), said
         wrong: dict[tuple[object, ...], str] = {
             (): "its certificate is not trusted: ",
-            trusting: f"{url}: /metrics: it wants a certificate",
+            trusting: f"{url}: /metrics: it requires a client certificate",
             (*trusting, "--cert", client, "--key", key): f"cert {client} and key {key} are no pair",
             (*trusting, "--key", key): "but of no certificate: give --cert, too",
             ("--ca", key): f"ca {key} holds no certificates",

@@ -80,7 +80,7 @@ async def test_where_bodies_hold_too_much_the_largest_are_cut(
     small[1].write(post(BODY)[:-150_000])
     large[1].write(post(BODY * 2)[:-1])
     assert await is_closed(large[0])
-    assert "connections are cut: 1 of them: what all hold is over connection_bytes_max" in (
+    assert "connections are cut: 1 of them: together they hold more than connection_bytes_max" in (
         caplog.text
     )
     (record,) = (one for one in caplog.records if "connections are cut" in one.message)

@@ -382,7 +382,7 @@ INS = {0: (0, 16), 1: (16, 8)}
 USER: dict[str, tuple[int, int] | None] = {"user": (0, 32)}
 WRONG = [
     (Placed(INPUTS, INS, USER, ids="other"), 404, "'other', which is not registered"),
-    (Placed(INPUTS, INS, USER, vectors="other"), 404, "output 'user' is to lie in shared memory"),
+    (Placed(INPUTS, INS, USER, vectors="other"), 404, "output 'user' names shared memory"),
     (Placed(INPUTS, {0: (8, 16), 1: (24, 9)}, USER), 400, "9 bytes at 24 of .* which has 32$"),
     (Placed(INPUTS, {0: (0, 8), 1: (16, 8)}, USER), 400, "has 8 bytes, not 16$"),
     (Placed(INPUTS, {0: (2**62, 16)}, USER), 400, "16 bytes at 4611686018427387904 of shared"),
@@ -393,7 +393,7 @@ WRONG = [
     (
         Placed(INPUTS, INS, {f"k{i}": (0, 1) for i in range(65)}),
         413,
-        "65 are to lie in shared memory, the limit is 64",
+        "65 are requested in shared memory, the limit is 64",
     ),
 ]
 CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 413: "RESOURCE_EXHAUSTED"}
@@ -417,7 +417,7 @@ async def test_half_of_the_parameters_or_too_many(live: Live, memory: Memory) ->
     for change, said in (
         ({"parameters": {"shared_memory_region": "ids"}}, "has shared_memory_region and no shared"),
         ({"parameters": {"shared_memory_byte_size": 1}}, "has shared_memory_byte_size and no shar"),
-        ({"data": [1, 2]}, "has data, and is to lie in shared memory: send one"),
+        ({"data": [1, 2]}, "has both data and a region of shared memory: send one"),
         ({"parameters": told("ids", (-1, 16))}, "body is not an inference request: Expected"),
     ):
         changed = body | {"inputs": [body["inputs"][0] | change, body["inputs"][1]]}
@@ -425,7 +425,9 @@ async def test_half_of_the_parameters_or_too_many(live: Live, memory: Memory) ->
         assert (answer.status_code, said in answer.json()["error"]) == (400, True), answer.text
     message = Placed(INPUTS, INS, USER).message("shop")
     message.inputs[0].contents.int64_contents.extend([1, 2])
-    with pytest.raises(grpc.aio.AioRpcError, match="has contents, and is to lie in shared memory"):
+    with pytest.raises(
+        grpc.aio.AioRpcError, match="has both contents and a region of shared memory"
+    ):
         await stub(live).ModelInfer(message)
     message = Placed(INPUTS, {0: (0, 16)}, USER).message("shop")
     message.raw_input_contents.append(b"")

@@ -140,7 +140,7 @@ def _message(metadata: bytes, at: int, start: int, nbytes: int) -> ArrowMessage:
         )
     header, size = table.table(HEADER), table.number(BODY_BYTES, INT64)
     if header is None or not 0 <= size <= nbytes - start:
-        raise ValueError(f"it says that {size} bytes follow, of which there are {nbytes - start}")
+        raise ValueError(f"it declares {size} more bytes, but has {nbytes - start}")
     return ArrowMessage(kind, header, start, start + size)
 
 

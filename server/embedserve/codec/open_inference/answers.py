@@ -111,7 +111,7 @@ def set_output(
         )
     if places is not None and len(places) > PLACES_MAX:
         raise RequestTooLargeError(
-            f"outputs: {len(places)} are to lie in shared memory, the limit is {PLACES_MAX}: "
+            f"outputs: {len(places)} are requested in shared memory, the limit is {PLACES_MAX}: "
             f"ask for {POOLED!r}",
             "outputs",
         )

@@ -268,7 +268,7 @@ def _tensors(
         size = None if parameters is None else parameters.binary_data_size
         if parameters is not None and _is_placed(parameters):
             if one.data is not None or size is not None:
-                raise wrong(tensor, "has data, and is to lie in shared memory: send one")
+                raise wrong(tensor, "has both data and a region of shared memory: send one")
             placed.append((tensor, _place(tensor, parameters, regions)))
         elif size is None:
             tensor.data = _from_json(tensor, one.data)
@@ -361,7 +361,7 @@ def _is_binary(output: Output, is_binary: bool) -> bool:
         return is_binary
     if parameters.classification:
         raise InvalidRequestError(
-            f"outputs: {output.name[:200]!r} asks for a classification, which there is none of",
+            f"outputs: {output.name[:200]!r} asks for a classification, which is not supported",
             "outputs",
         )
     if _is_placed(parameters):

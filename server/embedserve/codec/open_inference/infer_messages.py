@@ -222,7 +222,7 @@ class MessageDecoder:
             has_contents = one.HasField("contents") or (contents is not None and bool(contents[at]))
             if are_placed[at]:
                 if has_contents:
-                    raise wrong(tensor, "has contents, and is to lie in shared memory: send one")
+                    raise wrong(tensor, "has both contents and a region of shared memory: send one")
                 placed.append((tensor, place_in(one.parameters, tensor, regions)))
             elif not raw:
                 if contents is not None:

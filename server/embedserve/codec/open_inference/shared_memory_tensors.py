@@ -52,14 +52,16 @@ def find_place(
         UnknownRegionError: the caller has no region with this name.
     """
     if regions is None:
-        problem = "is to lie in shared memory, which this server does not use (--shared-memory)"
+        problem = (
+            "names a region of shared memory, which this server does not use (--shared-memory)"
+        )
         raise _error(InvalidRequestError, tensor, problem)
     if region is None or byte_size is None:
         given, missing = (REGION, BYTE_SIZE) if byte_size is None else (BYTE_SIZE, REGION)
         raise _error(InvalidRequestError, tensor, f"has {given} and no {missing}: give both")
     found = regions.get(region)
     if found is None:
-        problem = f"is to lie in shared memory region {shown(region)}, which is not registered"
+        problem = f"names shared memory region {shown(region)}, which is not registered"
         raise _error(UnknownRegionError, tensor, problem)
     if byte_size < 0 or offset < 0 or offset + byte_size > found.byte_size:
         raise _error(

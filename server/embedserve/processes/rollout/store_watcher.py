@@ -214,7 +214,7 @@ class StoreWatcher:
                 if is_requested or self._every_s is not None:
                     await self.poll(is_all=is_requested)
             except Exception:
-                logger.exception("following the store failed; it goes on")
+                logger.exception("following the store failed; it is tried again")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poll_requested.wait(), self._every_s)
 

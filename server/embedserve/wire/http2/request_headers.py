@@ -50,7 +50,7 @@ def read_request(headers: Headers) -> HttpRequest | str:
     for name, value in headers:
         if name.startswith(b":"):
             if regular or name in pseudo or name not in PSEUDO:
-                return f"a pseudo-header out of place: {_shown(name)}"
+                return f"a misplaced pseudo-header: {_shown(name)}"
             if not _is_value(value):
                 return f"the value of {_shown(name)} is malformed"
             pseudo[name] = value
@@ -95,7 +95,7 @@ def wrong_header(name: bytes, value: bytes) -> str:
     if not _is_value(value):
         return f"the value of {_shown(name)} is malformed"
     if name in CONNECTION_SPECIFIC or (name == b"te" and value != b"trailers"):
-        return f"{_shown(name)} has no place in HTTP/2"
+        return f"{_shown(name)} is not allowed in HTTP/2"
     return ""
 
 

@@ -89,7 +89,7 @@ class Handshake(asyncio.Protocol):
             self._object = self._context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._came_bytes += len(data)
         if self._came_bytes > HANDSHAKE_BYTES_MAX:
-            self._fail("too_large", f"over {HANDSHAKE_BYTES_MAX} bytes have come of it")
+            self._fail("too_large", f"over {HANDSHAKE_BYTES_MAX} bytes were received of it")
             self._transport.abort()
             return
         self._pending += data

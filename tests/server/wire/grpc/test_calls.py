@@ -266,7 +266,7 @@ async def test_a_request_that_does_not_come_whole_is_refused(peer: GrpcPeer) -> 
     for seconds in (2, 3):
         peer.connection.check_time(perf_counter() + REQUEST_S_MAX + seconds)
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
-    assert peer.status(1) == (4, "the request had not come whole after 30 s")
+    assert peer.status(1) == (4, "the request was incomplete after 30 s")
     assert outcomes(peer) == {"DEADLINE_EXCEEDED": 1}
 
 

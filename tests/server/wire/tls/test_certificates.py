@@ -1,4 +1,4 @@
-"""Pairs that no client could take are refused with a sentence, and what was before goes on."""
+"""Pairs that no client could take are refused with a sentence, and the pair before stays in use."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_damaged_pair_leaves_the_one_before_and_is_named_once(
     assert certificates.context is before
     (record,) = caplog.records
     assert DAMAGES[damage] in record.getMessage()
-    assert "goes on" in record.getMessage()
+    assert "stays in use" in record.getMessage()
     write(files, authority.sign("server"))
     await certificates.reloader.poll()
     assert certificates.context is not before
