@@ -142,7 +142,7 @@ LIES = {
     ),
     "a body past the end": (
         Crafted(body_bytes=2**62),
-        "it declares 4611686018427387904 more bytes",
+        "it declares 4611686018427387904",
     ),
     "a body of negative size": (Crafted(body_bytes=-8), "it declares -8 more bytes"),
     "a body that is shorter": (Crafted(body_bytes=24), "has a buffer of 24 bytes at 16, of 24"),
