@@ -1,7 +1,8 @@
 """A server process over the fake engine, for the tests that stop one.
 
 Prints its two ports when ready, drains on SIGTERM and SIGINT. Every lookup runs in the thread and
-takes so many seconds. One that gets SIGUSR1 hangs; it is ended after so many seconds.
+takes so many seconds, or waits for SIGUSR2 if they are below 0. A server that gets SIGUSR1 hangs; it
+is ended after so many seconds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from embedserve.processes.server import run_server
 from embedserve.processes.startup.ports import Ports, claim_ports
 
 
-async def serve(pipeline: RequestPipeline, settings: ServeSettings, ports: Ports) -> None:
+async def serve(
+    pipeline: RequestPipeline, engine: FakeEngine, settings: ServeSettings, ports: Ports
+) -> None:
     stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.release)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     signal.signal(signal.SIGUSR1, hang_here)
@@ -52,10 +56,13 @@ def main(lookup_s: float, drain_s: float, grpc_server: str, hang_s: float) -> No
     )
     ports = claim_ports("127.0.0.1", 0, 0)
     engine = FakeEngine()
-    engine.delay_s = lookup_s
+    if lookup_s < 0:
+        engine.hold()
+    else:
+        engine.delay_s = lookup_s
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
-        uvloop.run(serve(pipeline, settings, ports))
+        uvloop.run(serve(pipeline, engine, settings, ports))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ BODY = b'{"features": {"user": [1]}}'
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 START_S_MAX = 20
 STOP_S_MAX = 20
+HELD = -1.0
+"""Seconds of lookups that wait until they are released."""
 pytestmark = pytest.mark.usefixtures("warm")
 
 
@@ -56,6 +58,9 @@ class Process:
         queued = samples["embedserve_queue_requests"]
         return int(queued), int(samples["embedserve_batch_examples_count"])
 
+    def release_lookups(self) -> None:
+        self.process.send_signal(signal.SIGUSR2)
+
     async def stopped(self) -> int:
         """The exit status, once the process has ended."""
         return await asyncio.wait_for(self.process.wait(), STOP_S_MAX)
@@ -63,7 +68,7 @@ class Process:
 
 @asynccontextmanager
 async def server_process(
-    grpc_server: str, lookup_s: float, drain_s: float = 10
+    grpc_server: str, lookup_s: float = 0, drain_s: float = 10
 ) -> AsyncIterator[Process]:
     process = await start_python(SCRIPT, lookup_s, drain_s, grpc_server)
     try:
@@ -93,7 +98,7 @@ async def until_seen(server: Process, queued: int) -> None:
 async def test_requests_in_flight_are_answered_before_the_end(
     grpc_server: str, number: signal.Signals
 ) -> None:
-    async with server_process(grpc_server, lookup_s=0.7) as server:
+    async with server_process(grpc_server, HELD) as server:
         stub = EmbeddingServiceStub(server.channel)
         health = health_pb2_grpc.HealthStub(server.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
@@ -107,6 +112,7 @@ async def test_requests_in_flight_are_answered_before_the_end(
         server.process.send_signal(number)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
+        server.release_lookups()
         assert [a.status_code for a in await asyncio.gather(first, *posts)] == [200] * 6
         assert [a.batch_size for a in await asyncio.gather(*calls)] == [1] * 5
         assert [a.batch_size async for a in stream] == [1] * 5
@@ -114,7 +120,7 @@ async def test_requests_in_flight_are_answered_before_the_end(
 
 
 async def test_new_connections_are_refused_while_draining(grpc_server: str) -> None:
-    async with server_process(grpc_server, lookup_s=1.0) as server:
+    async with server_process(grpc_server, HELD) as server:
         running = asyncio.create_task(server.http.post("/embed", content=BODY))
         await until_seen(server, queued=0)
         server.process.send_signal(signal.SIGTERM)
@@ -123,6 +129,7 @@ async def test_new_connections_are_refused_while_draining(grpc_server: str) -> N
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await EmbeddingServiceStub(server.channel).Embed(REQUEST)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        server.release_lookups()
         assert (await running).status_code == 200
         assert await server.stopped() == 0
 
@@ -138,7 +145,7 @@ async def statuses_until_refused(server: Process) -> list[int]:
 
 
 async def test_an_idle_stream_is_ended_soon(grpc_server: str) -> None:
-    async with server_process(grpc_server, lookup_s=0, drain_s=15) as server:
+    async with server_process(grpc_server, drain_s=15) as server:
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
         await stream.write(REQUEST)
         assert (await stream.read()).batch_size == 1
@@ -158,7 +165,7 @@ async def expect_draining(stream: grpc.aio.StreamStreamCall) -> None:
 
 
 async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended(grpc_server: str) -> None:
-    async with server_process(grpc_server, lookup_s=0.7) as server:
+    async with server_process(grpc_server, HELD) as server:
         first = asyncio.create_task(server.http.post("/embed", content=BODY))
         await until_seen(server, queued=0)
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
@@ -166,6 +173,7 @@ async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended(grpc_s
             await stream.write(REQUEST)
         await until_seen(server, queued=5)
         server.process.send_signal(signal.SIGTERM)
+        server.release_lookups()
         assert [(await stream.read()).batch_size for _ in range(5)] == [1] * 5
         await expect_draining(stream)
         assert (await first).status_code == 200
@@ -173,7 +181,7 @@ async def test_an_open_stream_answers_what_it_accepted_before_it_is_ended(grpc_s
 
 
 async def test_an_idle_server_ends_at_once(grpc_server: str) -> None:
-    async with server_process(grpc_server, lookup_s=0) as server:
+    async with server_process(grpc_server) as server:
         assert (await server.http.post("/embed", content=BODY)).status_code == 200
         assert (await EmbeddingServiceStub(server.channel).Embed(REQUEST)).batch_size == 1
         start = asyncio.get_running_loop().time()
