@@ -1,8 +1,8 @@
 """A server process over the fake engine, for the tests that stop one.
 
 Prints its two ports when ready, drains on SIGTERM and SIGINT. Every lookup runs in the thread and
-takes so many seconds, or waits for SIGUSR2 if they are below 0. A server that gets SIGUSR1 hangs; it
-is ended after so many seconds.
+takes so many seconds, or waits for SIGUSR2 if they are below 0. On SIGUSR1 the server hangs; it is
+ended after so many seconds.
 """
 
 from __future__ import annotations
