@@ -267,6 +267,8 @@ class ModelRegistry:
         name.
         """
         for name, batcher in tuple(self._batchers.items()):
+            if self._batchers.get(name) is not batcher:  # retired during the checks of the others
+                continue
             damage = await batcher.find_damage()
             if damage and name not in self._damaged and self._batchers.get(name) is batcher:
                 logger.error("not ready any more: %s", damage)
