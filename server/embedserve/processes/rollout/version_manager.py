@@ -222,6 +222,7 @@ class VersionManager:
             async with self._one_at_a_time:
                 if self._loads.get(name) is not load:
                     return
+                self._metrics.check_room(name)
                 load.prepared = await run_in_daemon_thread(
                     "load", partial(self._prepare, name, load)
                 )

@@ -25,7 +25,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits
 from embedserve.errors import UnknownModelError
-from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.model_info import ModelInfo
 from embedserve.processes.rollout.messages import (
     Desired,
@@ -330,6 +330,23 @@ async def test_a_version_with_more_features_than_are_counted_is_refused(moving: 
     said = "has 1025 features or keys, and this server has room to count 1024"
     assert said in moving.state().reason
     assert moving.restored_numbers == []
+
+
+async def test_a_name_that_there_is_no_room_to_count_is_refused(moving: Moving) -> None:
+    for i in range(NAMES_SPARE):
+        await moving.prepared(8, f"shop@spare{i}")
+        moving.activate(f"shop@spare{i}")
+    restored = len(moving.restored_numbers)
+    moving.prepare(8, "shop@more")
+    await until(lambda: moving.state("shop@more").state is State.FAILED)
+    said = "shop@more: this server has room to count 17 names since its start: restart it"
+    assert moving.state("shop@more").reason == said
+    assert len(moving.restored_numbers) == restored
+    moving.remove("shop@more")
+    moving.remove("shop@spare0")
+    await moving.prepared(8, "shop@more")
+    moving.activate("shop@more")
+    await moving.check(8, "shop@more")
 
 
 async def test_a_name_is_added_and_removed(moving: Moving) -> None:
