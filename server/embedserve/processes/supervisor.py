@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -29,6 +29,7 @@ from embedserve.processes.rollout.messages import (
     desired_to_bytes,
     report_from_bytes,
 )
+from embedserve.processes.signals import wake_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,6 @@ Compiling a large model blocks its event loop."""
 QUICK_END_S = 60.0
 """Seconds for which a worker must run after it was ready for its failure count to be reset. A
 worker that exits sooner is restarted immediately only once."""
-WAKEUP_BYTES = 4096
-"""Bytes of pending wake-ups that are read at once; each signal writes one."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 RunWorker = Callable[[int, WorkerChannel], int]
@@ -123,7 +122,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._has_gone = False
         self._is_announced = False
-        self._is_stopping = self._is_hurried = False
+        self._is_stopping = self._is_hurried = self._is_reload_requested = False
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains.
@@ -131,7 +130,7 @@ class Supervisor:
         Raises:
             WorkerFailedError: a worker ended before all were ready for the first time.
         """
-        with _signals_wake(self._selector, self._stop, self._coordinator.reload):
+        with wake_on_signals(self._selector, self._stop, self._request_reload):
             try:
                 for worker in self._workers:
                     self._start(worker)
@@ -145,9 +144,15 @@ class Supervisor:
         self._is_hurried = self._is_stopping
         self._is_stopping = True
 
+    def _request_reload(self) -> None:
+        self._is_reload_requested = True  # a signal handler may interrupt the coordinator
+
     def _step(self) -> None:
         """Waits for an event or a timeout, and handles it."""
         self._wait(self._seconds_to_restart())
+        if self._is_reload_requested:
+            self._is_reload_requested = False
+            self._coordinator.reload()
         self._release_workers()
         self._check_heartbeats()
         self._coordinator.check_timeouts()
@@ -368,30 +373,3 @@ def _described(exit_code: int) -> str:
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"
-
-
-@contextlib.contextmanager
-def _signals_wake(
-    selector: selectors.BaseSelector, stop: Callable[[], None], reload: Callable[[], None]
-) -> Iterator[None]:
-    """Calls ``stop`` for SIGTERM and SIGINT, and ``reload`` for SIGHUP, within its block. Each of
-    these signals and SIGCHLD also wakes the select."""
-    ours, wakeup = socket.socketpair()
-    ours.setblocking(False)
-    wakeup.setblocking(False)
-    selector.register(ours, selectors.EVENT_READ, lambda _: ours.recv(WAKEUP_BYTES))
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: stop()),
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: stop()),
-        signal.SIGHUP: signal.signal(signal.SIGHUP, lambda *_: reload()),
-        signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None),
-    }
-    before_fd = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before_fd)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        ours.close()
-        wakeup.close()
