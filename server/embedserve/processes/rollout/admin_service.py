@@ -60,6 +60,8 @@ class AdminService:
             raise RefusedError(f"{name} version {number} is not loaded yet", "model") from None
         finally:
             self._resolver.forget(name)
+            if self._version_manager.number(name) is None:  # forgets a new name that failed
+                self._send(AdminCommand(Operation.UNLOAD, name))
         return number
 
     async def unload(self, name: str) -> None:

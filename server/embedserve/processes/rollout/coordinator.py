@@ -264,9 +264,15 @@ class RolloutCoordinator:
         return rollout is not None and (rollout.name, rollout.version.number) == (name, number)
 
     def _remove(self, name: str) -> None:
-        """Stops serving ``name``, unless nothing else is served."""
+        """Stops serving ``name``, unless nothing else is served; forgets a name that never served
+        and has failed to load."""
         served = [one for one, has in self._names.items() if has.serving is not None]
-        if name not in served or len(served) == 1:
+        if name not in served:
+            one = self._names.get(name)
+            if one is not None and one.failure is not None and one.candidate is None:
+                del self._names[name]
+            return
+        if len(served) == 1:
             return
         del self._names[name]
         if self._rollout is not None and self._rollout.name == name:

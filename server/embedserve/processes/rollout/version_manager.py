@@ -157,6 +157,8 @@ class VersionManager:
         for name in [one for one in self.versions if one not in names]:
             if len(self.versions) > 1:  # the last one serves until another has been loaded
                 self._remove(name)
+        for name in [one for one in self._models.pending if one not in names]:
+            del self._models.pending[name]
         self._changed.set()
         self._changed = asyncio.Event()
         status = self.status()
@@ -255,7 +257,6 @@ class VersionManager:
 
     def _drop_load(self, name: str) -> None:
         self._loads.pop(name).release()
-        self._models.pending.pop(name, None)
 
     def _activate(self, name: str, load: _Load, prepared: _Prepared) -> None:
         """Switches to the prepared version."""
@@ -276,7 +277,6 @@ class VersionManager:
         """Stops serving ``name``."""
         leaving = name, self.versions[name].manifest.version
         before = self._models.remove(name)
-        self._models.pending.pop(name, None)
         self._metrics.remove(name)
         self._retire(before, leaving, [self.engines.pop(name), self.versions.pop(name)])
 

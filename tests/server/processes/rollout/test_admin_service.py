@@ -88,6 +88,19 @@ async def test_what_cannot_be_served_is_refused_and_may_be_tried_again(
     assert await operated.operator.load("shop") == 2
 
 
+async def test_of_a_new_name_that_cannot_be_served_nothing_is_kept(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    operated = Operated(store, executor)
+    appear(later, store, 2)
+    operated.failures[2] = StoreError("no room")
+    with pytest.raises(RefusedError, match=r"^shop@2 version 2 stays out: no room$"):
+        await operated.operator.load("shop@2")
+    await until(lambda: operated.rollout.target("shop@2") is None)
+    assert operated.pipeline.models.pending == {}
+    assert await operated.operator.load("shop@1") == 1
+
+
 async def test_a_load_that_the_store_overtakes_is_refused(
     store: Path, later: Path, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:

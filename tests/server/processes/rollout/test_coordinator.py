@@ -465,6 +465,16 @@ def test_a_new_name_that_fails_is_not_served_and_may_be_tried_again(workers: Wor
     assert workers.serving("shop@9") == [0, 0]
 
 
+def test_a_new_name_that_failed_is_forgotten_unless_it_is_tried_again(workers: Workers) -> None:
+    workers.command(Operation.LOAD, "shop@9", 9)
+    workers.command(Operation.UNLOAD, "shop@9")  # of a load before
+    workers.load(1, name="shop@9", reason="no room")
+    assert workers.failures("shop@9") == [(9, "no room")] * 2
+    workers.command(Operation.UNLOAD, "shop@9")
+    assert all(set(one.names) == {"shop", "films"} for one in workers.workers.values())
+    assert workers.adopted == []
+
+
 def test_a_worker_that_starts_meanwhile_has_what_the_others_have(workers: Workers) -> None:
     workers.fork(2)
     workers.command(Operation.LOAD, "shop@canary", 9)
