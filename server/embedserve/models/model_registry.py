@@ -123,7 +123,7 @@ class ModelRegistry:
         self._compare()
         self._on_room_again()
 
-    def share(self, name: str, percent: float) -> None:
+    def set_share(self, name: str, percent: float) -> None:
         """Sets the percentage of requests for ``name``'s model without a version that it serves."""
         if self._shares.get(name, 0.0) != percent:
             self._shares[name] = percent
@@ -136,7 +136,7 @@ class ModelRegistry:
         """Raises UnknownModelError if no model of that name is served."""
         return self._batcher(name).model
 
-    def shadow(self, name: str, percent: float) -> None:
+    def set_shadow(self, name: str, percent: float) -> None:
         """Makes ``name`` a shadow of the version that serves its model.
 
         ``percent`` of that version's batches are looked up in ``name`` as well and compared.

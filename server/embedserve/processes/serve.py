@@ -26,14 +26,13 @@ from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.rate_limited_logger import RateLimitedTracebacks
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.log_lines import JsonLines, TextLines
+from embedserve.processes.model_loading import make_resident_and_verify, open_folder
 from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
 from embedserve.processes.startup.loading import (
     on_devices,
-    open_folder,
     open_versions,
     open_versions_to_fork,
     opened_in_time,
-    prepared,
     restore_all,
 )
 from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
@@ -126,7 +125,7 @@ def _serve_alone(settings: ServeSettings, start_s: float) -> None:
 
     try:
         with serve_health_while_loading(settings, ports) as end_front:
-            versions = prepared(settings, opened_in_time(settings, open_versions))
+            versions = make_resident_and_verify(settings, opened_in_time(settings, open_versions))
             _serve_here(settings, versions, ports, start_s, None, run)
     finally:
         ports.close()
@@ -141,7 +140,7 @@ async def _until_signalled(
 ) -> None:
     from embedserve.processes import server
     from embedserve.processes.rollout.agent import start_alone
-    from embedserve.processes.rollout.store_watcher import begin_shares
+    from embedserve.processes.rollout.store_watcher import apply_initial_shares
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -149,7 +148,7 @@ async def _until_signalled(
         loop.add_signal_handler(number, server.stop_or_end, stop, number)
     agent = start_alone(settings, version_manager, stop)
     loop.add_signal_handler(signal.SIGHUP, agent.admin.reload)
-    await begin_shares(settings, version_manager)
+    await apply_initial_shares(settings, version_manager)
     await server.run_server(stop, pipeline, settings, ports, announce, agent.admin)
 
 
@@ -191,7 +190,8 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(ports.close)
         end_front = stack.enter_context(serve_health_while_loading(settings, ports))
-        versions = prepared(settings, opened_in_time(settings, open_versions_to_fork))
+        opened = opened_in_time(settings, open_versions_to_fork)
+        versions = make_resident_and_verify(settings, opened)
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())
         slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))

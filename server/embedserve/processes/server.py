@@ -35,8 +35,8 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.example_request import example_features
+from embedserve.processes.model_loading import restore_one
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
-from embedserve.processes.startup.loading import restore_one
 from embedserve.processes.startup.ports import Ports
 from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.region_registry import RegionRegistry

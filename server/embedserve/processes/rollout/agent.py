@@ -9,8 +9,9 @@ from embedserve.config import ServeSettings
 from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
 from embedserve.processes.rollout.messages import Desired, Report
-from embedserve.processes.rollout.store_watcher import StoreWatcher, VersionResolver
+from embedserve.processes.rollout.store_watcher import StoreWatcher
 from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.rollout.version_resolver import VersionResolver
 
 
 class RolloutAgent:
@@ -51,7 +52,7 @@ def start_alone(
     """Returns the agent of a server with a single process, which has the coordinator, too."""
     loop = asyncio.get_running_loop()
     resolver = VersionResolver(settings)
-    version_manager.open_version = lambda name, target: resolver.take(name, target.version)
+    version_manager.open_version = lambda name, target: resolver.take_opened(name, target.version)
     served = {name: Version.of(one) for name, one in version_manager.versions.items()}
     coordinator = RolloutCoordinator(served, adopt=lambda name, path: None)
 

@@ -21,6 +21,7 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.metrics.model_metrics import columns_of
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
 from embedserve.pipeline import RequestPipeline
+from embedserve.processes.model_loading import open_folder
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     Desired,
@@ -31,7 +32,6 @@ from embedserve.processes.rollout.messages import (
     Status,
     Target,
 )
-from embedserve.processes.startup.loading import open_folder
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.memory.mapped_tables import drop_version_pages
@@ -177,15 +177,15 @@ class VersionManager:
         if load is not None and target.phase is Phase.ACTIVATE and load.prepared is not None:
             self._activate(name, load, load.prepared)
         if target.shares is not None:
-            self.share(name, target.shares)
+            self.apply_shares(name, target.shares)
         self._show(name, target)
 
-    def share(self, name: str, shares: Shares) -> None:
+    def apply_shares(self, name: str, shares: Shares) -> None:
         """Applies ``shares`` if their version serves. Until then the previous version keeps its
         own, permanently if the new version cannot be loaded."""
         if name in self.versions and shares.version in (0, self.number(name)):
-            self._models.share(name, shares.traffic)
-            self._models.shadow(name, shares.shadow)
+            self._models.set_share(name, shares.traffic)
+            self._models.set_shadow(name, shares.shadow)
 
     def _show(self, name: str, target: Target) -> None:
         """Shows in /models and the metrics which version is desired, and whether it has failed."""

@@ -29,8 +29,9 @@ from embedserve.processes import server
 from embedserve.processes.rollout import store_watcher
 from embedserve.processes.rollout.agent import start_alone
 from embedserve.processes.rollout.messages import NameStatus, State
-from embedserve.processes.rollout.store_watcher import VersionResolver, begin_shares
+from embedserve.processes.rollout.store_watcher import apply_initial_shares
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
+from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.serve import _until_signalled
 from embedserve.processes.startup.ports import claim_ports
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
@@ -408,7 +409,7 @@ async def test_shares_begin_before_the_first_look(
     set_alias(store, "shop", "canary", 1, shadow=20)
     serving = Serving(store, executor, "shop@canary", "alias")
     models = serving.pipeline.models
-    await begin_shares(serving.settings, serving.rollout)
+    await apply_initial_shares(serving.settings, serving.rollout)
     assert models.status(models.model("shop@canary"))["shadow"] == 20
 
 
@@ -440,8 +441,8 @@ async def test_a_start_does_not_wait_for_shares_for_ever(
     serving = Serving(store, executor, "shop@canary", "alias")
     answers = threading.Event()
     monkeypatch.setattr(store_watcher, "SHARES_S_MAX", 0.05)
-    monkeypatch.setattr(VersionResolver, "wanted", lambda *_: answers.wait() and {})
-    await begin_shares(serving.settings, serving.rollout)
+    monkeypatch.setattr(VersionResolver, "resolve", lambda *_: answers.wait() and {})
+    await apply_initial_shares(serving.settings, serving.rollout)
     answers.set()
     assert caplog.messages == ["the store has not told the shares in 0.05 s: they begin later"]
 
@@ -458,6 +459,6 @@ async def test_a_start_does_not_end_where_the_shares_cannot_be_read(
         raise RuntimeError("of a library")
 
     serving = Serving(store, executor, "shop@1", "alias")
-    monkeypatch.setattr(VersionResolver, "wanted", fail)
-    await begin_shares(serving.settings, serving.rollout)
+    monkeypatch.setattr(VersionResolver, "resolve", fail)
+    await apply_initial_shares(serving.settings, serving.rollout)
     assert caplog.messages == ["the shares cannot be read: they begin later"]
