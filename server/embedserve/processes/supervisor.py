@@ -23,6 +23,7 @@ from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
+    START,
     Desired,
     Stage,
     Status,
@@ -48,7 +49,7 @@ QUICK_END_S = 60.0
 worker that exits sooner is restarted immediately only once."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
-RunWorker = Callable[[int, WorkerChannel], int]
+WorkerMain = Callable[[int, WorkerChannel], int]
 """Serves as the worker with that number, with its end of the channel, until it is stopped. Returns
 the exit code of its process."""
 
@@ -66,7 +67,7 @@ class _Worker:
     """Process id; 0 while there is no process."""
     channel: SupervisorChannel | None = None
     desired: Desired = field(default_factory=Desired)
-    announces: bool = False
+    logs_ready: bool = False
     is_warm: bool = False
     is_ready: bool = False
     reason: str = ""
@@ -87,13 +88,13 @@ class Supervisor:
 
     def __init__(
         self,
-        run_worker: RunWorker,
+        worker_main: WorkerMain,
         shared_counters: SharedCounters,
         drain_s: float,
         hang_s: float,
         coordinator: RolloutCoordinator,
         find_damage: Callable[[], str] = str,
-        on_ready: Callable[[], None] = lambda: None,
+        end_startup_server: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -104,24 +105,24 @@ class Supervisor:
             coordinator: decides which versions the workers serve.
             find_damage: returns which file is damaged, "" for none; called when a worker ended by
                 SIGBUS, as when a file was truncated.
-            on_ready: called when a worker is ready; the worker accepts no connection before the
-                call returns.
+            end_startup_server: called when a worker is ready; the worker accepts no connection
+                before the call returns.
             on_stop: called before the workers are stopped.
         """
-        self._on_ready = on_ready
+        self._end_startup_server = end_startup_server
         self._on_stop = on_stop
         self._coordinator = coordinator
         coordinator.send, coordinator.end = self._send_to, self._end
         self._find_damage = find_damage
-        self._run_worker = run_worker
+        self._worker_main = worker_main
         self._slots = shared_counters
         self._drain_s = drain_s
         self._hang_s = hang_s
         self._looked_s = time.monotonic()
         self._workers = [_Worker(index) for index in range(len(shared_counters.rows))]
         self._selector = selectors.DefaultSelector()
-        self._has_gone = False
-        self._is_announced = False
+        self._are_released = False
+        self._were_ready = False
         self._is_stopping = self._is_hurried = self._is_reload_requested = False
 
     def run(self) -> None:
@@ -223,7 +224,7 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
         worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
-        worker.pid, worker.reason, worker.announces = pid, "", False
+        worker.pid, worker.reason, worker.logs_ready = pid, "", False
 
     def _run_child(self, index: int, channel: socket.socket) -> NoReturn:
         """Runs the worker in the forked process, and ends that process."""
@@ -240,7 +241,7 @@ class Supervisor:
                     other.channel.close()
             self._selector.close()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            status = self._run_worker(index, WorkerChannel(channel))
+            status = self._worker_main(index, WorkerChannel(channel))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -265,28 +266,28 @@ class Supervisor:
             worker.reason = report.reason
         elif isinstance(report, Status) and report.stage is Stage.WARM:
             worker.is_warm = True
-        elif not worker.is_ready:
+        elif isinstance(report, Status) and report.stage is Stage.READY and not worker.is_ready:
             worker.is_ready, worker.ready_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
-            self._on_ready()
+            self._end_startup_server()
             # The worker applies the desired state of all before it accepts a connection.
             self._coordinator.on_worker_ready(worker.index)
-            if self._is_announced:
+            if self._were_ready:
                 logger.info("worker %d is ready again", worker.index)
         if worker.is_ready and not self._is_stopping:
             self._coordinator.on_report(worker.index, report)
 
     def _release_workers(self) -> None:
         """Lets warm workers listen: the first time all together, afterwards each by itself."""
-        self._has_gone = self._has_gone or all(worker.is_warm for worker in self._workers)
-        if not self._has_gone:
+        self._are_released = self._are_released or all(worker.is_warm for worker in self._workers)
+        if not self._are_released:
             return
         for worker in self._workers:
-            if worker.is_warm:
+            if worker.is_warm and worker.channel is not None:
                 worker.is_warm = False
-                self._send_to(worker.index, Desired())
-        if not self._is_announced and all(worker.is_ready for worker in self._workers):
-            self._is_announced = self._workers[0].announces = True
+                worker.channel.send(START)
+        if not self._were_ready and all(worker.is_ready for worker in self._workers):
+            self._were_ready = self._workers[0].logs_ready = True
             self._send_to(0, self._workers[0].desired)
 
     def _reap(self, worker: _Worker, status: int) -> None:
@@ -303,7 +304,7 @@ class Supervisor:
         pid, worker.pid, worker.is_warm, worker.is_ready = worker.pid, 0, False, False
         if self._is_stopping:
             return
-        if not self._is_announced:
+        if not self._were_ready:
             raise WorkerFailedError(
                 worker.reason or f"worker {worker.index} {how} before the server was ready"
             )
@@ -347,7 +348,7 @@ class Supervisor:
 
     def _send_to(self, index: int, desired: Desired) -> None:
         worker = self._workers[index]
-        worker.desired = replace(desired, may_accept=worker.is_ready, announces=worker.announces)
+        worker.desired = replace(desired, may_accept=worker.is_ready, logs_ready=worker.logs_ready)
         if worker.channel is not None:
             worker.channel.send(desired_to_bytes(worker.desired))
 

@@ -15,18 +15,19 @@ import os, signal, sys, time
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
 from embedserve.processes.rollout.messages import (
-    StoreEntry, NameStatus, Shares, Stage, Status, StoreReport, desired_from_bytes, report_to_bytes
+    START, StoreEntry, NameStatus, Shares, Stage, Status, StoreReport, desired_from_bytes,
+    report_to_bytes
 )
 from embedserve.processes.supervisor import Supervisor
 
 names, pause_s = [f"m{number}@canary" for number in range(int(sys.argv[1]))], float(sys.argv[2])
 
-def run_worker(index, channel):
+def worker_main(index, channel):
     def receive():
         return desired_from_bytes(channel.wait_for_message())
 
     channel.send(report_to_bytes(Status(stage=Stage.WARM)))
-    assert not receive().may_accept
+    assert channel.wait_for_message() == START
     channel.send(report_to_bytes(Status({name: NameStatus(1) for name in names}, Stage.READY)))
     time.sleep(pause_s)  # a worker that loads a version does not read for so long
     told = receive()
@@ -35,7 +36,7 @@ def run_worker(index, channel):
         names, Shares(1, 5.0)
     )
     print("all", flush=True)
-    while not told.announces:
+    while not told.logs_ready:
         told = receive()
     assert len(told.names) == len(names)
     os.kill(os.getppid(), signal.SIGTERM)
@@ -45,7 +46,7 @@ served = {name: Version(1, "/store/m/1") for name in names}
 coordinator = RolloutCoordinator(served, lambda *_: None)
 shares = {name: StoreEntry(1, Shares(1, 5.0)) for name in names}
 coordinator.on_report(0, StoreReport(shares))
-Supervisor(run_worker, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
+Supervisor(worker_main, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
 """
 
 

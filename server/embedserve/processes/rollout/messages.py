@@ -16,6 +16,8 @@ from typing import Any
 
 import orjson
 
+START = b"start"
+"""Supervisor to a warm worker: it may listen. It is the first message; all others are `Desired`."""
 REASON_CHARACTERS_MAX = 1000
 _DIGITS = re.compile(r"[\d.,]+")
 
@@ -40,7 +42,7 @@ class Stage(StrEnum):
     """Stage of a worker's start."""
 
     WARM = "warm"
-    """The models are loaded. The worker listens once it has received its first `Desired`."""
+    """The models are loaded. The worker listens once it has received START."""
     READY = "ready"
     """The worker listens. It accepts connections once it may."""
     FAILED = "failed"
@@ -108,14 +110,14 @@ class Desired:
         polls: number of immediate polls that were requested so far.
         may_accept: whether only workers listen on the ports now, so that this one may accept
             connections.
-        announces: whether this process announces that the server is ready.
+        logs_ready: whether this process logs that the server is ready.
     """
 
     names: Mapping[str, Target] = field(default_factory=dict)
     watches_store: bool = False
     polls: int = 0
     may_accept: bool = False
-    announces: bool = False
+    logs_ready: bool = False
 
 
 @dataclass(frozen=True)

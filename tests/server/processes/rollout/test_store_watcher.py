@@ -25,14 +25,13 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
-from embedserve.processes import server
+from embedserve.processes import single_process
 from embedserve.processes.rollout import store_watcher
-from embedserve.processes.rollout.agent import start_alone
 from embedserve.processes.rollout.messages import NameStatus, State
 from embedserve.processes.rollout.store_watcher import apply_initial_shares
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
-from embedserve.processes.serve import _until_signalled
+from embedserve.processes.single_process import run_single_process, start_rollouts
 from embedserve.processes.startup.ports import claim_ports
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
 
@@ -132,7 +131,7 @@ class Serving:
 
     def start(self) -> None:
         """Follows the store until ``stop`` is set."""
-        self.agent = start_alone(self.settings, self.rollout, self.stop)
+        self.agent = start_rollouts(self.settings, self.rollout, self.stop)
 
     async def look(self) -> int:
         """Looks at the store; gives the version that answers once all is loaded."""
@@ -424,10 +423,12 @@ async def test_a_process_serves_once_it_has_the_shares(
     async def run_server(*_: object) -> None:
         shadows.append(models.status(models.model("shop@canary"))["shadow"])
 
-    monkeypatch.setattr(server, "run_server", run_server)
+    monkeypatch.setattr(single_process, "run_server", run_server)
     ports = claim_ports("127.0.0.1", 0, 0)
     ports.close()
-    await _until_signalled(serving.pipeline, serving.settings, ports, lambda: None, serving.rollout)
+    await run_single_process(
+        serving.pipeline, serving.rollout, serving.settings, ports, lambda: None
+    )
     assert shadows == [20]
 
 
