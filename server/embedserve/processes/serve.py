@@ -43,7 +43,7 @@ from embedserve.metrics.rate_limited_logger import RateLimitedTracebacks
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.log_lines import JsonLines, TextLines
 from embedserve.processes.model_loading import make_resident_and_verify, open_folder
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
 from embedserve.processes.startup.loading import (
     on_devices,
     open_versions,
@@ -198,7 +198,7 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
             else:
                 versions[name] = open_folder(path)
 
-        served = {name: Version.of(one) for name, one in versions.items()}
+        served = {name: RolloutVersion.of(one) for name, one in versions.items()}
         supervisor = Supervisor(
             partial(_worker_main, settings, versions, ports, start_s, slots, names, columns_max),
             slots,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from embedserve.config import ServeSettings
 from embedserve.pipeline import RequestPipeline
 from embedserve.processes.rollout.agent import RolloutAgent
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
 from embedserve.processes.rollout.messages import Desired, Report
 from embedserve.processes.rollout.store_watcher import apply_initial_shares
 from embedserve.processes.rollout.version_manager import VersionManager
@@ -54,7 +54,7 @@ def start_rollouts(
     loop = asyncio.get_running_loop()
     resolver = VersionResolver(settings)
     version_manager.open_version = lambda name, target: resolver.take_opened(name, target.version)
-    served = {name: Version.of(one) for name, one in version_manager.versions.items()}
+    served = {name: RolloutVersion.of(one) for name, one in version_manager.versions.items()}
     coordinator = RolloutCoordinator(served, adopt=lambda name, path: None)
 
     # Both directions go through the event loop, as through a channel: neither side is called while

@@ -25,8 +25,8 @@ from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     START,
     Desired,
-    Stage,
-    Status,
+    WorkerStage,
+    WorkerStatus,
     desired_to_bytes,
     report_from_bytes,
 )
@@ -262,11 +262,18 @@ class Supervisor:
 
     def _on_message(self, worker: _Worker, message: bytes) -> None:
         report = report_from_bytes(message)
-        if isinstance(report, Status) and report.stage is Stage.FAILED:
-            worker.reason = report.reason
-        elif isinstance(report, Status) and report.stage is Stage.WARM:
+        if isinstance(report, WorkerStatus):
+            self._on_stage(worker, report)
+        if worker.is_ready and not self._is_stopping:
+            self._coordinator.on_report(worker.index, report)
+
+    def _on_stage(self, worker: _Worker, status: WorkerStatus) -> None:
+        """Handles the progress of a worker's start."""
+        if status.stage is WorkerStage.FAILED:
+            worker.reason = status.reason
+        elif status.stage is WorkerStage.WARM:
             worker.is_warm = True
-        elif isinstance(report, Status) and report.stage is Stage.READY and not worker.is_ready:
+        elif status.stage is WorkerStage.READY and not worker.is_ready:
             worker.is_ready, worker.ready_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
             self._end_startup_server()
@@ -274,8 +281,6 @@ class Supervisor:
             self._coordinator.on_worker_ready(worker.index)
             if self._were_ready:
                 logger.info("worker %d is ready again", worker.index)
-        if worker.is_ready and not self._is_stopping:
-            self._coordinator.on_report(worker.index, report)
 
     def _release_workers(self) -> None:
         """Lets warm workers listen: the first time all together, afterwards each by itself."""

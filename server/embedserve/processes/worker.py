@@ -21,8 +21,8 @@ from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
     Report,
-    Stage,
-    Status,
+    WorkerStage,
+    WorkerStatus,
     desired_from_bytes,
     report_to_bytes,
 )
@@ -41,13 +41,13 @@ workers report its counts at most this late."""
 def wait_for_start(channel: WorkerChannel) -> bool:
     """Reports that this worker is warm, and waits for START. Returns False if the supervisor is
     gone instead."""
-    channel.send(report_to_bytes(Status(stage=Stage.WARM)))
+    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.WARM)))
     return channel.wait_for_message() is not None
 
 
 def report_failure(channel: WorkerChannel, error: Exception) -> None:
     """Reports to the supervisor why this worker cannot serve."""
-    channel.send(report_to_bytes(Status(stage=Stage.FAILED, reason=str(error))))
+    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.FAILED, reason=str(error))))
 
 
 async def run_worker(
@@ -97,7 +97,7 @@ async def run_worker(
     async with heartbeat(pipeline.metrics, counters):
         bound = ports.bind()
         bound.listen(with_grpc=settings.grpc_server == "native")
-        send(Status(version_manager.status().names, Stage.READY))
+        send(WorkerStatus(version_manager.status().names, WorkerStage.READY))
         await _either(may_accept, stop)
         await run_server(stop, pipeline, settings, bound, lambda: None, agent.admin)
 

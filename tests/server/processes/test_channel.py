@@ -13,10 +13,10 @@ from embedserve.processes.channel import LineSocket, SupervisorChannel, WorkerCh
 SERVED = """
 import os, signal, sys, time
 from embedserve.metrics.shared_counters import SharedCounters
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
 from embedserve.processes.rollout.messages import (
-    START, StoreEntry, NameStatus, Shares, Stage, Status, StoreReport, desired_from_bytes,
-    report_to_bytes
+    START, NameStatus, Shares, StoreEntry, StoreReport, WorkerStage, WorkerStatus,
+    desired_from_bytes, report_to_bytes
 )
 from embedserve.processes.supervisor import Supervisor
 
@@ -26,9 +26,10 @@ def worker_main(index, channel):
     def receive():
         return desired_from_bytes(channel.wait_for_message())
 
-    channel.send(report_to_bytes(Status(stage=Stage.WARM)))
+    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.WARM)))
     assert channel.wait_for_message() == START
-    channel.send(report_to_bytes(Status({name: NameStatus(1) for name in names}, Stage.READY)))
+    serving = {name: NameStatus(1) for name in names}
+    channel.send(report_to_bytes(WorkerStatus(serving, WorkerStage.READY)))
     time.sleep(pause_s)  # a worker that loads a version does not read for so long
     told = receive()
     assert (told.may_accept, told.watches_store) == (True, True), told
@@ -42,7 +43,7 @@ def worker_main(index, channel):
     os.kill(os.getppid(), signal.SIGTERM)
     return 0
 
-served = {name: Version(1, "/store/m/1") for name in names}
+served = {name: RolloutVersion(1, "/store/m/1") for name in names}
 coordinator = RolloutCoordinator(served, lambda *_: None)
 shares = {name: StoreEntry(1, Shares(1, 5.0)) for name in names}
 coordinator.on_report(0, StoreReport(shares))

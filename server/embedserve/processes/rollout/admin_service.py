@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from embedserve.errors import RefusedError
 from embedserve.processes.model_loading import check_names
-from embedserve.processes.rollout.coordinator import MOVE_S_MAX
+from embedserve.processes.rollout.coordinator import ROLLOUT_S_MAX
 from embedserve.processes.rollout.messages import AdminCommand, Operation, Target
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
@@ -52,7 +52,7 @@ class AdminService:
         number, before = version.manifest.version, self._version_manager.target(name)
         self._send(AdminCommand(Operation.LOAD, name, number, str(version.path)))
         try:
-            async with asyncio.timeout(MOVE_S_MAX):
+            async with asyncio.timeout(ROLLOUT_S_MAX):
                 while self._version_manager.number(name) != number:
                     _check_load(name, number, before, self._version_manager.target(name))
                     await self._version_manager.wait_for_change()

@@ -97,7 +97,7 @@ async def test_of_a_new_name_that_cannot_be_served_nothing_is_kept(
     with pytest.raises(RefusedError, match=r"^shop@2 version 2 stays out: no room$"):
         await operated.admin.load("shop@2")
     await until(lambda: operated.rollout.target("shop@2") is None)
-    assert operated.pipeline.models.pending == {}
+    assert operated.pipeline.models.pending_versions == {}
     assert await operated.admin.load("shop@1") == 1
 
 

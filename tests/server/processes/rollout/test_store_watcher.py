@@ -27,7 +27,7 @@ from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
 from embedserve.processes import single_process
 from embedserve.processes.rollout import store_watcher
-from embedserve.processes.rollout.messages import NameStatus, State
+from embedserve.processes.rollout.messages import LoadState, NameStatus
 from embedserve.processes.rollout.store_watcher import apply_initial_shares
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
@@ -145,7 +145,7 @@ class Serving:
     async def _settled(self) -> None:
         for _ in range(10):  # what is sent through the event loop
             await asyncio.sleep(0)
-        await until(lambda: all(one.state is State.ACTIVE for one in self._names()))
+        await until(lambda: all(one.state is LoadState.ACTIVE for one in self._names()))
 
     def _names(self) -> Iterable[NameStatus]:
         return self.rollout.status().names.values()
@@ -209,10 +209,10 @@ async def test_a_version_that_fails_is_tried_once_and_said_once(
         assert await serving.look() == 1
     assert serving.attempts == [2]
     assert caplog.messages == ["shop: version 2 stays out: its goldens are answered otherwise"]
-    assert serving.pipeline.models.pending[serving.name].state == "failed"
+    assert serving.pipeline.models.pending_versions[serving.name].state == "failed"
     appear(later, store, 3)
     assert await serving.look() == 3
-    assert serving.pipeline.models.pending == {}
+    assert serving.pipeline.models.pending_versions == {}
 
 
 async def test_one_that_has_not_come_whole_is_waited_for(
