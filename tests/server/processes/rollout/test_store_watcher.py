@@ -33,6 +33,7 @@ from embedserve.processes.rollout.version_manager import Restored, VersionManage
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.single_process import run_single_process, start_rollouts
 from embedserve.processes.startup.ports import claim_ports
+from embedserve.processes.threads import is_any_running
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
 
 PUBLISH = """
@@ -143,9 +144,16 @@ class Serving:
         return await self.answering()
 
     async def _settled(self) -> None:
-        for _ in range(10):  # what is sent through the event loop
-            await asyncio.sleep(0)
-        await until(lambda: all(one.state is LoadState.ACTIVE for one in self._names()))
+        """Waits for the look that begins by itself at the start, too."""
+        for _ in range(2):
+            for _ in range(10):  # what is sent through the event loop
+                await asyncio.sleep(0)
+            await until(
+                lambda: (
+                    not is_any_running()
+                    and all(one.state is LoadState.ACTIVE for one in self._names())
+                )
+            )
 
     def _names(self) -> Iterable[NameStatus]:
         return self.rollout.status().names.values()
