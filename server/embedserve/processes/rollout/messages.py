@@ -2,8 +2,8 @@
 
 The coordinator sends what every process is to serve, as a whole: a newer `Desired` replaces an
 older one, and a worker that starts needs only the last. Processes report what they serve, also as a
-whole. Between a supervisor and its workers a message is a line of JSON (channel.py). A single
-process passes the objects themselves.
+whole. Between a supervisor and its workers a message is a line of JSON (channel.py), except START.
+A single process passes the objects themselves.
 """
 
 from __future__ import annotations

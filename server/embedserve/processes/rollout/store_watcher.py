@@ -28,9 +28,8 @@ from embedserve_store import StoreError
 logger = logging.getLogger(__name__)
 
 SHARES_S_MAX = 10.0
-"""Seconds that a start waits for the store to report the traffic shares. The watcher applies them
-later anyway."""
-
+"""Seconds that a start waits for the store to report the traffic shares. The watcher's first poll
+applies those that are followed later."""
 NOTHING_NEW = "looked at the store, as asked: nothing new%s"
 
 
