@@ -1,4 +1,4 @@
-"""What an operator asks of one process: done, or refused with the reason."""
+"""What an administrator asks of one process: done, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from embedserve_store import StoreError, set_alias
 
 
 class Operated(Serving):
-    """A process with an operator, which follows nothing by itself."""
+    """A process with an administrator, which follows nothing by itself."""
 
     def __init__(self, store: Path, executor: ThreadPoolExecutor) -> None:
         super().__init__(store, executor, follow="none")
