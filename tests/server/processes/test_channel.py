@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import selectors
 import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+import pytest
+import uvloop
 from server.python import run_python
 
 from embedserve.processes.channel import LineSocket, SupervisorChannel, WorkerChannel
@@ -59,6 +63,27 @@ def test_a_worker_knows_the_shares_before_it_takes_connections() -> None:
 def test_more_than_a_channel_holds_comes_all() -> None:
     done = run_python("-c", SERVED, "3000", "0.5")
     assert (done.stdout, done.stderr) == ("all\n", "")
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_worker_sees_the_end_of_a_supervisor_that_has_not_read_all(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    """The end comes as an error first, after which uvloop tells of nothing more."""
+
+    async def end_unread() -> None:
+        supervisors, ours = socket.socketpair()
+        with ours:
+            channel, ended, received = WorkerChannel(ours), asyncio.Event(), list[bytes]()
+            channel.attach(received.append, ended.set)
+            channel.send(b"nobody reads this")
+            supervisors.send(b"last\n")
+            supervisors.close()
+            async with asyncio.timeout(10):
+                await ended.wait()
+            assert received == [b"last"]
+
+    run(end_unread())
 
 
 async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:
