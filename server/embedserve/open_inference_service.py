@@ -72,5 +72,5 @@ def repository(pipeline: RequestPipeline, *, only_ready: bool) -> list[dict[str,
     versions that are not ready."""
     models = pipeline.models
     not_ready = "" if models.is_ready else models.not_ready or "not ready"
-    index = description.repository(models.models(), models.pending, not_ready)
+    index = description.repository(models.models(), models.pending_versions, not_ready)
     return [one for one in index if one["state"] == "READY"] if only_ready else index

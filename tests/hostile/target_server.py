@@ -73,10 +73,10 @@ async def serve(limits: Limits, certificate: str = "", key: str = "") -> None:
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(TableEngine(), executor=executor, limits=limits)
 
-        def say_ready() -> None:
+        def log_ready() -> None:
             print(ports.http, ports.grpc, flush=True)
 
-        await run_server(stop, pipeline, settings, ports, say_ready)
+        await run_server(stop, pipeline, settings, ports, log_ready)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,10 @@ async def serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     signal.signal(signal.SIGUSR1, hang_here)
 
-    def say_ready() -> None:
+    def log_ready() -> None:
         print(ports.http, ports.grpc, flush=True)
 
-    await run_server(stop, pipeline, settings, ports, say_ready)
+    await run_server(stop, pipeline, settings, ports, log_ready)
 
 
 def hang_here(*args: object) -> None:

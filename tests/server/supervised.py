@@ -14,6 +14,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import cells_per_worker
@@ -40,6 +41,7 @@ def serve(
     from server.pipelines import IN_THREAD, make_pipeline
 
     from embedserve.processes import worker
+    from embedserve.processes.rollout.version_manager import VersionManager
 
     signal.signal(signal.SIGUSR1, hang_here)
     engine = FakeEngine()
@@ -47,11 +49,19 @@ def serve(
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD, counters=counters)
 
-        def announce() -> None:
+        def log_ready() -> None:
             print("ready", ports.http, ports.grpc, flush=True)
 
+        manager = VersionManager(pipeline, {}, {}, do_not, do_not)
         if worker.wait_for_start(channel):
-            uvloop.run(worker.run_worker(pipeline, settings, ports, counters, channel, announce))
+            uvloop.run(
+                worker.run_worker(pipeline, manager, settings, ports, log_ready, counters, channel)
+            )
+
+
+def do_not(*args: object) -> NoReturn:
+    """Stands for what only a rollout calls."""
+    raise NotImplementedError
 
 
 def hang_here(*args: object) -> None:
@@ -76,11 +86,11 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
     ports = claim_ports("127.0.0.1", 0, 0, unix=unix).share()
     slots = SharedCounters(workers, cells_per_worker(1, COLUMNS_MIN))
 
-    def on_ready() -> None:
+    def end_startup_server() -> None:
         if Path(f"{failure}.asked").exists():
             print("answered" if answers(ports.http) else "waited", flush=True)
 
-    def run_worker(index: int, channel: WorkerChannel) -> int:
+    def worker_main(index: int, channel: WorkerChannel) -> int:
         print("started", index, flush=True)
         if failure.exists():
             from embedserve.processes.worker import report_failure
@@ -92,13 +102,13 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
 
     try:
         Supervisor(
-            run_worker,
+            worker_main,
             slots,
             drain_s,
             hang_s,
             RolloutCoordinator({}, lambda *_: None),
             lambda: "tables are cut off",
-            on_ready=on_ready,
+            end_startup_server=end_startup_server,
             on_stop=ports.remove_files,
         ).run()
     except WorkerFailedError as error:

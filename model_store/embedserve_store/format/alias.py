@@ -30,7 +30,7 @@ class Alias:
 
     model: str
     name: str
-    number: int
+    change_number: int
     """Number of the change, from 1."""
     version: int | None
     """Version that the alias points to; None if the change removes the alias."""
@@ -51,7 +51,7 @@ class Alias:
                 "format_version": FORMAT_VERSION,
                 "model": self.model,
                 "alias": self.name,
-                "number": self.number,
+                "number": self.change_number,
                 "version": self.version,
                 "who": self.who,
                 "when": self.when,
@@ -101,7 +101,7 @@ def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> 
     alias = Alias(
         model=typed(data, "model", str, where),
         name=typed(data, "alias", str, where),
-        number=typed(data, "number", int, where),
+        change_number=typed(data, "number", int, where),
         version=None if version is None else typed(data, "version", int, where),
         who=typed(data, "who", str, where),
         when=typed(data, "when", str, where),
@@ -109,9 +109,9 @@ def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> 
         share=typed({"share": 0.0} | data, "share", float, where),
         shadow=typed({"shadow": 0.0} | data, "shadow", float, where),
     )
-    if (alias.model, alias.name, alias.number) != (model, name, number):
+    if (alias.model, alias.name, alias.change_number) != (model, name, number):
         raise StoreError(
-            f"{where}: is change {alias.number} of alias {alias.name!r} of model {alias.model!r}, "
-            f"but lies where change {number} of {name!r} of {model!r} does"
+            f"{where}: is change {alias.change_number} of alias {alias.name!r} of model "
+            f"{alias.model!r}, but lies where change {number} of {name!r} of {model!r} does"
         )
     return alias

@@ -58,8 +58,8 @@ def set_alias(
     write = writer(models.where)
     for _ in range(ATTEMPTS):
         numbers = models.alias_changes(model).get(name, [0])
-        change = replace(change, number=max(numbers) + 1)
-        if write(f"{model}/{file_name(name, change.number)}", change.to_bytes()):
+        change = replace(change, change_number=max(numbers) + 1)
+        if write(f"{model}/{file_name(name, change.change_number)}", change.to_bytes()):
             _check_there(models, change)
             return change
     raise StoreError(f"{models.where}/{model}: others changed alias {name!r} {ATTEMPTS} times")

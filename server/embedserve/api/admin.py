@@ -55,7 +55,7 @@ def check_json(content_type: str = Header("", include_in_schema=False)) -> None:
         raise NotJsonError(f"Content-Type is {content_type!r}: send {JSON}", "Content-Type")
 
 
-def add_admin(app: FastAPI, operator: AdminOperations) -> None:
+def add_admin(app: FastAPI, admin: AdminOperations) -> None:
     """Adds the routes to ``app``. The routes do not check roles; AuthMiddleware does."""
     json_only = [Depends(check_json)]
 
@@ -63,17 +63,17 @@ def add_admin(app: FastAPI, operator: AdminOperations) -> None:
     async def load(name: Name) -> Loaded:
         """Loads a version, next to the served versions or in place of the one that its name meant
         before. Responds once the version is served; 409 with the reason if it cannot be served."""
-        return Loaded(model=name.model, version=await operator.load(name.model))
+        return Loaded(model=name.model, version=await admin.load(name.model))
 
     @app.post("/admin/unload", tags=["admin"], dependencies=json_only)
     async def unload(name: Name) -> Done:
         """Stops serving a name; requests already queued are answered."""
-        await operator.unload(name.model)
+        await admin.unload(name.model)
         return Done(status="unloaded")
 
     @app.post("/admin/reload", tags=["admin"], dependencies=json_only, status_code=202)
     async def reload() -> Done:
         """Checks the store immediately, whatever is followed, and retries versions that failed.
         /models shows the outcome."""
-        operator.reload()
+        admin.reload()
         return Done(status="looking")

@@ -152,7 +152,7 @@ def health_app(pipeline: RequestPipeline) -> FastAPI:
 
 def management_app(
     pipeline: RequestPipeline,
-    operator: AdminOperations | None = None,
+    admin: AdminOperations | None = None,
     labels: Labels | None = None,
     *,
     authenticates: bool = True,
@@ -162,7 +162,7 @@ def management_app(
     Its pages load nothing from other hosts, because clusters often cannot reach a CDN.
 
     Args:
-        operator: performs the administrators' operations; without it their routes are left out.
+        admin: performs the administrators' operations; without it their routes are left out.
         labels: labels of ids, for the console.
         authenticates: whether callers are authenticated, if the server has an authenticator.
     """
@@ -183,8 +183,8 @@ def management_app(
         add_shared_memory(app, pipeline, pipeline.shared_memory)
     add_slow(app, pipeline)
     add_console(app, pipeline.models, labels or {})
-    if operator is not None:
-        add_admin(app, operator)
+    if admin is not None:
+        add_admin(app, admin)
     app.add_middleware(OpenApiPages)
     if authenticates:
         _authenticate(app, pipeline)

@@ -25,6 +25,7 @@ from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
 from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
 from embedserve.metrics.shared_counters import (
+    KeyedCounters,
     KeyedTable,
     WorkerCounters,
     key_of,
@@ -164,16 +165,24 @@ class Metrics(Collector):
             StoreError: there is no room for another name.
         """
         name = model.served_as
+        counters = self._entry(name)
+        counters.claim(key_of(name))
+        metrics = self.models[name] = ModelMetrics(model, counters, self.columns_max)
+        return metrics
+
+    def check_room(self, name: str) -> None:
+        """Raises StoreError if there is no room for the counters of ``name``."""
+        if name not in self.models:
+            self._entry(name)
+
+    def _entry(self, name: str) -> KeyedCounters:
         i = self._names.find(name)
         if i is None:
             count = len(self._names.entries)
             raise StoreError(
                 f"{name}: this server has room to count {count} names since its start: restart it"
             )
-        counters = self._names.entries[i]
-        counters.claim(key_of(name))
-        metrics = self.models[name] = ModelMetrics(model, counters, self.columns_max)
-        return metrics
+        return self._names.entries[i]
 
     def count_outcome(self, model: ServedVersion | None, outcome: str, seconds: float) -> None:
         """Counts a request that ``model`` did not answer.

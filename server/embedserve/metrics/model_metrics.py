@@ -34,14 +34,14 @@ COLUMNS_MIN = 1024
 written costs nothing."""
 QUEUE_GAUGES = ("embedserve_queue_requests", "embedserve_queue_examples")
 """Gauges that are summed over the workers."""
-MODEL_GAUGES = (
-    "embedserve_model_damaged",
-    "embedserve_model_wanted_version",
-    "embedserve_model_load_seconds",
-    "embedserve_model_behind_seconds",
-    "embedserve_model_refused",
-)
-"""Gauges that are exported as the maximum over the workers."""
+MODEL_GAUGES: dict[str, Callable[[ModelMetrics], float]] = {
+    "embedserve_model_damaged": lambda metrics: metrics.is_damaged,
+    "embedserve_model_wanted_version": lambda metrics: metrics.wanted_version,
+    "embedserve_model_load_seconds": lambda metrics: metrics.load_seconds,
+    "embedserve_model_behind_seconds": lambda metrics: metrics.behind_seconds(),
+    "embedserve_model_refused": lambda metrics: metrics.is_refused,
+}
+"""Gauges that are exported as the maximum over the workers, and this process's values of them."""
 VERSION_BUCKETS = {
     "embedserve_queue_wait_seconds": SECONDS_BUCKETS,
     "embedserve_batch_examples": COUNT_BUCKETS,
@@ -152,8 +152,8 @@ class ModelMetrics:
         version: counters of the current version.
         count_queue: returns the number of requests queued in this process, and of their examples.
         is_damaged: whether the version's files were changed while it was served.
-        wanted_version: version that the store says is to be served; 0 if this process does not
-            watch the store.
+        wanted_version: version that the store says is to be served; 0 if no process watches the
+            store, or none has polled it yet.
         load_seconds: seconds from finding the current version to serving it; 0 for the version
             served at the start.
         found_s: perf_counter when a pending version was found; None if there is none.
@@ -172,11 +172,11 @@ class ModelMetrics:
         counters = counters or single_worker_counters(name_cells(columns_max))
         self.columns_max = columns_max
         self.count_queue: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self.is_damaged = False
-        self.wanted_version = 0
-        self.load_seconds = 0.0
+        self.is_damaged: bool = False
+        self.wanted_version: int = 0
+        self.load_seconds: float = 0.0
         self.found_s: float | None = None
-        self.is_refused = False
+        self.is_refused: bool = False
         self._queue_gauges = counters.allocate(len(QUEUE_GAUGES))
         self._gauges = counters.allocate(len(MODEL_GAUGES))
         self._switches = counters.allocate(1)
@@ -196,15 +196,13 @@ class ModelMetrics:
         self.load_seconds = load_seconds
         self.switches += 1
 
+    def behind_seconds(self) -> float:
+        """Returns the seconds since a pending version was found; 0 if there is none."""
+        return 0.0 if self.found_s is None else perf_counter() - self.found_s
+
     def flush(self) -> None:
         self._queue_gauges.own[:] = self.count_queue()
-        self._gauges.own[:] = (
-            self.is_damaged,
-            self.wanted_version,
-            self.load_seconds,
-            0.0 if self.found_s is None else perf_counter() - self.found_s,
-            self.is_refused,
-        )
+        self._gauges.own[:] = [value(self) for value in MODEL_GAUGES.values()]
         self._switches.own[:] = self.switches
         self.version.flush()
 

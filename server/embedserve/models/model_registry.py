@@ -64,7 +64,8 @@ class ModelRegistry:
             model.
         not_ready: reason why the readiness probe fails, for example while draining; "" while the
             server is ready. Requests on open connections are still served.
-        pending: versions that are loading or failed to load, by the name that will serve them.
+        pending_versions: versions that are loading or failed to load, by the name that will serve
+            them.
         draining: (name, version) of the versions that are draining their queues.
         since: activation time of the current version by name, in ISO 8601, UTC.
     """
@@ -81,7 +82,7 @@ class ModelRegistry:
         self.has_full_queue = False
         self.has_full_default_queue = False
         self.not_ready = ""
-        self.pending: dict[str, PendingVersion] = {}
+        self.pending_versions: dict[str, PendingVersion] = {}
         self.draining: list[tuple[str, int]] = []
         self.since: dict[str, str] = {}
         self._damaged: dict[str, str] = {}
@@ -99,10 +100,10 @@ class ModelRegistry:
         before = self._batchers.get(name)
         if self._on_batch_done is not None:
             batcher.on_batch_done = self._on_batch_done
-        batcher.on_full, batcher.on_room = self._poll, self._on_room_again
+        batcher.on_full, batcher.on_room = self._update_flags, self._on_room_again
         self._batchers[name] = batcher
         self.since[name] = now_iso()
-        self.pending.pop(name, None)
+        self.pending_versions.pop(name, None)
         self._changed(name)
         return before
 
@@ -120,10 +121,10 @@ class ModelRegistry:
         self._routes = TrafficSplit(list(self._batchers.values()), self._shares)
         batchers = tuple(self._batchers.values())
         self._only = batchers[0] if len(batchers) == 1 else None
-        self._compare()
+        self._assign_shadows()
         self._on_room_again()
 
-    def share(self, name: str, percent: float) -> None:
+    def set_share(self, name: str, percent: float) -> None:
         """Sets the percentage of requests for ``name``'s model without a version that it serves."""
         if self._shares.get(name, 0.0) != percent:
             self._shares[name] = percent
@@ -136,16 +137,16 @@ class ModelRegistry:
         """Raises UnknownModelError if no model of that name is served."""
         return self._batcher(name).model
 
-    def shadow(self, name: str, percent: float) -> None:
+    def set_shadow(self, name: str, percent: float) -> None:
         """Makes ``name`` a shadow of the version that serves its model.
 
         ``percent`` of that version's batches are looked up in ``name`` as well and compared.
         """
         if self._shadows.get(name, 0.0) != percent:
             self._shadows[name] = percent
-            self._compare()
+            self._assign_shadows()
 
-    def _compare(self) -> None:
+    def _assign_shadows(self) -> None:
         """Assigns the shadows: at most one for each model, the first that was set."""
         for batcher in self._batchers.values():
             batcher.shadow = None
@@ -160,13 +161,13 @@ class ModelRegistry:
     def status(self, model: ModelInfo) -> dict[str, Any]:
         """Returns the serving state of ``model``, an element of ``models()``, as JSON values."""
         name = model.served_as
-        coming = self.pending.get(name)
+        next_version = self.pending_versions.get(name)
         return {
             "alias": model.tag,
             "share": self._routes.share_of(name),
             "shadow": self._shadows.get(name, 0.0),
             "since": self.since[name],
-            "next": None if coming is None else asdict(coming),
+            "next": None if next_version is None else asdict(next_version),
             "leaving": [version for one, version in self.draining if one == name],
         }
 
@@ -246,13 +247,14 @@ class ModelRegistry:
         for batcher in self._batchers.values():
             batcher.on_batch_done = on_batch_done
 
-    def _poll(self) -> None:
+    def _update_flags(self) -> None:
+        """Sets has_full_queue and has_full_default_queue."""
         batchers = self._batchers.values()
         self.has_full_queue = any(batcher.has_full_queue for batcher in batchers)
         self.has_full_default_queue = any(batcher.has_full_default_queue for batcher in batchers)
 
     def _on_room_again(self) -> None:
-        self._poll()
+        self._update_flags()
         if self._on_room is not None:
             self._on_room()
 
@@ -267,6 +269,8 @@ class ModelRegistry:
         name.
         """
         for name, batcher in tuple(self._batchers.items()):
+            if self._batchers.get(name) is not batcher:  # retired during the checks of the others
+                continue
             damage = await batcher.find_damage()
             if damage and name not in self._damaged and self._batchers.get(name) is batcher:
                 logger.error("not ready any more: %s", damage)

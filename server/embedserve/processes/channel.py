@@ -47,15 +47,20 @@ class LineSocket:
         return True
 
     def receive(self) -> list[bytes] | None:
-        """Returns the lines that have arrived, or None at the end of the channel."""
-        try:
-            read = self.sock.recv(READ_BYTES)
-        except (BlockingIOError, ConnectionResetError):
-            return []  # reset: the other end had not read all; its own lines come next
-        if not read:
-            return None
-        *lines, self._received = (self._received + read).split(b"\n")
-        return lines
+        """Returns lines that have arrived, [] if there are none yet, or None at the end of the
+        channel."""
+        while True:
+            try:
+                read = self.sock.recv(READ_BYTES)
+            except BlockingIOError:
+                return []
+            except ConnectionResetError:  # the other end had not read all; its lines come next
+                continue
+            if not read:
+                return None
+            *lines, self._received = (self._received + read).split(b"\n")
+            if lines:
+                return lines
 
 
 class SupervisorChannel:
@@ -129,12 +134,14 @@ class WorkerChannel:
         sock.setblocking(False)
 
         def receive() -> None:
-            lines = self._lines.receive()
+            # Reads until there is nothing more: after an error of the socket uvloop does not call
+            # again, not even for its end.
+            while lines := self._lines.receive():
+                for line in lines:
+                    on_message(line)
             if lines is None:
                 loop.remove_reader(sock)
                 on_end()
-            for line in lines or ():
-                on_message(line)
 
         for line in self._early:
             on_message(line)

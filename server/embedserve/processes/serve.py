@@ -2,19 +2,35 @@
 
 With --workers this process opens what the workers share, forks them and then supervises them. It
 imports neither torch nor grpc, and has no thread when it forks. Each worker does its own imports.
+
+From the command until the server listens:
+
+    serve
+      _serve_alone                          --workers 1
+        _loaded                             engines, pipeline, version manager
+        single_process.run_single_process   signals, rollouts
+          server.run_server                 listens, serves, drains
+
+      _serve_workers                        --workers N
+        Supervisor.run                      forks, watches and restarts
+          _worker_main                      in each worker
+            _loaded
+            worker.wait_for_start           until all are warm
+            worker.run_worker               signals, channel, rollouts
+              server.run_server
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, TextIO
 
@@ -26,14 +42,13 @@ from embedserve.metrics.model_metrics import columns_most
 from embedserve.metrics.rate_limited_logger import RateLimitedTracebacks
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.log_lines import JsonLines, TextLines
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.model_loading import make_resident_and_verify, open_folder
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
 from embedserve.processes.startup.loading import (
     on_devices,
-    open_folder,
     open_versions,
     open_versions_to_fork,
     opened_in_time,
-    prepared,
     restore_all,
 )
 from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
@@ -53,9 +68,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Versions = dict[str, ModelVersion]
-Run = Callable[["RequestPipeline", Callable[[], None], "VersionManager"], None]
-"""Serves a pipeline until it is stopped. Calls the callback to announce that the server is ready.
-The version manager switches versions as they change in the store."""
 
 
 def serve(settings: ServeSettings) -> None:
@@ -110,61 +122,36 @@ def _claimed(settings: ServeSettings) -> Ports:
 def _serve_alone(settings: ServeSettings, start_s: float) -> None:
     ports = _claimed(settings)
     import_module("embedserve.processes.server")  # shared with the startup server
-
-    def run(
-        pipeline: RequestPipeline, announce: Callable[[], None], version_manager: VersionManager
-    ) -> None:
-        import uvloop
-
-        from embedserve.processes import threads
-
-        end_front()
-        uvloop.run(_until_signalled(pipeline, settings, ports, announce, version_manager))
-        if threads.is_any_running():  # all is served; a load is not awaited
-            logging.shutdown()
-            os._exit(0)
-
     try:
-        with serve_health_while_loading(settings, ports) as end_front:
-            versions = prepared(settings, opened_in_time(settings, open_versions))
-            _serve_here(settings, versions, ports, start_s, None, run)
+        with serve_health_while_loading(settings, ports) as end_startup_server:
+            versions = make_resident_and_verify(settings, opened_in_time(settings, open_versions))
+            with _loaded(settings, versions) as (pipeline, version_manager):
+                import uvloop
+
+                from embedserve.processes import threads
+                from embedserve.processes.single_process import run_single_process
+
+                end_startup_server()
+                ready = partial(_log_ready, pipeline, ports, start_s, settings)
+                uvloop.run(run_single_process(pipeline, version_manager, settings, ports, ready))
+                if threads.is_any_running():  # all is served; a load is not awaited
+                    logging.shutdown()
+                    os._exit(0)
     finally:
         ports.close()
 
 
-async def _until_signalled(
-    pipeline: RequestPipeline,
-    settings: ServeSettings,
-    ports: Ports,
-    announce: Callable[[], None],
-    version_manager: VersionManager,
-) -> None:
-    from embedserve.processes import server
-    from embedserve.processes.rollout.agent import start_alone
-    from embedserve.processes.rollout.store_watcher import begin_shares
-
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stop_or_end, stop, number)
-    agent = start_alone(settings, version_manager, stop)
-    loop.add_signal_handler(signal.SIGHUP, agent.admin.reload)
-    await begin_shares(settings, version_manager)
-    await server.run_server(stop, pipeline, settings, ports, announce, agent.admin)
-
-
-def _serve_here(
+@contextlib.contextmanager
+def _loaded(
     settings: ServeSettings,
     versions: Versions,
-    ports: Ports | SharedPorts,
-    start_s: float,
-    counters: WorkerCounters | None,
-    run: Run,
+    counters: WorkerCounters | None = None,
     names: int = 0,
     columns_max: int = 0,
-) -> None:
-    """Loads the models into this process and serves them. A worker has ``counters``, which have
-    room for ``names`` models of up to ``columns_max`` features or keys."""
+) -> Iterator[tuple[RequestPipeline, VersionManager]]:
+    """Loads the models into this process. Yields the pipeline that serves them, and the manager
+    that switches their versions. A worker has ``counters``, which have room for ``names`` models of
+    up to ``columns_max`` features or keys."""
     from embedserve.processes import server
 
     is_shown = counters is None or counters.worker == 0
@@ -177,30 +164,25 @@ def _serve_here(
             pipeline, engines, versions, settings, executor
         )
         del engines  # the version manager and the batchers release them
+        yield pipeline, version_manager
 
-        def announce() -> None:
-            seconds = time.perf_counter() - start_s
-            models = pipeline.models.models()
-            log_ready(models, ports, seconds, settings)
 
-        run(pipeline, announce, version_manager)
+def _log_ready(
+    pipeline: RequestPipeline, ports: Ports | SharedPorts, start_s: float, settings: ServeSettings
+) -> None:
+    log_ready(pipeline.models.models(), ports, time.perf_counter() - start_s, settings)
 
 
 def _serve_workers(settings: ServeSettings, start_s: float) -> None:
     ports = _claimed(settings).share()
     with contextlib.ExitStack() as stack:
         stack.callback(ports.close)
-        end_front = stack.enter_context(serve_health_while_loading(settings, ports))
-        versions = prepared(settings, opened_in_time(settings, open_versions_to_fork))
+        end_startup_server = stack.enter_context(serve_health_while_loading(settings, ports))
+        opened = opened_in_time(settings, open_versions_to_fork)
+        versions = make_resident_and_verify(settings, opened)
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())
         slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
-
-        def run_worker(index: int, channel: WorkerChannel) -> int:
-            counters = WorkerCounters(slots, index)
-            return _run_worker(
-                settings, versions, ports, counters, channel, start_s, names, columns_max
-            )
 
         def find_damage() -> str:
             try:
@@ -216,47 +198,44 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
             else:
                 versions[name] = open_folder(path)
 
-        served = {name: Version.of(one) for name, one in versions.items()}
+        served = {name: RolloutVersion.of(one) for name, one in versions.items()}
         supervisor = Supervisor(
-            run_worker,
+            partial(_worker_main, settings, versions, ports, start_s, slots, names, columns_max),
             slots,
             settings.drain_s,
             settings.worker_hang_s,
             RolloutCoordinator(served, adopt),
             find_damage,
-            on_ready=end_front,
+            end_startup_server=end_startup_server,
             on_stop=ports.remove_files,
         )
         supervisor.run()
 
 
-def _run_worker(
+def _worker_main(
     settings: ServeSettings,
     versions: Versions,
     ports: SharedPorts,
-    counters: WorkerCounters,
-    channel: WorkerChannel,
     start_s: float,
+    slots: SharedCounters,
     names: int,
     columns_max: int,
+    index: int,
+    channel: WorkerChannel,
 ) -> int:
-    """Serves as one worker, in its process; returns the exit code."""
+    """Serves as worker ``index``, in its forked process; returns the exit code."""
     from embedserve.processes import worker
 
-    def run(
-        pipeline: RequestPipeline, announce: Callable[[], None], version_manager: VersionManager
-    ) -> None:
-        import uvloop
-
-        if worker.wait_for_start(channel):
-            uvloop.run(
-                worker.run_worker(
-                    pipeline, settings, ports, counters, channel, announce, version_manager
-                )
-            )
-
+    counters = WorkerCounters(slots, index)
     try:
-        _serve_here(settings, versions, ports, start_s, counters, run, names, columns_max)
+        with _loaded(settings, versions, counters, names, columns_max) as (pipeline, manager):
+            import uvloop
+
+            ready = partial(_log_ready, pipeline, ports, start_s, settings)
+            if worker.wait_for_start(channel):
+                uvloop.run(
+                    worker.run_worker(pipeline, manager, settings, ports, ready, counters, channel)
+                )
     except (StoreError, OSError, ValueError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from signal import Signals
@@ -35,8 +35,8 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.example_request import example_features
+from embedserve.processes.model_loading import restore_one
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
-from embedserve.processes.startup.loading import restore_one
 from embedserve.processes.startup.ports import Ports
 from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.region_registry import RegionRegistry
@@ -51,6 +51,7 @@ from embedserve_store.memory.mapped_tables import populate
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
     from embedserve.tracing.otlp import OtlpTraces
+    from embedserve.wire.grpcio_server import GrpcioServer
 
 logger = logging.getLogger(__name__)
 
@@ -193,15 +194,16 @@ async def run_server(
     pipeline: RequestPipeline,
     settings: ServeSettings,
     ports: Ports,
-    say_ready: Callable[[], None],
-    operator: AdminOperations | None = None,
+    log_ready: Callable[[], None],
+    admin: AdminOperations | None = None,
 ) -> None:
     """Serves on the running event loop until ``stop`` is set, then drains.
 
     The supervisor watches workers; a watchdog watches a single process.
 
-    ``say_ready`` is called once, when both ports accept requests. ``operator`` executes admin
-    operations; without it they are not offered.
+    Args:
+        log_ready: called once, when both ports accept requests.
+        admin: executes admin operations; without it they are not offered.
 
     Raises:
         OSError: another process has taken a port of this server, or a certificate, its key or the
@@ -209,24 +211,39 @@ async def run_server(
         ValueError: one of these files was damaged since the start.
     """
     async with watched(settings.worker_hang_s if settings.workers == 1 else 0.0):
-        await _serve(stop, pipeline, settings, ports, say_ready, operator)
+        files = tls_files(settings)
+        certificates = None if files is None else Certificates(files)
+        wires = _wires(pipeline, settings, certificates, admin)
+        grpcio_server = await _listen(wires, pipeline, settings, ports)
+        traces = pipeline.telemetry.traces
+        if traces is not None:
+            traces.start()
+        _freeze_garbage()
+        log_ready()
+        periodic = _start_periodic(pipeline, certificates)
+        await stop.wait()
+        for task in periodic:
+            task.cancel()
+        logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
+        # A startup server that ends still says that the models are being loaded: the requests that
+        # it rejects come to a server that starts.
+        pipeline.models.not_ready = pipeline.models.not_ready or DRAINING
+        ports.remove_files()
+        drains = [wire.drain(settings.drain_s) for wire in wires]
+        if grpcio_server is not None:
+            drains.append(grpcio_server.drain(settings.drain_s))
+        await asyncio.gather(*drains)
+        if pipeline.shared_memory is not None:
+            pipeline.shared_memory.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.stop)
+        logger.info("stopped")
 
 
-async def _serve(
-    stop: asyncio.Event,
-    pipeline: RequestPipeline,
-    settings: ServeSettings,
-    ports: Ports,
-    say_ready: Callable[[], None],
-    operator: AdminOperations | None,
-) -> None:
-    files = tls_files(settings)
-    certificates = None if files is None else Certificates(files)
-    access = pipeline.authenticator
-    followed: list[FileReloader[Any]] = []
-    followed += [] if certificates is None else [certificates.reloader]
-    followed += [] if access is None else [access.reloader]
-    wires = _wires(pipeline, settings, certificates, operator)
+async def _listen(
+    wires: Sequence[WireServer], pipeline: RequestPipeline, settings: ServeSettings, ports: Ports
+) -> GrpcioServer | None:
+    """Listens on all ports; returns the server of the gRPC port if that is grpcio's."""
     grpcio_server = None
     if settings.grpc_server == "grpcio":
         from embedserve.wire.grpcio_server import GrpcioServer
@@ -241,46 +258,36 @@ async def _serve(
         await wires[0].listen([ports.http_socket, *grpc, *unix])
     if ports.management_socket is not None:
         await wires[1].listen([ports.management_socket])
-    traces = pipeline.telemetry.traces
-    if traces is not None:
-        traces.start()
-    _freeze_garbage()
-    say_ready()
+    return grpcio_server
+
+
+def _start_periodic(
+    pipeline: RequestPipeline, certificates: Certificates | None
+) -> list[asyncio.Task[None]]:
+    """Starts to check the models' files, and to reload files and drop what has expired."""
+    access, shared = pipeline.authenticator, pipeline.shared_memory
+    followed: list[FileReloader[Any]] = []
+    followed += [] if certificates is None else [certificates.reloader]
+    followed += [] if access is None else [access.reloader]
     periodic = [
         asyncio.create_task(repeat(INTEGRITY_CHECK_S, pipeline.models.check_integrity)),
         asyncio.create_task(poll_all(followed)),
     ]
     if access is not None:
         periodic.append(asyncio.create_task(repeat(LOOK_AT_TIME_S, access.refresh_expiry)))
-    if (shared := pipeline.shared_memory) is not None:
+    if shared is not None:
         may_embed = None if access is None else access.may_embed
         periodic.append(
             asyncio.create_task(repeat(LOOK_AT_TIME_S, partial(shared.drop_stale, may_embed)))
         )
-    await stop.wait()
-    for task in periodic:
-        task.cancel()
-    logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)
-    # A startup server that ends still says that the models are being loaded: the requests that it
-    # rejects come to a server that starts.
-    pipeline.models.not_ready = pipeline.models.not_ready or DRAINING
-    ports.remove_files()
-    drains = [wire.drain(settings.drain_s) for wire in wires]
-    if grpcio_server is not None:
-        drains.append(grpcio_server.drain(settings.drain_s))
-    await asyncio.gather(*drains)
-    if pipeline.shared_memory is not None:
-        pipeline.shared_memory.close()
-    if traces is not None:
-        await asyncio.to_thread(traces.stop)
-    logger.info("stopped")
+    return periodic
 
 
 def _wires(
     pipeline: RequestPipeline,
     settings: ServeSettings,
     certificates: Certificates | None,
-    operator: AdminOperations | None,
+    admin: AdminOperations | None,
 ) -> list[WireServer]:
     """Returns the wire servers of the two ports, and of the management port if there is one.
 
@@ -292,15 +299,15 @@ def _wires(
     is_open = is_loopback(settings.host) and pipeline.authenticator is None and certificates is None
     checked = names if is_open else None
     if settings.management_port < 0:
-        operator = operator if settings.tokens else None
-        app = management_app(pipeline, operator, labels)
+        admin = admin if settings.tokens else None
+        app = management_app(pipeline, admin, labels)
         return [WireServer(pipeline, app, certificates, allowed_hosts=checked)]
     service = GrpcService(pipeline, has_management=False)
     wire = WireServer(pipeline, health_app(pipeline), certificates, service, allowed_hosts=checked)
     asks = not is_loopback(settings.management_host)
     management = WireServer(
         pipeline,
-        management_app(pipeline, operator, labels, authenticates=asks),
+        management_app(pipeline, admin, labels, authenticates=asks),
         certificates if asks else None,
         GrpcService(pipeline, asks_admins=asks),
         MANAGEMENT_LIMITS,

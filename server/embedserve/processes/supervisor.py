@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -23,12 +23,14 @@ from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
+    START,
     Desired,
-    Stage,
-    Status,
+    WorkerStage,
+    WorkerStatus,
     desired_to_bytes,
     report_from_bytes,
 )
+from embedserve.processes.signals import wake_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +47,9 @@ Compiling a large model blocks its event loop."""
 QUICK_END_S = 60.0
 """Seconds for which a worker must run after it was ready for its failure count to be reset. A
 worker that exits sooner is restarted immediately only once."""
-WAKEUP_BYTES = 4096
-"""Bytes of pending wake-ups that are read at once; each signal writes one."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
-RunWorker = Callable[[int, WorkerChannel], int]
+WorkerMain = Callable[[int, WorkerChannel], int]
 """Serves as the worker with that number, with its end of the channel, until it is stopped. Returns
 the exit code of its process."""
 
@@ -67,7 +67,7 @@ class _Worker:
     """Process id; 0 while there is no process."""
     channel: SupervisorChannel | None = None
     desired: Desired = field(default_factory=Desired)
-    announces: bool = False
+    logs_ready: bool = False
     is_warm: bool = False
     is_ready: bool = False
     reason: str = ""
@@ -88,13 +88,13 @@ class Supervisor:
 
     def __init__(
         self,
-        run_worker: RunWorker,
+        worker_main: WorkerMain,
         shared_counters: SharedCounters,
         drain_s: float,
         hang_s: float,
         coordinator: RolloutCoordinator,
         find_damage: Callable[[], str] = str,
-        on_ready: Callable[[], None] = lambda: None,
+        end_startup_server: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -105,25 +105,25 @@ class Supervisor:
             coordinator: decides which versions the workers serve.
             find_damage: returns which file is damaged, "" for none; called when a worker ended by
                 SIGBUS, as when a file was truncated.
-            on_ready: called when a worker is ready; the worker accepts no connection before the
-                call returns.
+            end_startup_server: called when a worker is ready; the worker accepts no connection
+                before the call returns.
             on_stop: called before the workers are stopped.
         """
-        self._on_ready = on_ready
+        self._end_startup_server = end_startup_server
         self._on_stop = on_stop
         self._coordinator = coordinator
         coordinator.send, coordinator.end = self._send_to, self._end
         self._find_damage = find_damage
-        self._run_worker = run_worker
+        self._worker_main = worker_main
         self._slots = shared_counters
         self._drain_s = drain_s
         self._hang_s = hang_s
         self._looked_s = time.monotonic()
         self._workers = [_Worker(index) for index in range(len(shared_counters.rows))]
         self._selector = selectors.DefaultSelector()
-        self._has_gone = False
-        self._is_announced = False
-        self._is_stopping = self._is_hurried = False
+        self._are_released = False
+        self._were_ready = False
+        self._is_stopping = self._is_hurried = self._is_reload_requested = False
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains.
@@ -131,7 +131,7 @@ class Supervisor:
         Raises:
             WorkerFailedError: a worker ended before all were ready for the first time.
         """
-        with _signals_wake(self._selector, self._stop, self._coordinator.reload):
+        with wake_on_signals(self._selector, self._stop, self._request_reload):
             try:
                 for worker in self._workers:
                     self._start(worker)
@@ -145,9 +145,15 @@ class Supervisor:
         self._is_hurried = self._is_stopping
         self._is_stopping = True
 
+    def _request_reload(self) -> None:
+        self._is_reload_requested = True  # a signal handler may interrupt the coordinator
+
     def _step(self) -> None:
         """Waits for an event or a timeout, and handles it."""
         self._wait(self._seconds_to_restart())
+        if self._is_reload_requested:
+            self._is_reload_requested = False
+            self._coordinator.reload()
         self._release_workers()
         self._check_heartbeats()
         self._coordinator.check_timeouts()
@@ -218,7 +224,7 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
         worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
-        worker.pid, worker.reason, worker.announces = pid, "", False
+        worker.pid, worker.reason, worker.logs_ready = pid, "", False
 
     def _run_child(self, index: int, channel: socket.socket) -> NoReturn:
         """Runs the worker in the forked process, and ends that process."""
@@ -235,7 +241,7 @@ class Supervisor:
                     other.channel.close()
             self._selector.close()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            status = self._run_worker(index, WorkerChannel(channel))
+            status = self._worker_main(index, WorkerChannel(channel))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -256,32 +262,37 @@ class Supervisor:
 
     def _on_message(self, worker: _Worker, message: bytes) -> None:
         report = report_from_bytes(message)
-        if isinstance(report, Status) and report.stage is Stage.FAILED:
-            worker.reason = report.reason
-        elif isinstance(report, Status) and report.stage is Stage.WARM:
-            worker.is_warm = True
-        elif not worker.is_ready:
-            worker.is_ready, worker.ready_s = True, time.monotonic()
-            self._slots.set_ready(worker.index, True)
-            self._on_ready()
-            # The worker applies the desired state of all before it accepts a connection.
-            self._coordinator.on_worker_ready(worker.index)
-            if self._is_announced:
-                logger.info("worker %d is ready again", worker.index)
+        if isinstance(report, WorkerStatus):
+            self._on_stage(worker, report)
         if worker.is_ready and not self._is_stopping:
             self._coordinator.on_report(worker.index, report)
 
+    def _on_stage(self, worker: _Worker, status: WorkerStatus) -> None:
+        """Handles the progress of a worker's start."""
+        if status.stage is WorkerStage.FAILED:
+            worker.reason = status.reason
+        elif status.stage is WorkerStage.WARM:
+            worker.is_warm = True
+        elif status.stage is WorkerStage.READY and not worker.is_ready:
+            worker.is_ready, worker.ready_s = True, time.monotonic()
+            self._slots.set_ready(worker.index, True)
+            self._end_startup_server()
+            # The worker applies the desired state of all before it accepts a connection.
+            self._coordinator.on_worker_ready(worker.index)
+            if self._were_ready:
+                logger.info("worker %d is ready again", worker.index)
+
     def _release_workers(self) -> None:
         """Lets warm workers listen: the first time all together, afterwards each by itself."""
-        self._has_gone = self._has_gone or all(worker.is_warm for worker in self._workers)
-        if not self._has_gone:
+        self._are_released = self._are_released or all(worker.is_warm for worker in self._workers)
+        if not self._are_released:
             return
         for worker in self._workers:
-            if worker.is_warm:
+            if worker.is_warm and worker.channel is not None:
                 worker.is_warm = False
-                self._send_to(worker.index, Desired())
-        if not self._is_announced and all(worker.is_ready for worker in self._workers):
-            self._is_announced = self._workers[0].announces = True
+                worker.channel.send(START)
+        if not self._were_ready and all(worker.is_ready for worker in self._workers):
+            self._were_ready = self._workers[0].logs_ready = True
             self._send_to(0, self._workers[0].desired)
 
     def _reap(self, worker: _Worker, status: int) -> None:
@@ -298,7 +309,7 @@ class Supervisor:
         pid, worker.pid, worker.is_warm, worker.is_ready = worker.pid, 0, False, False
         if self._is_stopping:
             return
-        if not self._is_announced:
+        if not self._were_ready:
             raise WorkerFailedError(
                 worker.reason or f"worker {worker.index} {how} before the server was ready"
             )
@@ -342,7 +353,7 @@ class Supervisor:
 
     def _send_to(self, index: int, desired: Desired) -> None:
         worker = self._workers[index]
-        worker.desired = replace(desired, may_accept=worker.is_ready, announces=worker.announces)
+        worker.desired = replace(desired, may_accept=worker.is_ready, logs_ready=worker.logs_ready)
         if worker.channel is not None:
             worker.channel.send(desired_to_bytes(worker.desired))
 
@@ -368,30 +379,3 @@ def _described(exit_code: int) -> str:
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}"
-
-
-@contextlib.contextmanager
-def _signals_wake(
-    selector: selectors.BaseSelector, stop: Callable[[], None], reload: Callable[[], None]
-) -> Iterator[None]:
-    """Calls ``stop`` for SIGTERM and SIGINT, and ``reload`` for SIGHUP, within its block. Each of
-    these signals and SIGCHLD also wakes the select."""
-    ours, wakeup = socket.socketpair()
-    ours.setblocking(False)
-    wakeup.setblocking(False)
-    selector.register(ours, selectors.EVENT_READ, lambda _: ours.recv(WAKEUP_BYTES))
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: stop()),
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: stop()),
-        signal.SIGHUP: signal.signal(signal.SIGHUP, lambda *_: reload()),
-        signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None),
-    }
-    before_fd = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before_fd)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        ours.close()
-        wakeup.close()

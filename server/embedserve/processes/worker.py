@@ -21,12 +21,12 @@ from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
     Report,
-    Stage,
-    Status,
+    WorkerStage,
+    WorkerStatus,
     desired_from_bytes,
     report_to_bytes,
 )
-from embedserve.processes.rollout.store_watcher import begin_shares
+from embedserve.processes.rollout.store_watcher import apply_initial_shares
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.server import run_server
 from embedserve.processes.startup.ports import SharedPorts
@@ -39,58 +39,55 @@ workers report its counts at most this late."""
 
 
 def wait_for_start(channel: WorkerChannel) -> bool:
-    """Reports that this worker is warm and waits for permission to listen. Returns False if the
-    worker is to exit."""
-    channel.send(report_to_bytes(Status(stage=Stage.WARM)))
+    """Reports that this worker is warm, and waits for START. Returns False if the supervisor is
+    gone instead."""
+    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.WARM)))
     return channel.wait_for_message() is not None
 
 
 def report_failure(channel: WorkerChannel, error: Exception) -> None:
     """Reports to the supervisor why this worker cannot serve."""
-    channel.send(report_to_bytes(Status(stage=Stage.FAILED, reason=str(error))))
+    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.FAILED, reason=str(error))))
 
 
 async def run_worker(
     pipeline: RequestPipeline,
+    version_manager: VersionManager,
     settings: ServeSettings,
     ports: SharedPorts,
+    log_ready: Callable[[], None],
     counters: WorkerCounters,
     channel: WorkerChannel,
-    announce: Callable[[], None],
-    version_manager: VersionManager | None = None,
 ) -> None:
     """Serves until SIGTERM, or until the supervisor is gone, then drains.
 
     Args:
-        announce: called if this worker is the one that announces that the server is ready.
         version_manager: manager of the served versions; it reconciles them with the desired state
             of the supervisor.
+        log_ready: called once the whole server is ready, if this worker is the one that logs it.
 
     Raises:
         OSError: another process has taken a port of this server.
     """
-    may_accept, may_announce, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    may_accept, is_logged, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
     # The supervisor may not be the only sender: systemd and Ctrl-C signal the whole process group.
     # At a second signal of its own the supervisor kills the workers.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    agent: RolloutAgent | None = None
-    if version_manager is not None:
 
-        def send(report: Report) -> None:
-            channel.send(report_to_bytes(report))
+    def send(report: Report) -> None:
+        channel.send(report_to_bytes(report))
 
-        agent = RolloutAgent(settings, version_manager, send, stop)
-        await begin_shares(settings, version_manager)
+    agent = RolloutAgent(settings, version_manager, send, stop)
+    await apply_initial_shares(settings, version_manager)
 
     def on_message(message: bytes) -> None:
         desired = desired_from_bytes(message)
-        if agent is not None:
-            agent.apply(desired)
+        agent.apply(desired)
         if desired.may_accept:
             may_accept.set()
-        if desired.announces and not may_announce.is_set():
-            may_announce.set()
-            announce()
+        if desired.logs_ready and not is_logged.is_set():
+            is_logged.set()
+            log_ready()
 
     def on_end() -> None:
         logger.error("the supervisor is gone: this worker stops, too")
@@ -100,12 +97,9 @@ async def run_worker(
     async with heartbeat(pipeline.metrics, counters):
         bound = ports.bind()
         bound.listen(with_grpc=settings.grpc_server == "native")
-        names = {} if version_manager is None else version_manager.status().names
-        channel.send(report_to_bytes(Status(names, Stage.READY)))
+        send(WorkerStatus(version_manager.status().names, WorkerStage.READY))
         await _either(may_accept, stop)
-        await run_server(
-            stop, pipeline, settings, bound, lambda: None, None if agent is None else agent.admin
-        )
+        await run_server(stop, pipeline, settings, bound, lambda: None, agent.admin)
 
 
 async def _either(*events: asyncio.Event) -> None:

@@ -101,7 +101,7 @@ async def test_a_version_that_is_to_come_is_shown(
     coming = PendingVersion(
         8, "failed", "its goldens are answered otherwise", "2026-11-22T18:00:00Z"
     )
-    pipeline.models.pending["shop"] = coming
+    pipeline.models.pending_versions["shop"] = coming
     listed = (await rest.get("/models")).json()
     assert listed["models"][0]["version"] == 7
     assert listed["models"][0]["next"] == asdict(coming)

@@ -174,8 +174,8 @@ async def until_counted(pipeline: RequestPipeline, count: int, outcome: str = "c
 async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> None:
     await ask(pipeline)
     assert counted(pipeline) == 0
-    pipeline.models.shadow("shop@canary", 100.0)
-    pipeline.models.shadow("shop", 100.0)  # which answers, and is in nobody's shadow
+    pipeline.models.set_shadow("shop@canary", 100.0)
+    pipeline.models.set_shadow("shop", 100.0)  # which answers, and is in nobody's shadow
     for count in range(1, 4):
         await ask(pipeline)
         await until_counted(pipeline, count)
@@ -184,7 +184,7 @@ async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> 
     assert sums[0].tolist() == [3, 0, 0]  # of the other features nobody asked for an id
     assert sums[2].tolist() == [0] * 3
     assert sums[4].tolist() == [0, 3, 3]
-    pipeline.models.shadow("shop@canary", 0.0)
+    pipeline.models.set_shadow("shop@canary", 0.0)
     await ask(pipeline)
     assert counted(pipeline) == 3
 
@@ -196,7 +196,7 @@ async def test_nobody_waits_for_it_and_what_comes_meanwhile_is_skipped(
     slow = FakeEngine(version(model, 8, "shop@canary"), seed=7)
     pipeline = make_pipeline(FakeEngine(version(model, 7), seed=7), slow, executor=executor)
     slow.hold()
-    pipeline.models.shadow("shop@canary", 100.0)
+    pipeline.models.set_shadow("shop@canary", 100.0)
     for _ in range(5):
         await ask(pipeline)
     assert (counted(pipeline), counted(pipeline, "skipped")) == (0, 4)
@@ -212,7 +212,7 @@ async def test_one_that_fails_is_counted_and_said_once(
         FakeEngine(version(model_info(), 7)), FakeEngine(other), executor=executor
     )
     caplog.set_level(logging.WARNING)
-    pipeline.models.shadow("shop@canary", 100.0)
+    pipeline.models.set_shadow("shop@canary", 100.0)
     for count in (1, 2):
         await ask(pipeline)
         await until_counted(pipeline, count, "failed")
@@ -223,7 +223,7 @@ async def test_one_that_fails_is_counted_and_said_once(
 async def test_another_version_is_compared_from_zero(
     pipeline: RequestPipeline, executor: ThreadPoolExecutor
 ) -> None:
-    pipeline.models.shadow("shop@canary", 100.0)
+    pipeline.models.set_shadow("shop@canary", 100.0)
     await ask(pipeline)
     await until(lambda: counted(pipeline) == 1)
     shadow = pipeline.metrics.models["shop@canary"].version.shadow

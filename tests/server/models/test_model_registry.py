@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.fake_models import unpooled_info
+from server.gate import Gate
 from server.live import make_pipeline
 from server.pending_requests import submit_to
 from server.waiting import until
@@ -164,6 +165,20 @@ async def test_a_look_that_fails_is_logged_and_is_no_damage(
     models.check_ready()
     assert "looking whether the rows have changed" in caplog.text
     assert "RuntimeError: no memory" in caplog.text
+
+
+async def test_a_version_that_is_retired_while_others_are_checked_is_left_out(
+    engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
+) -> None:
+    """Else the periodic check would end, and no change would be found any more."""
+    models = make_pipeline(engine, other, executor=executor).models
+    engine.check = gate.before(engine.check)  # type: ignore[method-assign]
+    check = asyncio.create_task(models.check_integrity())
+    await until(lambda: gate.threads)
+    models.remove("films").retire(lambda: None)
+    gate.opened.set()
+    await check
+    models.check_ready()
 
 
 class Full:

@@ -71,9 +71,9 @@ async def test_what_is_not_served_is_refused_with_what_is(models: ModelRegistry,
 
 
 async def test_a_share_goes_to_a_version_of_what_names_none(models: ModelRegistry) -> None:
-    models.share("shop@canary", 20.0)
-    models.share("shop@old", 30.0)
-    models.share("shop@stable", 40.0)  # it answers all that the others do not
+    models.set_share("shop@canary", 20.0)
+    models.set_share("shop@old", 30.0)
+    models.set_share("shop@stable", 40.0)  # it answers all that the others do not
     counts = Counter([await answered_by(models, "shop") for _ in range(1000)])
     assert 120 < counts[8] < 280
     assert 210 < counts[6] < 390
@@ -81,26 +81,26 @@ async def test_a_share_goes_to_a_version_of_what_names_none(models: ModelRegistr
     assert {await answered_by(models, "shop@stable") for _ in range(50)} == {7}
     shares = {model.tag: models.status(model)["share"] for model in models.models()}
     assert shares == {"stable": 50.0, "canary": 20.0, "old": 30.0}
-    models.share("shop@canary", 0.0)
-    models.share("shop@old", 0.0)
+    models.set_share("shop@canary", 0.0)
+    models.set_share("shop@old", 0.0)
     assert {await answered_by(models) for _ in range(200)} == {7}
 
 
 async def test_a_routing_key_is_always_answered_by_the_same_version(models: ModelRegistry) -> None:
-    models.share("shop@canary", 20.0)
+    models.set_share("shop@canary", 20.0)
     keys = [f"user-{i}".encode() for i in range(1000)]
     first = [await answered_by(models, "", key) for key in keys]
     assert 120 < Counter(first)[8] < 280
     assert [await answered_by(models, "shop", key) for key in keys] == first
-    models.share("shop@canary", 40.0)  # who was answered by it still is
+    models.set_share("shop@canary", 40.0)  # who was answered by it still is
     later = [await answered_by(models, "", key) for key in keys]
     assert all(after == 8 for before, after in zip(first, later, strict=True) if before == 8)
     assert Counter(later)[8] > Counter(first)[8]
 
 
 async def test_shares_past_the_whole_leave_nothing(models: ModelRegistry) -> None:
-    models.share("shop@canary", 80.0)
-    models.share("shop@old", 80.0)
+    models.set_share("shop@canary", 80.0)
+    models.set_share("shop@old", 80.0)
     assert 7 not in {await answered_by(models) for _ in range(300)}
     shares = {model.tag: models.status(model)["share"] for model in models.models()}
     assert shares == {"stable": 0.0, "canary": 80.0, "old": 20.0}

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import selectors
 import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+import pytest
+import uvloop
 from server.python import run_python
 
 from embedserve.processes.channel import LineSocket, SupervisorChannel, WorkerChannel
@@ -13,21 +17,23 @@ from embedserve.processes.channel import LineSocket, SupervisorChannel, WorkerCh
 SERVED = """
 import os, signal, sys, time
 from embedserve.metrics.shared_counters import SharedCounters
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
 from embedserve.processes.rollout.messages import (
-    StoreEntry, NameStatus, Shares, Stage, Status, StoreReport, desired_from_bytes, report_to_bytes
+    START, NameStatus, Shares, StoreEntry, StoreReport, WorkerStage, WorkerStatus,
+    desired_from_bytes, report_to_bytes
 )
 from embedserve.processes.supervisor import Supervisor
 
 names, pause_s = [f"m{number}@canary" for number in range(int(sys.argv[1]))], float(sys.argv[2])
 
-def run_worker(index, channel):
+def worker_main(index, channel):
     def receive():
         return desired_from_bytes(channel.wait_for_message())
 
-    channel.send(report_to_bytes(Status(stage=Stage.WARM)))
-    assert not receive().may_accept
-    channel.send(report_to_bytes(Status({name: NameStatus(1) for name in names}, Stage.READY)))
+    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.WARM)))
+    assert channel.wait_for_message() == START
+    serving = {name: NameStatus(1) for name in names}
+    channel.send(report_to_bytes(WorkerStatus(serving, WorkerStage.READY)))
     time.sleep(pause_s)  # a worker that loads a version does not read for so long
     told = receive()
     assert (told.may_accept, told.watches_store) == (True, True), told
@@ -35,17 +41,17 @@ def run_worker(index, channel):
         names, Shares(1, 5.0)
     )
     print("all", flush=True)
-    while not told.announces:
+    while not told.logs_ready:
         told = receive()
     assert len(told.names) == len(names)
     os.kill(os.getppid(), signal.SIGTERM)
     return 0
 
-served = {name: Version(1, "/store/m/1") for name in names}
+served = {name: RolloutVersion(1, "/store/m/1") for name in names}
 coordinator = RolloutCoordinator(served, lambda *_: None)
 shares = {name: StoreEntry(1, Shares(1, 5.0)) for name in names}
 coordinator.on_report(0, StoreReport(shares))
-Supervisor(run_worker, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
+Supervisor(worker_main, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
 """
 
 
@@ -57,6 +63,27 @@ def test_a_worker_knows_the_shares_before_it_takes_connections() -> None:
 def test_more_than_a_channel_holds_comes_all() -> None:
     done = run_python("-c", SERVED, "3000", "0.5")
     assert (done.stdout, done.stderr) == ("all\n", "")
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_worker_sees_the_end_of_a_supervisor_that_has_not_read_all(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    """The end comes as an error first, after which uvloop tells of nothing more."""
+
+    async def end_unread() -> None:
+        supervisors, ours = socket.socketpair()
+        with ours:
+            channel, ended, received = WorkerChannel(ours), asyncio.Event(), list[bytes]()
+            channel.attach(received.append, ended.set)
+            channel.send(b"nobody reads this")
+            supervisors.send(b"last\n")
+            supervisors.close()
+            async with asyncio.timeout(10):
+                await ended.wait()
+            assert received == [b"last"]
+
+    run(end_unread())
 
 
 async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:

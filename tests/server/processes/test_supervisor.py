@@ -18,6 +18,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server.async_popen import AsyncPopen, start_python
 
+from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.shared_counters import SharedCounters
+from embedserve.processes.channel import WorkerChannel
+from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.supervisor import Supervisor
+
 SCRIPT = Path(__file__).parents[1] / "supervised.py"
 BODY = b'{"features": {"user": [1]}}'
 WAIT_S_MAX = 20
@@ -330,3 +337,34 @@ async def test_a_server_that_is_not_ready_yet_is_stopped(
     status, output = await server.ended()
     assert status == 0
     assert "Traceback" not in output
+
+
+class Interrupted(RolloutCoordinator):
+    """Gets SIGHUP while it is at work, and ends the server once that is handled."""
+
+    def __init__(self) -> None:
+        super().__init__({}, lambda name, path: None)
+        self.is_at_work = False
+        self.was_at_work: list[bool] = []
+
+    def check_timeouts(self) -> None:
+        self.is_at_work = True
+        os.kill(os.getpid(), signal.SIGHUP)
+        self.is_at_work = False
+
+    def reload(self) -> None:
+        self.was_at_work.append(self.is_at_work)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def wait_for_signal(index: int, channel: WorkerChannel) -> int:
+    signal.pause()
+    return 0
+
+
+def test_a_reload_interrupts_nothing() -> None:
+    """A signal handler runs between any two instructions, also amid a change of what is served."""
+    coordinator = Interrupted()
+    counters = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
+    Supervisor(wait_for_signal, counters, 1, 0, coordinator).run()
+    assert coordinator.was_at_work == [False]

@@ -61,7 +61,7 @@ async def live() -> AsyncIterator[Live]:
     engines = [FakeEngine(info, seed=info.version) for info in infos]
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(*engines, executor=executor, default_model="shop")
-        pipeline.models.share("shop@2", 40.0)
+        pipeline.models.set_share("shop@2", 40.0)
         async with serving(pipeline) as live:
             yield live
 

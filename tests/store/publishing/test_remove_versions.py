@@ -127,7 +127,7 @@ def test_one_that_gets_a_name_meanwhile_comes_back(
 
     def named_first(*paths: Path) -> None:
         if not named:
-            named.append(set_alias(tmp_path, "m", "stable", 1).number)
+            named.append(set_alias(tmp_path, "m", "stable", 1).change_number)
         rename(*paths)
 
     monkeypatch.setattr(os, "rename", named_first)

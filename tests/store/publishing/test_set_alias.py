@@ -37,7 +37,7 @@ def test_an_alias_means_what_it_was_moved_to_last(store: Path) -> None:
     models = ModelStore(store)
     assert (models.aliases("m"), models.alias_history("m", "stable")) == ({}, [])
     first = set_alias(store, "m", "stable", 1, why="the first")
-    assert (first.number, first.version, first.why) == (1, 1, "the first")
+    assert (first.change_number, first.version, first.why) == (1, 1, "the first")
     assert "@" in first.who
     second = set_alias(str(store), "m", "stable", 2, who="kim")
     set_alias(store, "m", "canary", "stable")
@@ -62,7 +62,7 @@ def test_one_that_is_removed_is_none_and_keeps_its_history(store: Path) -> None:
         models.load("m", "stble")
     with pytest.raises(StoreError, match="store/m: no alias 'stable' to remove"):
         set_alias(store, "m", "stable", None)
-    assert set_alias(store, "m", "stable", 2).number == 3
+    assert set_alias(store, "m", "stable", 2).change_number == 3
 
 
 def test_what_cannot_be_is_refused_and_changes_nothing(store: Path) -> None:
@@ -96,7 +96,7 @@ def test_what_else_lies_there_is_no_alias(store: Path) -> None:
     (folder / "README").write_text("")
     (folder / "empty").mkdir()
     assert list(ModelStore(store).aliases("m")) == ["stable"]
-    assert set_alias(store, "m", "stable", 2).number == 2
+    assert set_alias(store, "m", "stable", 2).change_number == 2
 
 
 def test_a_damaged_one_is_refused_by_its_file(store: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_damaged_one_stands_in_no_others_way(store: Path) -> None:
     for act in (lambda: models.load("m", "canary"), lambda: models.aliases("m")):
         with pytest.raises(StoreError, match=r"canary/2\.json: not JSON, or half-written"):
             act()
-    assert set_alias(store, "m", "canary", 1).number == 3
+    assert set_alias(store, "m", "canary", 1).change_number == 3
     assert models.manifest("m", "canary").version == 1
 
 
@@ -140,10 +140,10 @@ def test_of_many_writers_each_has_its_turn(store: Path, scheme: str) -> None:
     where = f"{scheme}{store}"
     with ThreadPoolExecutor(8) as pool:
         moved = [pool.submit(set_alias, where, "m", "stable", 1 + i % 2) for i in range(24)]
-        numbers = sorted(one.result().number for one in moved)
+        numbers = sorted(one.result().change_number for one in moved)
     assert numbers == list(range(1, 25))
     history = ModelStore(store).alias_history("m", "stable")
-    assert [one.number for one in history] == list(range(24, 0, -1))
+    assert [one.change_number for one in history] == list(range(24, 0, -1))
     names = os.listdir(store / "m" / "aliases" / "stable")
     assert [name for name in names if name.startswith(".")] == []
 
@@ -153,7 +153,7 @@ def test_a_file_system_without_hard_links(store: Path, monkeypatch: pytest.Monke
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refuse)
-    assert [set_alias(store, "m", "stable", version).number for version in (1, 2)] == [1, 2]
+    assert [set_alias(store, "m", "stable", version).change_number for version in (1, 2)] == [1, 2]
     assert ModelStore(store).aliases("m")["stable"].version == 2
 
 

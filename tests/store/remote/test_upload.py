@@ -241,5 +241,5 @@ def test_the_second_of_two_writers_has_its_turn(
             raise OSError(errno.EINVAL, "At least one of the pre-conditions did not hold")
 
     monkeypatch.setattr(files, "pipe_file", pipe_file)
-    assert set_alias(url, "m", "stable", 1).number == 2
+    assert set_alias(url, "m", "stable", 1).change_number == 2
     assert others == [f"{root}/m/aliases/stable/1.json"]

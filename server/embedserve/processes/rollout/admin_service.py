@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 from embedserve.errors import RefusedError
-from embedserve.processes.rollout.coordinator import MOVE_S_MAX
+from embedserve.processes.model_loading import check_names
+from embedserve.processes.rollout.coordinator import ROLLOUT_S_MAX
 from embedserve.processes.rollout.messages import AdminCommand, Operation, Target
-from embedserve.processes.rollout.store_watcher import VersionResolver
 from embedserve.processes.rollout.version_manager import VersionManager
-from embedserve.processes.startup.loading import check_names
+from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import StoreError
 
@@ -46,13 +46,13 @@ class AdminService:
         """
         try:
             check_names([name])
-            version = await run_in_daemon_thread("load", lambda: self._resolver.open(name))
+            version = await run_in_daemon_thread("load", lambda: self._resolver.open_current(name))
         except (StoreError, ValueError) as error:
             raise RefusedError(str(error), "model") from error
         number, before = version.manifest.version, self._version_manager.target(name)
         self._send(AdminCommand(Operation.LOAD, name, number, str(version.path)))
         try:
-            async with asyncio.timeout(MOVE_S_MAX):
+            async with asyncio.timeout(ROLLOUT_S_MAX):
                 while self._version_manager.number(name) != number:
                     _check_load(name, number, before, self._version_manager.target(name))
                     await self._version_manager.wait_for_change()
@@ -60,6 +60,8 @@ class AdminService:
             raise RefusedError(f"{name} version {number} is not loaded yet", "model") from None
         finally:
             self._resolver.forget(name)
+            if self._version_manager.number(name) is None:  # forgets a new name that failed
+                self._send(AdminCommand(Operation.UNLOAD, name))
         return number
 
     async def unload(self, name: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from embedserve.config import ServeSettings
 from embedserve.processes.rollout.admin_service import AdminService
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
 from embedserve.processes.rollout.messages import Desired, Report
-from embedserve.processes.rollout.store_watcher import StoreWatcher, VersionResolver
+from embedserve.processes.rollout.store_watcher import StoreWatcher
 from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.rollout.version_resolver import VersionResolver
 
 
 class RolloutAgent:
@@ -43,28 +43,3 @@ class RolloutAgent:
         """Reconciles this process with ``desired``."""
         self._version_manager.apply(desired)
         self._watcher.apply(desired)
-
-
-def start_alone(
-    settings: ServeSettings, version_manager: VersionManager, stop: asyncio.Event
-) -> RolloutAgent:
-    """Returns the agent of a server with a single process, which has the coordinator, too."""
-    loop = asyncio.get_running_loop()
-    resolver = VersionResolver(settings)
-    version_manager.open_version = lambda name, target: resolver.take(name, target.version)
-    served = {name: Version.of(one) for name, one in version_manager.versions.items()}
-    coordinator = RolloutCoordinator(served, adopt=lambda name, path: None)
-
-    # Both directions go through the event loop, as through a channel: neither side is called while
-    # it calls the other.
-    def send(report: Report) -> None:
-        loop.call_soon(coordinator.on_report, 0, report)
-
-    agent = RolloutAgent(settings, version_manager, send, stop, resolver)
-
-    def send_desired(worker: int, desired: Desired) -> None:
-        loop.call_soon(agent.apply, desired)
-
-    coordinator.send = send_desired
-    coordinator.on_worker_ready(0)
-    return agent

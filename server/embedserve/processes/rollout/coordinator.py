@@ -3,7 +3,8 @@
 A rollout has two phases. All processes load the new version while the current one serves. Once all
 have loaded it, all activate it. If one fails, none does. One version is rolled out at a time. A
 process that starts meanwhile receives the desired state like the others. The coordinator runs in
-the supervisor, or in a server's only process. It has no I/O.
+the supervisor, or in a server's only process. It has no I/O except through ``adopt``, which opens
+the files of a version in the supervisor.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from embedserve.processes.rollout.messages import (
     AdminCommand,
     Desired,
     Failure,
+    LoadState,
     NameStatus,
     Operation,
-    Phase,
     Report,
     Shares,
-    State,
-    Status,
     StoreEntry,
     StoreReport,
     Target,
+    TargetPhase,
+    WorkerStatus,
     is_news,
 )
 from embedserve_store import ModelVersion
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 DEATHS_MAX = 2
 """Worker exits while a version is prepared, after which the version is rejected."""
-MOVE_S_MAX = 1800.0
+ROLLOUT_S_MAX = 1800.0
 """Seconds that all workers together may take to prepare a version."""
 SWITCHED = "%s is answered by version %d from now on, no more by %s"
 REMOVED = "%s is answered no more"
@@ -45,7 +46,7 @@ REFUSED = "%s: version %d stays out: %s"
 
 
 @dataclass(frozen=True)
-class Version:
+class RolloutVersion:
     """A version, by its number and folder. Each rollout of it has its own generation."""
 
     number: int
@@ -53,7 +54,7 @@ class Version:
     generation: int = 0
 
     @classmethod
-    def of(cls, version: ModelVersion) -> Version:
+    def of(cls, version: ModelVersion) -> RolloutVersion:
         """Returns the version that a server starts with."""
         return cls(version.manifest.version, str(version.path))
 
@@ -69,10 +70,10 @@ class _Name:
         candidate: opened version whose rollout has not begun.
     """
 
-    serving: Version | None = None
+    serving: RolloutVersion | None = None
     starts_with: int = 0
     wanted: int = 0
-    candidate: Version | None = None
+    candidate: RolloutVersion | None = None
     failure: Failure | None = None
     shares: Shares | None = None
 
@@ -91,13 +92,13 @@ class _Rollout:
     """
 
     name: str
-    version: Version
+    version: RolloutVersion
     until_s: float
     deaths: int = 0
 
-    def is_prepared(self, status: Status) -> bool:
+    def is_prepared(self, status: WorkerStatus) -> bool:
         one = status.names.get(self.name, NameStatus(0))
-        is_loaded = one.state is State.PREPARED and one.generation == self.version.generation
+        is_loaded = one.state is LoadState.PREPARED and one.generation == self.version.generation
         return is_loaded or one.version == self.version.number
 
 
@@ -105,12 +106,14 @@ class RolloutCoordinator:
     """Desired state of a server, and what its ready workers last reported.
 
     Attributes:
-        send: function that sends a worker, by its number, the desired state.
-        end: function that ends a worker, by its number; the supervisor restarts it.
+        send: function that sends a worker, by its number, the desired state. Set by the Supervisor,
+            or by start_rollouts in a single process.
+        end: function that ends a worker, by its number; the supervisor restarts it. Set by the
+            Supervisor; a single process is not ended.
     """
 
     def __init__(
-        self, served: Mapping[str, Version], adopt: Callable[[str, str | None], None]
+        self, served: Mapping[str, RolloutVersion], adopt: Callable[[str, str | None], None]
     ) -> None:
         """
         Args:
@@ -124,7 +127,7 @@ class RolloutCoordinator:
         self._names = {name: _Name(one, one.number) for name, one in served.items()}
         self._generations = itertools.count(1)
         self._rollout: _Rollout | None = None
-        self._workers: dict[int, Status] = {}
+        self._workers: dict[int, WorkerStatus] = {}
         self._sent: dict[int, Desired] = {}
         self._watcher: int | None = None
         self._polls = 0
@@ -136,7 +139,7 @@ class RolloutCoordinator:
 
     def on_worker_ready(self, worker: int) -> None:
         """Sends a ready worker the desired state."""
-        self._workers[worker] = Status()
+        self._workers[worker] = WorkerStatus()
         if self._watcher is None:
             self._watcher = worker
         self._publish()
@@ -152,12 +155,12 @@ class RolloutCoordinator:
             if rollout.deaths >= DEATHS_MAX:
                 self._reject(rollout, f"a worker {how} while it was loaded")
             elif not self._workers:
-                rollout.until_s = monotonic() + MOVE_S_MAX  # for the workers that replace them
+                rollout.until_s = monotonic() + ROLLOUT_S_MAX  # for the workers that replace them
         self._advance()
 
     def on_report(self, worker: int, report: Report) -> None:
         """Handles a message of a ready worker."""
-        if isinstance(report, Status):
+        if isinstance(report, WorkerStatus):
             self._on_status(worker, report)
         elif isinstance(report, StoreReport):
             for name, found in report.names.items():
@@ -171,7 +174,7 @@ class RolloutCoordinator:
         rollout = self._rollout
         if rollout is not None and monotonic() > rollout.until_s:
             slow = [str(one) for one, has in self._workers.items() if not rollout.is_prepared(has)]
-            why = f"workers {', '.join(sorted(slow))} have not loaded it in {MOVE_S_MAX:g} s"
+            why = f"workers {', '.join(sorted(slow))} have not loaded it in {ROLLOUT_S_MAX:g} s"
             self._reject(rollout, why)
             self._advance()
 
@@ -196,13 +199,14 @@ class RolloutCoordinator:
                 one.failure = None
         self._advance()
 
-    def _on_status(self, worker: int, status: Status) -> None:
+    def _on_status(self, worker: int, status: WorkerStatus) -> None:
         before = self._workers.get(worker)
         if before is None:
             return
         self._workers[worker] = status
         for name, one in status.names.items():
-            if one.state is State.FAILED and one != before.names.get(name) and name in self._names:
+            has_failed = one.state is LoadState.FAILED and one != before.names.get(name)
+            if has_failed and name in self._names:
                 self._on_failed_load(worker, name, one)
 
     def _on_failed_load(self, worker: int, name: str, status: NameStatus) -> None:
@@ -228,12 +232,14 @@ class RolloutCoordinator:
         if not found.wanted:
             return
         self._set_wanted(name, one, found.wanted)
-        is_pending = self._is_rolled_out(name, found.wanted) or found.wanted == one.number
-        if found.reason and not is_pending:
+        needs_no_rollout = (
+            self._is_being_rolled_out(name, found.wanted) or found.wanted == one.number
+        )
+        if found.reason and not needs_no_rollout:
             self._fail(name, found.wanted, found.reason, is_final=found.is_final)
         is_rejected = one.failure is not None and one.failure.is_final
-        if found.path and not is_pending and not is_rejected:
-            one.candidate = Version(found.wanted, found.path)
+        if found.path and not needs_no_rollout and not is_rejected:
+            one.candidate = RolloutVersion(found.wanted, found.path)
 
     def _set_wanted(self, name: str, one: _Name, number: int) -> None:
         """Sets the version that the store points to. If it is another than before, ends a rollout
@@ -242,7 +248,7 @@ class RolloutCoordinator:
             return
         one.wanted = number
         if self._rollout is not None and self._rollout.name == name:
-            self._rollout = self._rollout if self._is_rolled_out(name, number) else None
+            self._rollout = self._rollout if self._is_being_rolled_out(name, number) else None
         if one.candidate is not None and one.candidate.number != number:
             one.candidate = None
         if one.failure is not None and one.failure.version != number:
@@ -256,17 +262,23 @@ class RolloutCoordinator:
         else:
             one = self._names.setdefault(command.name, _Name())
             one.failure = None
-            if not self._is_rolled_out(command.name, command.version):
-                one.candidate = Version(command.version, command.path)
+            if not self._is_being_rolled_out(command.name, command.version):
+                one.candidate = RolloutVersion(command.version, command.path)
 
-    def _is_rolled_out(self, name: str, number: int) -> bool:
+    def _is_being_rolled_out(self, name: str, number: int) -> bool:
         rollout = self._rollout
         return rollout is not None and (rollout.name, rollout.version.number) == (name, number)
 
     def _remove(self, name: str) -> None:
-        """Stops serving ``name``, unless nothing else is served."""
+        """Stops serving ``name``, unless nothing else is served; forgets a name that never served
+        and has failed to load."""
         served = [one for one, has in self._names.items() if has.serving is not None]
-        if name not in served or len(served) == 1:
+        if name not in served:
+            one = self._names.get(name)
+            if one is not None and one.failure is not None and one.candidate is None:
+                del self._names[name]
+            return
+        if len(served) == 1:
             return
         del self._names[name]
         if self._rollout is not None and self._rollout.name == name:
@@ -289,7 +301,7 @@ class RolloutCoordinator:
         )
         if one.candidate is not None and one.candidate.number == number:
             one.candidate = None
-        if self._is_rolled_out(name, number):
+        if self._is_being_rolled_out(name, number):
             self._rollout = None
         if before is None or not is_same or is_news(reason, before.reason):
             logger.error(REFUSED, name, number, reason)
@@ -317,8 +329,8 @@ class RolloutCoordinator:
             candidate, one.candidate = one.candidate, None
             if candidate is not None and candidate.number != one.number:
                 one.failure = None
-                version = Version(candidate.number, candidate.path, next(self._generations))
-                self._rollout = _Rollout(name, version, monotonic() + MOVE_S_MAX)
+                version = RolloutVersion(candidate.number, candidate.path, next(self._generations))
+                self._rollout = _Rollout(name, version, monotonic() + ROLLOUT_S_MAX)
                 return
 
     def _adopt_serving(self, name: str) -> None:
@@ -344,9 +356,11 @@ class RolloutCoordinator:
                 self.send(worker, desired)
 
     def _target(self, name: str, one: _Name) -> Target:
-        phase, version = Phase.ACTIVATE, one.serving or Version(0, "")
+        """Returns the target of ``name``. While a version is prepared the target does not say which
+        one serves: a worker that starts then has that one from ``adopt``."""
+        phase, version = TargetPhase.ACTIVATE, one.serving or RolloutVersion(0, "")
         if self._rollout is not None and self._rollout.name == name:
-            phase, version = Phase.PREPARE, self._rollout.version
+            phase, version = TargetPhase.PREPARE, self._rollout.version
         return Target(
             version.number,
             version.path,
@@ -359,5 +373,5 @@ class RolloutCoordinator:
 
 
 def _is_behind(status: NameStatus, target: Target) -> bool:
-    is_loaded = status.state is not State.LOADING and status.generation == target.generation
+    is_loaded = status.state is not LoadState.LOADING and status.generation == target.generation
     return target.version not in (0, status.version) and not is_loaded

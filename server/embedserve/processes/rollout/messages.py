@@ -2,8 +2,8 @@
 
 The coordinator sends what every process is to serve, as a whole: a newer `Desired` replaces an
 older one, and a worker that starts needs only the last. Processes report what they serve, also as a
-whole. Between a supervisor and its workers a message is a line of JSON (channel.py). A single
-process passes the objects themselves.
+whole. Between a supervisor and its workers a message is a line of JSON (channel.py), except START.
+A single process passes the objects themselves.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from typing import Any
 
 import orjson
 
+START = b"start"
+"""Supervisor to a warm worker: it may listen. It is the first message; all others are `Desired`."""
 REASON_CHARACTERS_MAX = 1000
 _DIGITS = re.compile(r"[\d.,]+")
 
 
-class Phase(StrEnum):
+class TargetPhase(StrEnum):
     """Whether a process loads a version next to the current one, or serves it."""
 
     PREPARE = "prepare"
     ACTIVATE = "activate"
 
 
-class State(StrEnum):
-    """State of a name in one process."""
+class LoadState(StrEnum):
+    """How far a process has loaded the version of a target. ACTIVE: it has nothing to load."""
 
     LOADING = "loading"
     PREPARED = "prepared"
@@ -36,11 +38,11 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-class Stage(StrEnum):
+class WorkerStage(StrEnum):
     """Stage of a worker's start."""
 
     WARM = "warm"
-    """The models are loaded. The worker listens once it has received its first `Desired`."""
+    """The models are loaded. The worker listens once it has received START."""
     READY = "ready"
     """The worker listens. It accepts connections once it may."""
     FAILED = "failed"
@@ -93,7 +95,7 @@ class Target:
     version: int
     path: str
     generation: int
-    phase: Phase
+    phase: TargetPhase
     wanted: int = 0
     failure: Failure | None = None
     shares: Shares | None = None
@@ -108,14 +110,14 @@ class Desired:
         polls: number of immediate polls that were requested so far.
         may_accept: whether only workers listen on the ports now, so that this one may accept
             connections.
-        announces: whether this process announces that the server is ready.
+        logs_ready: whether this process logs that the server is ready.
     """
 
     names: Mapping[str, Target] = field(default_factory=dict)
     watches_store: bool = False
     polls: int = 0
     may_accept: bool = False
-    announces: bool = False
+    logs_ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,21 +127,25 @@ class NameStatus:
     Attributes:
         version: version that serves; 0 for none.
         generation: generation of the target that ``state`` refers to.
-        reason: reason of a failure.
+        reason: why the version of that target could not be loaded, in the state FAILED.
     """
 
     version: int
     generation: int = 0
-    state: State = State.ACTIVE
+    state: LoadState = LoadState.ACTIVE
     reason: str = ""
 
 
 @dataclass(frozen=True)
-class Status:
-    """Process to coordinator: what it serves and loads, by served name."""
+class WorkerStatus:
+    """Process to coordinator: what it serves and loads, by served name.
+
+    Attributes:
+        reason: why the worker could not start, at the stage FAILED.
+    """
 
     names: Mapping[str, NameStatus] = field(default_factory=dict)
-    stage: Stage = Stage.READY
+    stage: WorkerStage = WorkerStage.READY
     reason: str = ""
 
 
@@ -178,7 +184,7 @@ class AdminCommand:
     path: str = ""
 
 
-Report = Status | StoreReport | AdminCommand
+Report = WorkerStatus | StoreReport | AdminCommand
 
 
 def desired_to_bytes(desired: Desired) -> bytes:
@@ -194,7 +200,7 @@ def desired_from_bytes(message: bytes) -> Desired:
 def _target(fields: dict[str, Any]) -> Target:
     failure, shares = fields.pop("failure"), fields.pop("shares")
     return Target(
-        phase=Phase(fields.pop("phase")),
+        phase=TargetPhase(fields.pop("phase")),
         failure=None if failure is None else Failure(**failure),
         shares=None if shares is None else Shares(**shares),
         **fields,
@@ -214,8 +220,8 @@ def report_from_bytes(message: bytes) -> Report:
         return StoreReport(
             {name: StoreEntry(shares=Shares(**one.pop("shares")), **one) for name, one in names}
         )
-    status = {name: NameStatus(state=State(one.pop("state")), **one) for name, one in names}
-    return Status(status, stage=Stage(fields.pop("stage")), **fields)
+    status = {name: NameStatus(state=LoadState(one.pop("state")), **one) for name, one in names}
+    return WorkerStatus(status, stage=WorkerStage(fields.pop("stage")), **fields)
 
 
 def is_news(reason: str, before: str) -> bool:

@@ -21,17 +21,17 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.metrics.model_metrics import columns_of
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
 from embedserve.pipeline import RequestPipeline
+from embedserve.processes.model_loading import open_folder
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     Desired,
+    LoadState,
     NameStatus,
-    Phase,
     Shares,
-    State,
-    Status,
     Target,
+    TargetPhase,
+    WorkerStatus,
 )
-from embedserve.processes.startup.loading import open_folder
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.memory.mapped_tables import drop_version_pages
@@ -65,7 +65,7 @@ class _Load:
     target: Target
     pending: PendingVersion
     found_s: float
-    state: State = State.LOADING
+    state: LoadState = LoadState.LOADING
     reason: str = ""
     prepared: _Prepared | None = None
 
@@ -85,8 +85,10 @@ class VersionManager:
     Attributes:
         versions, engines: current versions and their engines; replaced when other versions take
             over.
-        open_version: function that opens the version of a target for a name. Runs in a thread.
-        report: function that reports what this process serves and loads, when that has changed.
+        open_version: function that opens the version of a target for a name. Runs in a thread. Set
+            by start_rollouts in a single process; workers open the folder of the target.
+        report: function that reports what this process serves and loads, when that has changed. Set
+            by the RolloutAgent.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class VersionManager:
         self.versions = versions
         self.engines = dict(engines)
         self.open_version: Callable[[str, Target], ModelVersion] = _open_folder
-        self.report: Callable[[Status], None] = lambda status: None
+        self.report: Callable[[WorkerStatus], None] = lambda status: None
         self._models = pipeline.models
         self._metrics = pipeline.metrics
         self._restore = restore
@@ -113,7 +115,7 @@ class VersionManager:
         self._loads: dict[str, _Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()  # one thread at a time builds and traces torchrec
-        self._reported: Status | None = None
+        self._reported: WorkerStatus | None = None
         self._changed = asyncio.Event()
 
     def number(self, name: str) -> int | None:
@@ -129,7 +131,7 @@ class VersionManager:
         """Waits for another desired state, or for progress towards it."""
         await self._changed.wait()
 
-    def status(self) -> Status:
+    def status(self) -> WorkerStatus:
         """Returns what this process serves and loads."""
         names = {}
         for name in (*self.versions, *self._loads):
@@ -139,7 +141,7 @@ class VersionManager:
                 if load is None
                 else NameStatus(number, load.target.generation, load.state, load.reason)
             )
-        return Status(names)
+        return WorkerStatus(names)
 
     def apply(self, desired: Desired) -> None:
         """Adopts ``desired`` as the state to reconcile with."""
@@ -157,6 +159,8 @@ class VersionManager:
         for name in [one for one in self.versions if one not in names]:
             if len(self.versions) > 1:  # the last one serves until another has been loaded
                 self._remove(name)
+        for name in [one for one in self._models.pending_versions if one not in names]:
+            del self._models.pending_versions[name]
         self._changed.set()
         self._changed = asyncio.Event()
         status = self.status()
@@ -172,22 +176,27 @@ class VersionManager:
             load = None
         if is_due and load is None:
             load = self._begin_load(name, target)
-        if load is not None and target.phase is Phase.ACTIVATE and load.prepared is not None:
+        if load is not None and target.phase is TargetPhase.ACTIVATE and load.prepared is not None:
             self._activate(name, load, load.prepared)
         if target.shares is not None:
-            self.share(name, target.shares)
-        self._show(name, target)
+            self.apply_shares(name, target.shares)
+        self._show_pending(name, target)
+        self._update_metrics(name, target)
 
-    def share(self, name: str, shares: Shares) -> None:
+    def apply_shares(self, name: str, shares: Shares) -> None:
         """Applies ``shares`` if their version serves. Until then the previous version keeps its
         own, permanently if the new version cannot be loaded."""
         if name in self.versions and shares.version in (0, self.number(name)):
-            self._models.share(name, shares.traffic)
-            self._models.shadow(name, shares.shadow)
+            self._models.set_share(name, shares.traffic)
+            self._models.set_shadow(name, shares.shadow)
 
-    def _show(self, name: str, target: Target) -> None:
-        """Shows in /models and the metrics which version is desired, and whether it has failed."""
-        load, failure, pending = self._loads.get(name), target.failure, self._models.pending
+    def _show_pending(self, name: str, target: Target) -> None:
+        """Shows in /models which other version is loading, or has failed."""
+        load, failure, pending = (
+            self._loads.get(name),
+            target.failure,
+            self._models.pending_versions,
+        )
         before = pending.pop(name, None)
         if load is not None:
             pending[name] = load.pending
@@ -196,16 +205,21 @@ class VersionManager:
             if before is not None and (before.version, before.state) == (failure.version, "failed"):
                 since = before.since
             pending[name] = PendingVersion(failure.version, "failed", failure.reason, since)
+
+    def _update_metrics(self, name: str, target: Target) -> None:
+        """Sets which version is desired and whether it is rejected. While another version is
+        desired than serves, ``found_s`` is the time when it was found."""
         metrics = self._metrics.models.get(name)
         if metrics is None:
             return
-        is_behind = name in pending or target.wanted not in (0, self.number(name))
+        is_behind = name in self._models.pending_versions
+        is_behind = is_behind or target.wanted not in (0, self.number(name))
         if not is_behind or (target.wanted and target.wanted != metrics.wanted_version):
             metrics.found_s = None
         if is_behind and metrics.found_s is None:
             metrics.found_s = perf_counter()
         metrics.wanted_version = target.wanted or metrics.wanted_version
-        metrics.is_refused = load is None and failure is not None
+        metrics.is_refused = name not in self._loads and target.failure is not None
 
     def _begin_load(self, name: str, target: Target) -> _Load:
         metrics = self._metrics.models.get(name)
@@ -222,16 +236,17 @@ class VersionManager:
             async with self._one_at_a_time:
                 if self._loads.get(name) is not load:
                     return
+                self._metrics.check_room(name)
                 load.prepared = await run_in_daemon_thread(
                     "load", partial(self._prepare, name, load)
                 )
-            load.state = State.PREPARED
+            load.state = LoadState.PREPARED
         except (StoreError, OSError, ValueError) as error:
-            load.state, load.reason = State.FAILED, str(error)[:REASON_CHARACTERS_MAX]
+            load.state, load.reason = LoadState.FAILED, str(error)[:REASON_CHARACTERS_MAX]
         except Exception as error:  # any error: the coordinator waits for the result
             logger.exception("%s version %d cannot be loaded", name, load.target.version)
             reason = f"{type(error).__name__}: {error}"
-            load.state, load.reason = State.FAILED, reason[:REASON_CHARACTERS_MAX]
+            load.state, load.reason = LoadState.FAILED, reason[:REASON_CHARACTERS_MAX]
         if self._loads.get(name) is load:
             self._reconcile()
         else:  # another version became desired meanwhile
@@ -254,7 +269,6 @@ class VersionManager:
 
     def _drop_load(self, name: str) -> None:
         self._loads.pop(name).release()
-        self._models.pending.pop(name, None)
 
     def _activate(self, name: str, load: _Load, prepared: _Prepared) -> None:
         """Switches to the prepared version."""
@@ -263,28 +277,28 @@ class VersionManager:
             self._metrics.add(prepared.info).wanted_version = load.target.version
         else:
             metrics.switch(prepared.info, perf_counter() - load.found_s)
-        gone: list[object] = [self.engines.get(name), self.versions.get(name)]
+        held: list[object] = [self.engines.get(name), self.versions.get(name)]
         number_before = self.number(name)
         before = self._models.activate(name, self._make_batcher(prepared.engine, prepared.info))
         self.engines[name], self.versions[name] = prepared.engine, prepared.version
         del self._loads[name]
         if before is not None and number_before is not None:
-            self._retire(before, (name, number_before), gone)
+            self._retire(before, (name, number_before), held)
 
     def _remove(self, name: str) -> None:
         """Stops serving ``name``."""
-        leaving = name, self.versions[name].manifest.version
+        draining = name, self.versions[name].manifest.version
         before = self._models.remove(name)
-        self._models.pending.pop(name, None)
         self._metrics.remove(name)
-        self._retire(before, leaving, [self.engines.pop(name), self.versions.pop(name)])
+        self._retire(before, draining, [self.engines.pop(name), self.versions.pop(name)])
 
-    def _retire(self, batcher: Batcher, leaving: tuple[str, int], gone: list[object]) -> None:
-        self._models.draining.append(leaving)
+    def _retire(self, batcher: Batcher, draining: tuple[str, int], held: list[object]) -> None:
+        """Drains ``batcher``; then releases what only its version has ``held``."""
+        self._models.draining.append(draining)
 
         def end() -> None:
-            self._models.draining.remove(leaving)
-            _release_in_background(gone)
+            self._models.draining.remove(draining)
+            _release_in_background(held)
 
         batcher.retire(end)
 

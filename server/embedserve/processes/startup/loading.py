@@ -1,5 +1,4 @@
-"""Loads models from a store into warm engines: finds the versions to serve, pulls, prepares and
-restores them."""
+"""Finds the versions that a server starts with, pulls them, and restores them into warm engines."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,19 +16,15 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
-from embedserve_store import ModelStore, ModelVersion, StoreError, verify
+from embedserve.processes.model_loading import check_names, load_named, open_folder, restore_one
+from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError, missing_model
-from embedserve_store.format.tables_file import Progress
-from embedserve_store.memory.available_memory import available_bytes
-from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
 from embedserve_store.remote.remote_store import is_url
-from embedserve_store.terminal.console import console, say, table_progress
-from embedserve_store.terminal.sizes import human_bytes
+from embedserve_store.terminal.console import console
 from embedserve_store.terminal.stores import opened
 
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
-    from embedserve.engine.programs import Programs
 
 logger = logging.getLogger(__name__)
 
@@ -116,23 +111,6 @@ def opened_in_time(
         time.sleep(WAIT_S)
 
 
-def load_named(store: ModelStore, name: str) -> ModelVersion:
-    """Returns the version that ``name`` (NAME, NAME@VERSION or NAME@ALIAS) points to now; raises
-    StoreError."""
-    model, tag = split_name(name)
-    return store.load(model, tag or None)
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError if a name cannot be NAME, NAME@VERSION or NAME@ALIAS, or if a name occurs
-    twice."""
-    for name in names:
-        if name.endswith("@") or name.count("@") > 1:
-            raise ValueError(f"model is {name!r}: expected NAME, NAME@VERSION or NAME@ALIAS")
-    if len(set(names)) < len(names):
-        raise ValueError(f"model is {', '.join(names)}: one is named twice")
-
-
 def _check_published(published: list[str], wanted: list[str], settings: ServeSettings) -> None:
     for name in wanted:
         model = split_name(name)[0]
@@ -140,24 +118,6 @@ def _check_published(published: list[str], wanted: list[str], settings: ServeSet
             raise missing_model(settings.store, model, published)
     if not published:
         raise StoreError(f"{settings.store}: no model in this store; publish one first")
-
-
-def _verify(versions: dict[str, ModelVersion], *, is_shown: bool) -> None:
-    for name, version in versions.items():
-        with _shown(f"verifying {name} version {version.manifest.version}", is_shown) as progress:
-            verify(version, progress)
-
-
-@contextlib.contextmanager
-def _shown(what: str, is_shown: bool) -> Iterator[Progress | None]:
-    """Yields a progress callback that shows each table on the console, or None if not
-    ``is_shown``."""
-    if not is_shown:
-        yield None
-        return
-    say(what)
-    with table_progress() as progress:
-        yield progress
 
 
 def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
@@ -189,12 +149,6 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     return {name: open_folder(path) for name, path in pulled["folders"].items()}
 
 
-def open_folder(path: str) -> ModelVersion:
-    """Returns the version in the folder ``path``; raises StoreError."""
-    folder = Path(path)
-    return ModelStore(folder.parent.parent).load(folder.parent.name, int(folder.name))
-
-
 def _report_pulled(settings: ServeSettings, pipe: int) -> None:
     """Writes the folder of each version to ``pipe``, or the error; ends the process."""
     status = 1
@@ -211,45 +165,6 @@ def _report_pulled(settings: ServeSettings, pipe: int) -> None:
     finally:
         sys.stderr.flush()
         os._exit(status)
-
-
-def prepared(
-    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
-) -> dict[str, ModelVersion]:
-    """Returns ``versions``, made resident and verified according to the settings. The verified
-    bytes are the bytes that are served. Progress is shown on the console if ``is_shown``. All
-    threads that it starts have ended when it returns.
-
-    Raises:
-        StoreError: the versions do not fit into memory, or differ from their published state.
-    """
-    if settings.tables == "resident":
-        versions = _made_resident(versions, is_shown=is_shown)
-    if settings.verify:
-        _verify(versions, is_shown=is_shown)
-    return versions
-
-
-def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict[str, ModelVersion]:
-    """Returns ``versions`` with their tables in memory, which processes forked later share.
-
-    Raises:
-        StoreError: there is no room for all versions, or a file cannot be read.
-    """
-    check_room(versions.values(), available_bytes())
-    resident = {}
-    for name, version in versions.items():
-        what = f"copying the tables of {name} version {version.manifest.version} into memory"
-        with _shown(what, is_shown) as progress:
-            resident[name] = make_resident(version, progress)
-    nbytes = sum(version.tables.data.nbytes for version in resident.values())
-    in_huge_pages = huge_page_bytes(resident.values())
-    logger.info(
-        "%s of tables are resident, %s in huge pages",
-        human_bytes(nbytes),
-        human_bytes(min(nbytes, in_huge_pages)),
-    )
-    return resident
 
 
 def on_devices(
@@ -307,31 +222,3 @@ def restore_all(
             engines[name] = restore_one(settings, version, programs)
         programs.add(engines[name])
     return engines
-
-
-def restore_one(
-    settings: ServeSettings,
-    version: ModelVersion,
-    programs: Programs | None = None,
-    beside: Iterable[Engine] = (),
-    on_warming: Callable[[], None] | None = None,
-) -> Engine:
-    """Returns the warm engine of ``version``, while the engines ``beside`` serve. It is compiled
-    unless ``programs`` has its layout. Calls ``on_warming`` when it warms up.
-
-    Raises:
-        StoreError, ValueError: as in restore_all.
-    """
-    from embedserve.engine.restore import restore
-
-    is_eager = settings.lookup == "eager"
-    return restore(
-        version,
-        settings.devices,
-        gpu_layout=settings.gpu_layout,
-        strict_plan=settings.strict_plan,
-        is_eager=is_eager,
-        programs=programs,
-        may_compile=is_eager or not any(engine.runs_modules for engine in beside),
-        on_warming=on_warming,
-    )

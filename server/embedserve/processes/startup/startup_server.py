@@ -99,9 +99,9 @@ async def _answer(
     stop = asyncio.Event()
     channel.setblocking(False)
     asyncio.get_running_loop().add_reader(channel, stop.set)
-    of_front = replace(settings, drain_s=DRAIN_S, grpc_server="native", otlp_endpoint="")
+    own_settings = replace(settings, drain_s=DRAIN_S, grpc_server="native", otlp_endpoint="")
     with ThreadPoolExecutor(1) as executor:
-        pipeline = server.build_pipeline({}, of_front, executor)
+        pipeline = server.build_pipeline({}, own_settings, executor)
         pipeline.models.not_ready = LOADING
         here = ports.bind() if isinstance(ports, SharedPorts) else ports
-        await server.run_server(stop, pipeline, of_front, here.without_grpc(), lambda: None)
+        await server.run_server(stop, pipeline, own_settings, here.without_grpc(), lambda: None)

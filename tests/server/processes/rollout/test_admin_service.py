@@ -1,4 +1,4 @@
-"""What an operator asks of one process: done, or refused with the reason."""
+"""What an administrator asks of one process: done, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from embedserve_store import StoreError, set_alias
 
 
 class Operated(Serving):
-    """A process with an operator, which follows nothing by itself."""
+    """A process with an administrator, which follows nothing by itself."""
 
     def __init__(self, store: Path, executor: ThreadPoolExecutor) -> None:
         super().__init__(store, executor, follow="none")
         self.start()
-        self.operator = self.agent.admin
+        self.admin = self.agent.admin
 
     def served(self) -> dict[str, int]:
         return {model.served_as: model.version for model in self.pipeline.models.models()}
@@ -35,22 +35,22 @@ async def test_names_are_loaded_beside_others_and_unloaded(
     store: Path, later: Path, executor: ThreadPoolExecutor
 ) -> None:
     operated = Operated(store, executor)
-    operator = operated.operator
+    admin = operated.admin
     appear(later, store, 2)
     set_alias(store, "shop", "canary", 2)
-    assert await operator.load("shop@canary") == 2
-    assert await operator.load("shop@1") == 1
+    assert await admin.load("shop@canary") == 2
+    assert await admin.load("shop@1") == 1
     assert operated.served() == {"shop": 1, "shop@canary": 2, "shop@1": 1}
-    assert await operator.load("shop") == 2  # in the place of the one before
+    assert await admin.load("shop") == 2  # in the place of the one before
     assert operated.served() == {"shop": 2, "shop@canary": 2, "shop@1": 1}
-    await operator.unload("shop")
+    await admin.unload("shop")
     assert operated.served() == {"shop@canary": 2, "shop@1": 1}
     assert await operated.answering() == 2  # the next of the model
-    await operator.unload("shop@canary")
+    await admin.unload("shop@canary")
     with pytest.raises(RefusedError, match=r"^model is 'shop@1', and nothing else is served$"):
-        await operator.unload("shop@1")
+        await admin.unload("shop@1")
     with pytest.raises(RefusedError, match=r"^model is 'shop': this server has shop@1$"):
-        await operator.unload("shop")
+        await admin.unload("shop")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ async def test_what_there_is_not_is_refused(
 ) -> None:
     operated = Operated(store, executor)
     with pytest.raises(RefusedError, match=problem) as caught:
-        await operated.operator.load(name)
+        await operated.admin.load(name)
     assert (caught.value.http_status, caught.value.field) == (409, "model")
     assert operated.served() == {"shop": 1}
 
@@ -82,10 +82,23 @@ async def test_what_cannot_be_served_is_refused_and_may_be_tried_again(
     operated.failures[2] = StoreError("no room")
     for _ in range(2):
         with pytest.raises(RefusedError, match=r"^shop version 2 stays out: no room$"):
-            await operated.operator.load("shop")
+            await operated.admin.load("shop")
     assert operated.served() == {"shop": 1}
     del operated.failures[2]
-    assert await operated.operator.load("shop") == 2
+    assert await operated.admin.load("shop") == 2
+
+
+async def test_of_a_new_name_that_cannot_be_served_nothing_is_kept(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    operated = Operated(store, executor)
+    appear(later, store, 2)
+    operated.failures[2] = StoreError("no room")
+    with pytest.raises(RefusedError, match=r"^shop@2 version 2 stays out: no room$"):
+        await operated.admin.load("shop@2")
+    await until(lambda: operated.rollout.target("shop@2") is None)
+    assert operated.pipeline.models.pending_versions == {}
+    assert await operated.admin.load("shop@1") == 1
 
 
 async def test_a_load_that_the_store_overtakes_is_refused(
@@ -94,10 +107,10 @@ async def test_a_load_that_the_store_overtakes_is_refused(
     operated = Operated(store, executor)
     appear(later, store, 2)
     operated.before_restore = gate.before(lambda: None)
-    loading = asyncio.create_task(operated.operator.load("shop"))
+    loading = asyncio.create_task(operated.admin.load("shop"))
     await until(lambda: gate.threads)
     appear(later, store, 3)
-    operated.operator.reload()
+    operated.admin.reload()
     with pytest.raises(RefusedError, match=r"^shop version 2 is not loaded: the store names 3 "):
         await loading
     gate.opened.set()
@@ -112,7 +125,7 @@ async def test_a_load_waits_for_the_one_before_it(
         appear(later, store, number)
     operated.failures[2] = StoreError("no room")
     names = ("shop@2", "shop@3")
-    two, three = await asyncio.gather(*map(operated.operator.load, names), return_exceptions=True)
+    two, three = await asyncio.gather(*map(operated.admin.load, names), return_exceptions=True)
     assert (str(two), three) == ("shop@2 version 2 stays out: no room", 3)
     assert operated.served() == {"shop": 1, "shop@3": 3}
 
@@ -123,10 +136,10 @@ async def test_a_reload_looks_at_all_that_is_served(
     operated = Operated(store, executor)
     appear(later, store, 2)
     operated.failures[2] = StoreError("no room")
-    operated.operator.reload()
+    operated.admin.reload()
     await until(lambda: operated.shown()[1])
     del operated.failures[2]
-    operated.operator.reload()
+    operated.admin.reload()
     await until(lambda: operated.rollout.number("shop") == 2)
 
 
@@ -135,14 +148,14 @@ async def test_a_reload_that_finds_nothing_new_says_so(
 ) -> None:
     caplog.set_level(logging.INFO)
     operated = Operated(store, executor)
-    operator, nothing = operated.operator, "looked at the store, as asked: nothing new"
+    admin, nothing = operated.admin, "looked at the store, as asked: nothing new"
     for times in (1, 2):
-        operator.reload()
+        admin.reload()
         await until(lambda: caplog.messages == [nothing] * times)  # noqa: B023
     appear(later, store, 2)
-    operator.reload()
+    admin.reload()
     await until(lambda: operated.rollout.number("shop") == 2)
     assert caplog.messages.count(nothing) == 2
     (store / "shop").rename(store / "gone")
-    operator.reload()
+    admin.reload()
     await until(lambda: caplog.messages[-1] == f"{nothing}; it cannot tell of shop")

@@ -7,22 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, Version
+from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
 from embedserve.processes.rollout.messages import (
     AdminCommand,
     Desired,
     Failure,
+    LoadState,
     NameStatus,
     Operation,
-    Phase,
     Report,
     Shares,
-    Stage,
-    State,
-    Status,
     StoreEntry,
     StoreReport,
     Target,
+    TargetPhase,
+    WorkerStage,
+    WorkerStatus,
     desired_from_bytes,
     desired_to_bytes,
     report_from_bytes,
@@ -33,7 +33,7 @@ from embedserve_store import StoreError
 PATH = "/store/shop/8"
 EIGHT = StoreEntry(8, path=PATH)
 UNOPENED = StoreEntry(8, reason="is cut")
-Told = tuple[int, int, Phase]
+Told = tuple[int, int, TargetPhase]
 """Worker, version and phase of a name's target."""
 
 
@@ -51,19 +51,19 @@ class Worker:
             if target.version in (0, has.version):
                 self.names[name] = NameStatus(has.version)
             elif has.generation != target.generation:
-                self.names[name] = NameStatus(has.version, target.generation, State.LOADING)
+                self.names[name] = NameStatus(has.version, target.generation, LoadState.LOADING)
             self._activate(name, target)
         for name in set(self.names) - set(desired.names):
             del self.names[name]
 
     def load(self, name: str, reason: str = "") -> None:
         """What it loads is prepared, or fails for ``reason``."""
-        state = State.FAILED if reason else State.PREPARED
+        state = LoadState.FAILED if reason else LoadState.PREPARED
         self.names[name] = replace(self.names[name], state=state, reason=reason)
         self._activate(name, self.desired.names[name])
 
     def _activate(self, name: str, target: Target) -> None:
-        if self.names[name].state is State.PREPARED and target.phase is Phase.ACTIVATE:
+        if self.names[name].state is LoadState.PREPARED and target.phase is TargetPhase.ACTIVATE:
             self.names[name] = NameStatus(target.version)
 
 
@@ -71,7 +71,10 @@ class Workers:
     """The workers of a server, and what they are sent."""
 
     def __init__(self) -> None:
-        served = {"shop": Version(7, "/store/shop/7"), "films": Version(1, "/store/films/1")}
+        served = {
+            "shop": RolloutVersion(7, "/store/shop/7"),
+            "films": RolloutVersion(1, "/store/films/1"),
+        }
         self.coordinator = RolloutCoordinator(served, self._adopt)
         self.coordinator.send = self._send
         self.ended_by_us: list[int] = []
@@ -116,7 +119,7 @@ class Workers:
             self.ready(worker)
 
     def report(self, worker: int) -> None:
-        self.coordinator.on_report(worker, Status(dict(self.workers[worker].names)))
+        self.coordinator.on_report(worker, WorkerStatus(dict(self.workers[worker].names)))
 
     def load(self, *workers: int, name: str = "shop", reason: str = "") -> None:
         for worker in workers:
@@ -163,11 +166,11 @@ def workers() -> Workers:
 
 
 def prepare(*workers: int, version: int = 8) -> list[Told]:
-    return [(worker, version, Phase.PREPARE) for worker in workers]
+    return [(worker, version, TargetPhase.PREPARE) for worker in workers]
 
 
 def activate(*workers: int, version: int = 8) -> list[Told]:
-    return [(worker, version, Phase.ACTIVATE) for worker in workers]
+    return [(worker, version, TargetPhase.ACTIVATE) for worker in workers]
 
 
 def test_all_prepare_and_then_all_switch(
@@ -225,7 +228,7 @@ def test_one_version_is_prepared_at_a_time_and_the_next_one_follows(workers: Wor
 def test_what_is_not_wanted_any_more_does_not_take_over(workers: Workers) -> None:
     workers.find(EIGHT)
     workers.load(0)
-    old = Status({"shop": workers.workers[0].names["shop"]})
+    old = WorkerStatus({"shop": workers.workers[0].names["shop"]})
     workers.find(StoreEntry(7))
     workers.told()
     workers.coordinator.on_report(0, old)
@@ -246,7 +249,7 @@ def test_a_worker_that_becomes_ready_meanwhile_is_waited_for(workers: Workers) -
     workers.find(EIGHT)
     workers.told()
     workers.ready(2)
-    assert (2, 8, Phase.PREPARE) in workers.told()
+    assert (2, 8, TargetPhase.PREPARE) in workers.told()
     workers.load(0, 1)
     assert workers.told() == []
     workers.load(2)
@@ -303,7 +306,7 @@ def test_where_all_ended_those_that_come_prepare_it(workers: Workers) -> None:
     workers.told()
     workers.start(0)
     assert workers.watchers() == [0]
-    assert (0, 8, Phase.PREPARE) in workers.told()
+    assert (0, 8, TargetPhase.PREPARE) in workers.told()
     workers.load(0)
     assert workers.serving() == [8]
 
@@ -333,11 +336,13 @@ def test_another_looks_when_the_one_that_did_ends(workers: Workers) -> None:
 
 def test_messages_are_read_as_they_were_written() -> None:
     failure = Failure(2**31, "é\n" * 500, is_final=True, generation=3)
-    target = Target(8, "/" + "ö" * 2000, 2, Phase.PREPARE, 9, failure, Shares(8, 10.0, 5.0))
-    names = {"shop": target, "films@1": Target(1, "", 0, Phase.ACTIVATE)}
+    target = Target(8, "/" + "ö" * 2000, 2, TargetPhase.PREPARE, 9, failure, Shares(8, 10.0, 5.0))
+    names = {"shop": target, "films@1": Target(1, "", 0, TargetPhase.ACTIVATE)}
     desired = Desired(names, True, 2, True, True)
     reports: list[Report] = [
-        Status({"m": NameStatus(1, 2, State.FAILED, "no\nroom")}, Stage.WARM, "why"),
+        WorkerStatus(
+            {"m": NameStatus(1, 2, LoadState.FAILED, "no\nroom")}, WorkerStage.WARM, "why"
+        ),
         StoreReport({"m": EIGHT, "n": StoreEntry(0, Shares(0)), "o": UNOPENED}),
         AdminCommand(Operation.LOAD, "m@x", 8, PATH),
     ]
@@ -356,7 +361,7 @@ def test_what_one_joins_and_what_comes_next_do_not_mix(workers: Workers) -> None
     eight = workers.workers[2].names["shop"]
     workers.find(StoreEntry(9, path="/store/shop/9"))
     assert workers.told()[-3:] == prepare(0, 1, 2, version=9)
-    late = Status({"shop": replace(eight, state=State.PREPARED)})
+    late = WorkerStatus({"shop": replace(eight, state=LoadState.PREPARED)})
     workers.coordinator.on_report(2, late)  # it was too late to stop it
     workers.load(0)
     assert workers.told() == []
@@ -428,7 +433,7 @@ def test_one_that_cannot_be_opened_is_forgotten_where_it_is_not_wanted(
 def test_a_move_that_takes_for_ever_is_given_up(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("embedserve.processes.rollout.coordinator.MOVE_S_MAX", -1.0)
+    monkeypatch.setattr("embedserve.processes.rollout.coordinator.ROLLOUT_S_MAX", -1.0)
     workers.find(EIGHT)
     workers.load(0)
     assert [*map(workers.coordinator.is_preparing, (0, 1))] == [False, True]
@@ -465,6 +470,16 @@ def test_a_new_name_that_fails_is_not_served_and_may_be_tried_again(workers: Wor
     assert workers.serving("shop@9") == [0, 0]
 
 
+def test_a_new_name_that_failed_is_forgotten_unless_it_is_tried_again(workers: Workers) -> None:
+    workers.command(Operation.LOAD, "shop@9", 9)
+    workers.command(Operation.UNLOAD, "shop@9")  # of a load before
+    workers.load(1, name="shop@9", reason="no room")
+    assert workers.failures("shop@9") == [(9, "no room")] * 2
+    workers.command(Operation.UNLOAD, "shop@9")
+    assert all(set(one.names) == {"shop", "films"} for one in workers.workers.values())
+    assert workers.adopted == []
+
+
 def test_a_worker_that_starts_meanwhile_has_what_the_others_have(workers: Workers) -> None:
     workers.fork(2)
     workers.command(Operation.LOAD, "shop@canary", 9)
@@ -486,7 +501,7 @@ def test_the_last_name_is_not_removed(workers: Workers) -> None:
 def test_what_is_removed_while_it_is_loaded_does_not_come_back(workers: Workers) -> None:
     workers.find(EIGHT)
     workers.load(0)
-    late = Status(dict(workers.workers[1].names))
+    late = WorkerStatus(dict(workers.workers[1].names))
     workers.command(Operation.UNLOAD, "shop")
     workers.coordinator.on_report(1, late)
     assert all(set(one.names) == {"films"} for one in workers.workers.values())

@@ -25,14 +25,15 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
-from embedserve.processes import server
+from embedserve.processes import single_process
 from embedserve.processes.rollout import store_watcher
-from embedserve.processes.rollout.agent import start_alone
-from embedserve.processes.rollout.messages import NameStatus, State
-from embedserve.processes.rollout.store_watcher import VersionResolver, begin_shares
+from embedserve.processes.rollout.messages import LoadState, NameStatus
+from embedserve.processes.rollout.store_watcher import apply_initial_shares
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
-from embedserve.processes.serve import _until_signalled
+from embedserve.processes.rollout.version_resolver import VersionResolver
+from embedserve.processes.single_process import run_single_process, start_rollouts
 from embedserve.processes.startup.ports import claim_ports
+from embedserve.processes.threads import is_any_running
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
 
 PUBLISH = """
@@ -131,7 +132,7 @@ class Serving:
 
     def start(self) -> None:
         """Follows the store until ``stop`` is set."""
-        self.agent = start_alone(self.settings, self.rollout, self.stop)
+        self.agent = start_rollouts(self.settings, self.rollout, self.stop)
 
     async def look(self) -> int:
         """Looks at the store; gives the version that answers once all is loaded."""
@@ -143,9 +144,16 @@ class Serving:
         return await self.answering()
 
     async def _settled(self) -> None:
-        for _ in range(10):  # what is sent through the event loop
-            await asyncio.sleep(0)
-        await until(lambda: all(one.state is State.ACTIVE for one in self._names()))
+        """Waits for the look that begins by itself at the start, too."""
+        for _ in range(2):
+            for _ in range(10):  # what is sent through the event loop
+                await asyncio.sleep(0)
+            await until(
+                lambda: (
+                    not is_any_running()
+                    and all(one.state is LoadState.ACTIVE for one in self._names())
+                )
+            )
 
     def _names(self) -> Iterable[NameStatus]:
         return self.rollout.status().names.values()
@@ -209,10 +217,10 @@ async def test_a_version_that_fails_is_tried_once_and_said_once(
         assert await serving.look() == 1
     assert serving.attempts == [2]
     assert caplog.messages == ["shop: version 2 stays out: its goldens are answered otherwise"]
-    assert serving.pipeline.models.pending[serving.name].state == "failed"
+    assert serving.pipeline.models.pending_versions[serving.name].state == "failed"
     appear(later, store, 3)
     assert await serving.look() == 3
-    assert serving.pipeline.models.pending == {}
+    assert serving.pipeline.models.pending_versions == {}
 
 
 async def test_one_that_has_not_come_whole_is_waited_for(
@@ -408,7 +416,7 @@ async def test_shares_begin_before_the_first_look(
     set_alias(store, "shop", "canary", 1, shadow=20)
     serving = Serving(store, executor, "shop@canary", "alias")
     models = serving.pipeline.models
-    await begin_shares(serving.settings, serving.rollout)
+    await apply_initial_shares(serving.settings, serving.rollout)
     assert models.status(models.model("shop@canary"))["shadow"] == 20
 
 
@@ -423,10 +431,12 @@ async def test_a_process_serves_once_it_has_the_shares(
     async def run_server(*_: object) -> None:
         shadows.append(models.status(models.model("shop@canary"))["shadow"])
 
-    monkeypatch.setattr(server, "run_server", run_server)
+    monkeypatch.setattr(single_process, "run_server", run_server)
     ports = claim_ports("127.0.0.1", 0, 0)
     ports.close()
-    await _until_signalled(serving.pipeline, serving.settings, ports, lambda: None, serving.rollout)
+    await run_single_process(
+        serving.pipeline, serving.rollout, serving.settings, ports, lambda: None
+    )
     assert shadows == [20]
 
 
@@ -440,8 +450,8 @@ async def test_a_start_does_not_wait_for_shares_for_ever(
     serving = Serving(store, executor, "shop@canary", "alias")
     answers = threading.Event()
     monkeypatch.setattr(store_watcher, "SHARES_S_MAX", 0.05)
-    monkeypatch.setattr(VersionResolver, "wanted", lambda *_: answers.wait() and {})
-    await begin_shares(serving.settings, serving.rollout)
+    monkeypatch.setattr(VersionResolver, "resolve", lambda *_: answers.wait() and {})
+    await apply_initial_shares(serving.settings, serving.rollout)
     answers.set()
     assert caplog.messages == ["the store has not told the shares in 0.05 s: they begin later"]
 
@@ -458,6 +468,6 @@ async def test_a_start_does_not_end_where_the_shares_cannot_be_read(
         raise RuntimeError("of a library")
 
     serving = Serving(store, executor, "shop@1", "alias")
-    monkeypatch.setattr(VersionResolver, "wanted", fail)
-    await begin_shares(serving.settings, serving.rollout)
+    monkeypatch.setattr(VersionResolver, "resolve", fail)
+    await apply_initial_shares(serving.settings, serving.rollout)
     assert caplog.messages == ["the shares cannot be read: they begin later"]

@@ -25,17 +25,17 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits
 from embedserve.errors import UnknownModelError
-from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.model_info import ModelInfo
 from embedserve.processes.rollout.messages import (
     Desired,
     Failure,
+    LoadState,
     NameStatus,
-    Phase,
     Shares,
-    State,
-    Status,
     Target,
+    TargetPhase,
+    WorkerStatus,
 )
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve_store import Manifest, ModelVersion, StoreError
@@ -78,37 +78,37 @@ class Moving:
         versions = {"shop": self.version(7)}
         engines = {"shop": self.engines[7]}
         self.opened: dict[int, ModelVersion] = {}
-        self.reports: list[Status] = []
+        self.reports: list[WorkerStatus] = []
         self.rollout = VersionManager(
             self.pipeline, versions, engines, self._restore, self._make_batcher
         )
         self.rollout.open_version = self._open
         self.rollout.report = self.reports.append
-        self._targets = {"shop": Target(7, "", 0, Phase.ACTIVATE)}
+        self._targets = {"shop": Target(7, "", 0, TargetPhase.ACTIVATE)}
         self._generation = 0
 
     def desire(self, name: str = "shop", **fields: Any) -> None:
         """Changes the target of a name; a version that is prepared has another generation."""
-        before = self._targets.get(name, Target(0, "", 0, Phase.ACTIVATE))
-        if fields.get("phase") is Phase.PREPARE:
+        before = self._targets.get(name, Target(0, "", 0, TargetPhase.ACTIVATE))
+        if fields.get("phase") is TargetPhase.PREPARE:
             self._generation += 1
             fields["generation"] = self._generation
         self._targets[name] = replace(before, **fields)
         self.rollout.apply(Desired(dict(self._targets)))
 
     def prepare(self, number: int, name: str = "shop") -> None:
-        self.desire(name, version=number, phase=Phase.PREPARE, failure=None)
+        self.desire(name, version=number, phase=TargetPhase.PREPARE, failure=None)
 
     async def prepared(self, number: int, name: str = "shop") -> None:
         self.prepare(number, name)
-        await until(lambda: self.state(name).state is State.PREPARED)
+        await until(lambda: self.state(name).state is LoadState.PREPARED)
 
     def activate(self, name: str = "shop") -> None:
-        self.desire(name, phase=Phase.ACTIVATE)
+        self.desire(name, phase=TargetPhase.ACTIVATE)
 
     def reject(self, number: int, reason: str, serving: int = 7) -> None:
         failure = Failure(number, reason, True, 0)
-        self.desire(version=serving, generation=0, phase=Phase.ACTIVATE, failure=failure)
+        self.desire(version=serving, generation=0, phase=TargetPhase.ACTIVATE, failure=failure)
 
     def remove(self, name: str) -> dict[str, Target]:
         """Gives the targets that are left."""
@@ -144,7 +144,7 @@ class Moving:
         return Batcher(engine, info, self.pipeline.limits, metrics, self._executor)
 
     def coming(self) -> tuple[int, str, str] | None:
-        coming = self.pipeline.models.pending.get("shop")
+        coming = self.pipeline.models.pending_versions.get("shop")
         return None if coming is None else (coming.version, coming.state, coming.reason)
 
     def behind(self) -> tuple[bool, bool]:
@@ -175,12 +175,12 @@ async def test_it_moves_once_the_next_version_is_loaded_and_it_is_told_to(
     moving.prepare(8)
     await until(lambda: gate.threads)
     assert moving.coming() == (8, "loading", "")
-    assert moving.state() == NameStatus(7, 1, State.LOADING)
+    assert moving.state() == NameStatus(7, 1, LoadState.LOADING)
     moving.desire(wanted=8)  # at the next look
     assert metrics.found_s == found_s
     await moving.check(7)
     gate.opened.set()
-    await until(lambda: moving.state() == NameStatus(7, 1, State.PREPARED))
+    await until(lambda: moving.state() == NameStatus(7, 1, LoadState.PREPARED))
     await moving.check(7)
     moving.activate()
     await moving.check(8)
@@ -196,7 +196,7 @@ async def test_one_that_follows_the_others_switches_once_it_has_loaded(
     moving: Moving, gate: Gate
 ) -> None:
     moving.restored = gate.before(nothing)
-    moving.desire(version=8, generation=5, phase=Phase.ACTIVATE)
+    moving.desire(version=8, generation=5, phase=TargetPhase.ACTIVATE)
     await until(lambda: gate.threads)
     await moving.check(7)
     gate.opened.set()
@@ -220,7 +220,7 @@ async def test_what_is_restored_numbersand_not_wanted_is_let_go(moving: Moving) 
     engine = weakref.ref(moving.engines[8])
     await moving.prepared(8)
     del moving.engines[8]
-    moving.desire(version=7, generation=0, phase=Phase.ACTIVATE)
+    moving.desire(version=7, generation=0, phase=TargetPhase.ACTIVATE)
     gc.collect()  # of asyncio's futures
     await until(lambda: engine() is None)
     assert moving.coming() is None
@@ -256,8 +256,8 @@ async def test_a_version_that_cannot_be_loaded_stays_out(
     moving.restored = fail
     moving.desire(wanted=8)
     moving.prepare(8)
-    await until(lambda: moving.state().state is State.FAILED)
-    assert moving.state() == NameStatus(7, 1, State.FAILED, reason)
+    await until(lambda: moving.state().state is LoadState.FAILED)
+    assert moving.state() == NameStatus(7, 1, LoadState.FAILED, reason)
     moving.reject(8, reason)
     assert moving.coming() == (8, "failed", reason)
     assert moving.behind() == (True, True)
@@ -274,11 +274,11 @@ async def test_a_version_that_cannot_be_loaded_stays_out(
 
 async def test_a_failure_that_is_told_anew_is_shown_since_its_beginning(moving: Moving) -> None:
     moving.reject(8, "is cut")
-    shown = moving.pipeline.models.pending["shop"]
+    shown = moving.pipeline.models.pending_versions["shop"]
     shown.since = "then"
     for reason in ("is cut", "is cut still"):
         moving.reject(8, reason)
-        shown = moving.pipeline.models.pending["shop"]
+        shown = moving.pipeline.models.pending_versions["shop"]
         assert (shown.reason, shown.since) == (reason, "then")
 
 
@@ -291,9 +291,9 @@ async def test_what_is_refused_while_it_is_loaded_is_not_kept(moving: Moving, ga
     await moving.prepared(9)
     assert moving.restored_numbers == [8, 9]
     assert {one.names["shop"].state for one in moving.reports} == {
-        State.LOADING,
-        State.ACTIVE,
-        State.PREPARED,
+        LoadState.LOADING,
+        LoadState.ACTIVE,
+        LoadState.PREPARED,
     }
     moving.activate()
     await moving.check(9)
@@ -316,7 +316,7 @@ async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> 
     await asyncio.sleep(0.05)
     assert len(gate.threads) == 1
     gate.opened.set()
-    await until(lambda: moving.state() == NameStatus(7, 2, State.PREPARED))
+    await until(lambda: moving.state() == NameStatus(7, 2, LoadState.PREPARED))
     assert begun == [8, 9]
     moving.activate()
     await moving.check(9)
@@ -326,10 +326,27 @@ async def test_a_version_with_more_features_than_are_counted_is_refused(moving: 
     many = model_info("shop", {f"f{i}": (2, 1) for i in range(COLUMNS_MIN + 1)})
     moving.opened[8] = version_of(replace(many.manifest, version=8))
     moving.prepare(8)
-    await until(lambda: moving.state().state is State.FAILED)
+    await until(lambda: moving.state().state is LoadState.FAILED)
     said = "has 1025 features or keys, and this server has room to count 1024"
     assert said in moving.state().reason
     assert moving.restored_numbers == []
+
+
+async def test_a_name_that_there_is_no_room_to_count_is_refused(moving: Moving) -> None:
+    for i in range(NAMES_SPARE):
+        await moving.prepared(8, f"shop@spare{i}")
+        moving.activate(f"shop@spare{i}")
+    restored = len(moving.restored_numbers)
+    moving.prepare(8, "shop@more")
+    await until(lambda: moving.state("shop@more").state is LoadState.FAILED)
+    said = "shop@more: this server has room to count 17 names since its start: restart it"
+    assert moving.state("shop@more").reason == said
+    assert len(moving.restored_numbers) == restored
+    moving.remove("shop@more")
+    moving.remove("shop@spare0")
+    await moving.prepared(8, "shop@more")
+    moving.activate("shop@more")
+    await moving.check(8, "shop@more")
 
 
 async def test_a_name_is_added_and_removed(moving: Moving) -> None:

@@ -1,0 +1,140 @@
+"""Resolves served names in the store, and opens the versions that they point to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from embedserve.config import ServeSettings
+from embedserve.model_names import split_name
+from embedserve.processes.model_loading import load_named, make_resident_and_verify
+from embedserve.processes.rollout.messages import Shares, StoreEntry
+from embedserve_store import ModelStore, ModelVersion, StoreError
+from embedserve_store.errors import UnknownAliasError
+
+logger = logging.getLogger(__name__)
+
+
+class UnopenedError(StoreError):
+    """A version cannot be opened now. It may become available, when its files are fully copied or
+    repaired."""
+
+
+class VersionResolver:
+    """Resolves served names, and keeps the versions that it has opened for them until ``forget``.
+
+    A single process serves the opened version itself (``take_opened``). Workers open its folder
+    again. What is kept then only holds the version's lock, so that it is not dropped from the cache
+    of a remote store before they do. Methods are called in threads, because a remote store is slow.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._settings = settings
+        self._store: ModelStore | None = None
+        self._faults: dict[str, str] = {}
+        self._opened: dict[str, ModelVersion] = {}
+
+    def resolve(self, names: Iterable[str], *, is_all: bool = False) -> dict[str, StoreEntry]:
+        """Returns the state in the store of each followed name, or of all ``names`` if ``is_all``.
+        Names that the store cannot resolve are left out; the reason is logged when it changes, and
+        when it is gone."""
+        entries = {}
+        for name in names:
+            if is_all or _is_followed(split_name(name)[1], self._settings.follow):
+                entry = self._find_entry(name)
+                if entry is not None:
+                    entries[name] = entry
+        return entries
+
+    def _find_entry(self, name: str) -> StoreEntry | None:
+        try:
+            entry = self._read_entry(name)
+        except UnknownAliasError as error:
+            self._log_fault(name, str(error))
+            return StoreEntry(0)  # the current version stays, without a share
+        except (StoreError, OSError) as error:
+            self._log_fault(name, str(error))
+            return None
+        self._log_fault(name, "")
+        return entry
+
+    def _read_entry(self, name: str) -> StoreEntry:
+        model, tag = split_name(name)
+        store = self._opened_store()
+        if not tag or tag.isdigit():
+            number = store.resolve(model, tag or None)
+            return StoreEntry(number, Shares(number))
+        alias = store.alias(model, tag)
+        assert alias.version is not None  # the store rejects an alias without a version
+        return StoreEntry(alias.version, Shares(alias.version, alias.share, alias.shadow))
+
+    def _log_fault(self, name: str, fault: str) -> None:
+        before = self._faults.get(name, "")
+        self._faults[name] = fault
+        if fault and fault != before:
+            logger.error("%s cannot be followed: %s", name, fault)
+        elif before and not fault:
+            logger.info("%s cannot be followed: no more", name)
+
+    def open_current(self, name: str) -> ModelVersion:
+        """Opens and keeps the version that ``name`` points to now. From a remote store it is first
+        pulled; it is made resident and verified according to the settings.
+
+        Raises:
+            StoreError: there is no such version, it differs from its published state, or it does
+                not fit into memory.
+        """
+        try:
+            return self._keep(name, load_named(self._opened_store(), name))
+        except (OSError, MemoryError) as error:
+            raise StoreError(f"{name}: {error}") from error
+
+    def open_number(self, name: str, number: int) -> ModelVersion:
+        """Opens and keeps version ``number`` for ``name``, as ``open_current`` does, unless it is
+        kept already.
+
+        Raises:
+            UnopenedError: the version cannot be opened now.
+            StoreError: the version differs from its published state, or does not fit into memory.
+        """
+        opened = self._opened.pop(name, None)
+        if opened is not None and opened.manifest.version == number:
+            self._opened[name] = opened
+            return opened
+        del opened
+        try:
+            version = self._opened_store().load(split_name(name)[0], number)
+        except (StoreError, OSError) as error:
+            raise UnopenedError(str(error)) from error
+        try:
+            return self._keep(name, version)
+        except (OSError, MemoryError) as error:
+            raise StoreError(f"{version.path}: {error}") from error
+
+    def take_opened(self, name: str, number: int) -> ModelVersion:
+        """Returns the version as ``open_number`` does, and does not keep it."""
+        version = self.open_number(name, number)
+        self.forget(name)
+        return version
+
+    def forget(self, name: str) -> None:
+        """Releases the version that was opened for ``name``."""
+        self._opened.pop(name, None)
+
+    def _keep(self, name: str, version: ModelVersion) -> ModelVersion:
+        served = make_resident_and_verify(self._settings, {name: version}, is_shown=False)[name]
+        self._opened[name] = served
+        return served
+
+    def _opened_store(self) -> ModelStore:
+        if self._store is None:
+            cache = self._settings.cache
+            self._store = ModelStore(self._settings.store, Path(cache) if cache else None)
+        return self._store
+
+
+def _is_followed(tag: str, follow: str) -> bool:
+    if not tag:
+        return follow == "latest"
+    return follow != "none" and not tag.isdigit()
