@@ -41,8 +41,8 @@ class AdminService:
         are not affected.
 
         Raises:
-            RefusedError: there is no such version, it cannot be served, or the store names another
-                one meanwhile.
+            RefusedError: there is no such version, it cannot be served, or another one is requested
+                meanwhile, by the store or an administrator.
         """
         try:
             check_names([name])
@@ -101,4 +101,8 @@ def _check_load(name: str, number: int, before: Target | None, now: Target | Non
         raise RefusedError(
             f"{name} version {number} is not loaded: the store names {now.wanted} meanwhile",
             "model",
+        )
+    if now.version not in (0, number, 0 if before is None else before.version):
+        raise RefusedError(
+            f"{name} version {number} is not loaded: {now.version} was requested meanwhile", "model"
         )

@@ -16,6 +16,7 @@ from server.processes.rollout.test_store_watcher import store as store
 from server.waiting import until
 
 from embedserve.errors import RefusedError
+from embedserve.processes.rollout.messages import AdminCommand
 from embedserve_store import StoreError, set_alias
 
 
@@ -128,6 +129,44 @@ async def test_a_load_waits_for_the_one_before_it(
     two, three = await asyncio.gather(*map(operated.admin.load, names), return_exceptions=True)
     assert (str(two), three) == ("shop@2 version 2 stays out: no room", 3)
     assert operated.served() == {"shop": 1, "shop@3": 3}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_a_load_that_another_load_replaces_ends(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: bool,
+) -> None:
+    """The failure of the first is forgotten when the second begins."""
+    operated = Operated(store, executor)
+    appear(later, store, 2)
+    if fails:
+        operated.failures[2] = StoreError("no room")
+    operated.before_restore = gate.before(lambda: None)
+    first = asyncio.create_task(operated.admin.load("shop"))
+    await until(lambda: gate.threads)
+    appear(later, store, 3)
+    commands, send = [], operated.admin._send
+
+    def record(command: AdminCommand) -> None:
+        commands.append(command)
+        send(command)
+
+    monkeypatch.setattr(operated.admin, "_send", record)
+    second = asyncio.create_task(operated.admin.load("shop"))
+    await until(lambda: commands)
+    await asyncio.sleep(0)  # the coordinator receives it in the next iteration
+    gate.opened.set()
+    assert await second == 3
+    if fails:
+        with pytest.raises(RefusedError, match=r"^shop version 2 (stays out|is not loaded): "):
+            await first
+    else:
+        assert await first == 2
+    assert operated.served() == {"shop": 3}
 
 
 async def test_a_reload_looks_at_all_that_is_served(
