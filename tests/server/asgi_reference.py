@@ -13,6 +13,7 @@ from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.asgi import ASGIApp, Receive, Scope, Send
+from embedserve.wire.early_rejection import record_early_rejection
 from embedserve.wire.http_stream import Headers
 from embedserve.wire.rest.requests import (
     EmbedRoute,
@@ -22,7 +23,6 @@ from embedserve.wire.rest.requests import (
     error_answer,
     error_encoder,
     read_headers,
-    record_early_rejection,
 )
 
 
@@ -90,7 +90,13 @@ class EmbedEndpoint:
         except EmbedServeError as error:
             seconds, peer = perf_counter() - start_s, scope.get(PEER, "")
             extra_headers = record_early_rejection(
-                self._pipeline, error, scope["headers"], seconds, peer
+                self._pipeline,
+                self._metrics,
+                error.code,
+                error.message,
+                scope["headers"],
+                peer,
+                seconds,
             )
             encode = error_encoder(scope["path"])
             await _send(send, error.http_status, *error_answer(error, extra_headers, encode))

@@ -172,7 +172,7 @@ class Batcher:
 
     def check_queue_for(self, bags: int, ids: int) -> None:
         """Raises OverloadedError while the queue for a request of this estimated size is full."""
-        # One less: JSON has another pair of brackets around the bags of a feature.
+        # One less: in JSON another pair of brackets surrounds the bags of a feature.
         examples = max(bags // len(self.model.features) - 1, 0)
         queue = self._large if self._is_large(examples, ids) else self._default_queue
         queue.check_not_full()
@@ -330,7 +330,12 @@ class Batcher:
 
         queue.begin()
         as_float16 = self._lookups.waits_for_device and self._all_request_float16(taken)
-        self._lookups.submit(loop, batch, as_float16, finish)
+        try:
+            self._lookups.submit(loop, batch, as_float16, finish)
+        except RuntimeError:  # the executor has been shut down
+            self._lookups.log_failure(f"looking up {len(taken)} requests")
+            queue.end()
+            self._fail(taken, EngineError(FAILED))
 
     def _all_request_float16(self, taken: Sequence[PendingRequest]) -> bool:
         """Whether all requests want float16 and no shadow needs the float32 values."""

@@ -13,7 +13,6 @@ from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.asgi import ASGIApp, AsgiStream
 from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.grpc.service import GrpcService
-from embedserve.wire.grpc.service import rejecting as rejecting_call
 from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
@@ -69,7 +68,7 @@ class Router:
                 self.allowed_hosts.check(request.headers)
         except EmbedServeError as error:
             if is_grpc:
-                return rejecting_call(WireError(error.code, error.message))
+                return self._grpc.rejecting(WireError(error.code, error.message), request)
             return rejecting(error, request, self._pipeline)
         return self._grpc.resolve(request) if is_grpc else self.resolve(request)
 
@@ -83,7 +82,10 @@ class Router:
             make: MakeHandler = partial(AsgiStream, self._management, request)
         else:
             make = resolve_embed(route, request, self._pipeline, self._metrics)
-        expects_continue = (b"expect", b"100-continue") in request.headers
+        expects_continue = any(
+            name == b"expect" and value.lower() == b"100-continue"
+            for name, value in request.headers
+        )
         return _with_continue(make) if expects_continue else make
 
 

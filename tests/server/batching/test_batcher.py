@@ -165,6 +165,16 @@ async def test_small_batches_run_in_the_event_loop_and_large_ones_beside_it(
     assert [lookup.is_inline for lookup in engine.lookups] == [True, False]
 
 
+async def test_a_batch_that_no_thread_takes_fails(
+    engine: FakeEngine, make_batcher: MakeBatcher, executor: ThreadPoolExecutor
+) -> None:
+    batcher = make_batcher(IN_THREAD)
+    executor.shutdown()
+    for _ in range(2):
+        with pytest.raises(EngineError):
+            await submit(batcher, engine.request(USER))
+
+
 async def test_the_event_loop_goes_on_while_a_large_batch_runs(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:

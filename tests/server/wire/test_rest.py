@@ -54,6 +54,10 @@ def error_of(answer: httpx.Response) -> dict[str, str]:
         (PROTOBUF, PROTOBUF, PROTOBUF),
         (PROTOBUF, JSON, JSON),
         (PROTOBUF.upper(), PROTOBUF.upper(), PROTOBUF),
+        (JSON, f"{PROTOBUF};q=0, */*", JSON),
+        (JSON, f"{PROTOBUF}; q=0.0;x=1,{JSON};q=0.5", JSON),
+        (PROTOBUF, f"{JSON};q=0.1, {PROTOBUF};q=0", JSON),
+        (JSON, f"{PROTOBUF};q=0.9", PROTOBUF),
     ],
 )
 @pytest.mark.parametrize("path", ["/embed", "/models/shop/embed"])
@@ -75,6 +79,18 @@ async def test_formats_of_request_and_answer(
     assert answer.headers["content-type"] == answered
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert np.array_equal(values_of(answer), engine.expected(BAGS))
+
+
+async def test_several_lines_of_accept_are_one_list(rest: httpx.AsyncClient) -> None:
+    del rest.headers["accept"]
+    headers = [("accept", PROTOBUF), ("accept", "*/*")]
+    answer = await rest.post("/embed", content=AS_JSON, headers=headers)
+    assert answer.headers["content-type"] == PROTOBUF
+
+
+async def test_identity_is_no_encoding_however_it_is_spelled(rest: httpx.AsyncClient) -> None:
+    headers = {"content-encoding": "Identity"}
+    assert (await rest.post("/embed", content=AS_JSON, headers=headers)).is_success
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"])

@@ -7,7 +7,7 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from embedserve.access.authenticator import Authenticator, headers_by_name, one_header
+from embedserve.access.authenticator import Authenticator, headers_by_name
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.codec import protobuf_answers
 from embedserve.codec.codec import Codec
@@ -17,6 +17,7 @@ from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
 from embedserve.shared_memory.region_registry import EVERYBODY
 from embedserve.tracing.request_id import REQUEST_ID, request_id_header
+from embedserve.wire.early_rejection import record_early_rejection
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
@@ -137,7 +138,25 @@ class GrpcService:
             return method(encoding, options, headers)
         except (WireError, InvalidRequestError) as error:
             wrong = WireError(error.code, error.message)
-            return rejecting(wrong, one_header(request.headers, REQUEST_ID))
+            return self.rejecting(wrong, request)
+
+    def rejecting(self, error: WireError, request: HttpRequest) -> MakeCall:
+        """Returns a handler factory that ends each call with ``error``."""
+        block = only_trailers(wire_error_trailers(error))
+
+        def reject_call(stream: Stream) -> Handler:
+            extra_trailers = record_early_rejection(
+                self._pipeline,
+                self._metrics,
+                error.code,
+                error.message,
+                request.headers,
+                stream.connection.peer,
+            )
+            stream.send_head(block + encode(extra_trailers), is_end=True)
+            return NULL_HANDLER
+
+        return reject_call
 
     def _embed(
         self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
@@ -269,17 +288,3 @@ def _path(service: str, method: str) -> bytes:
 def check_encoding(encoding: bytes) -> None:
     """Raises WireError (UNIMPLEMENTED) if ``encoding`` is not supported."""
     Deframer(0, encoding)
-
-
-def rejecting(error: WireError, given_id: bytes | None = None) -> MakeCall:
-    """Returns a handler factory that ends each call with ``error``.
-
-    ``given_id`` is the x-request-id of the call.
-    """
-    block = only_trailers(wire_error_trailers(error))
-
-    def reject_call(stream: Stream) -> Handler:
-        stream.send_head(block + encode(request_id_header(given_id)), is_end=True)
-        return NULL_HANDLER
-
-    return reject_call

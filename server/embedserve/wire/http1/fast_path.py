@@ -211,10 +211,14 @@ class FastPathConnection(Http1Connection, ResponseWriter):
 
     def abort(self) -> None:
         self._body = ByteQueue()
+        self._cancel()
         super().abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _cancel(self) -> None:
         if self._call is not None:
             self._call.cancel()
             self._call = None
-        super().connection_lost(exc)

@@ -15,6 +15,7 @@ from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.call_writer import CallWriter
+from embedserve.wire.early_rejection import record_early_rejection
 from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream, MakeHandler
 from embedserve.wire.rest.requests import (
     EmbedRoute,
@@ -23,7 +24,6 @@ from embedserve.wire.rest.requests import (
     error_answer,
     error_encoder,
     read_headers,
-    record_early_rejection,
 )
 
 
@@ -136,7 +136,13 @@ def rejecting(
 
     def reject_request(stream: HttpStream) -> Handler:
         extra_headers = record_early_rejection(
-            pipeline, error, request.headers, seconds, stream.connection.peer
+            pipeline,
+            pipeline.metrics.protocols["rest"],
+            error.code,
+            error.message,
+            request.headers,
+            stream.connection.peer,
+            seconds,
         )
         path = request.target.partition(b"?")[0].decode("latin-1")
         write_error(stream, error, extra_headers, request.method, error_encoder(path))

@@ -7,20 +7,19 @@ every other request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import lru_cache
 
-from embedserve.access.authenticator import headers_by_name, one_header
 from embedserve.codec import json_codec
 from embedserve.codec.codec import BINARY, JSON, Codec, Codecs
 from embedserve.codec.open_inference import body_answers
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
-from embedserve.metrics.rate_limited_logger import Fields
-from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
-from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
+from embedserve.pipeline import ROUTING_KEY, RequestOptions
+from embedserve.tracing.request_id import REQUEST_ID, HeaderList
 from embedserve.wire.http_stream import Headers
 
 EncodeError = Callable[[EmbedServeError], bytes]
@@ -29,6 +28,8 @@ ERRORS_MAX = 16
 JSON_LENGTH = b"inference-header-content-length"
 """Header with the bytes of JSON in an Open Inference Protocol body; binary tensors follow it."""
 LENGTH_DIGITS_MAX = 19
+UNACCEPTED = re.compile(rb"[^,]*;\s*q=0(\.0*)?\s*(?=[,;]|$)[^,]*")
+"""Media range of an Accept header (in lower case) with the weight 0: it is not acceptable."""
 ONCE_HEADERS = frozenset({ROUTING_KEY, b"x-timeout-ms", JSON_LENGTH})
 """Headers that may occur once: with two, a proxy and the server could each read another value."""
 
@@ -138,14 +139,14 @@ def read_headers(
         if name == b"content-type":
             content_type = value
         elif name == b"accept":
-            accept = value.lower()
+            accept += b"," + value.lower()
         elif name == b"x-timeout-ms":
             wanted_s = parse_timeout_ms(value)
         elif name == JSON_LENGTH:
             json_length = value
         elif name == REQUEST_ID:
             has_id = True
-        elif name == b"content-encoding" and value != b"identity":
+        elif name == b"content-encoding" and value.lower() != b"identity":
             raise UnsupportedEncodingError(
                 f"Content-Encoding is {value.decode('latin-1')!r}: send the body as it is",
                 "Content-Encoding",
@@ -154,6 +155,7 @@ def read_headers(
         codec = infer_codec(codecs, json_length) if json_length else codecs.infer
         return RequestOptions(route.model, codec, codecs.infer, wanted_s, metrics, has_id)
     codec = codec_of(codecs, content_type)
+    accept = UNACCEPTED.sub(b"", accept)
     accepted = (one for one in codecs.formats if one.content_type in accept)
     response_codec = next(accepted, codec)
     return RequestOptions(route.model, codec, response_codec, wanted_s, metrics, has_id)
@@ -198,33 +200,6 @@ def answer_headers(codec: Codec, parts: ResponseChunks) -> Headers:
     if not json_bytes:
         return [(b"content-type", codec.content_type)]
     return [(b"content-type", BINARY), (JSON_LENGTH, b"%d" % json_bytes)]
-
-
-def record_early_rejection(
-    pipeline: RequestPipeline, error: EmbedServeError, headers: Headers, seconds: float, peer: str
-) -> HeaderList:
-    """Counts and logs a request that is rejected before it has a RequestContext.
-
-    Args:
-        pipeline: request pipeline.
-        error: reason of the rejection.
-        headers: headers of the request.
-        seconds: duration of the request.
-        peer: address of the connection's other end.
-
-    Returns:
-        extra headers of the response: the request id.
-    """
-    metrics = pipeline.metrics.protocols["rest"]
-    extra_headers = request_id_header(one_header(headers, REQUEST_ID))
-    request_id = extra_headers[0][1].decode("ascii")
-
-    def fields() -> Fields:
-        address = pipeline.addresses.find(peer, headers_by_name(headers).get)
-        return {"request_id": request_id, "address": address, "protocol": metrics.protocol}
-
-    metrics.count_rejected(error.code, error.message, seconds, fields)
-    return extra_headers
 
 
 def error_answer(

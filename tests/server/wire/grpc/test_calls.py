@@ -223,6 +223,7 @@ async def test_messages_may_be_compressed(peer: GrpcPeer, encoding: bytes, code:
 async def test_an_unknown_method_is_unimplemented(peer: GrpcPeer, path: str) -> None:
     peer.call(1, path, framed(MESSAGE))
     assert peer.status(1) == (12, f"there is no method {path}")
+    assert peer.pipeline.metrics.protocols["grpc"].outcomes == {"UNIMPLEMENTED": 1}
 
 
 @pytest.mark.parametrize("content_type", [b"application/grpc+proto", b"application/grpc;x=1"])

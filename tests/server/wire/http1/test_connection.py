@@ -152,10 +152,11 @@ async def test_a_large_body_of_another_route_is_refused_unread(server: OurServer
 
 
 @pytest.mark.parametrize("make", [post, chunked])
+@pytest.mark.parametrize("value", ["100-continue", "100-Continue"])
 async def test_a_client_that_waits_for_100_is_told_to_continue(
-    server: OurServer, make: Callable[..., bytes]
+    server: OurServer, make: Callable[..., bytes], value: str
 ) -> None:
-    head, end, body = make(BODY, "Expect: 100-continue").partition(b"\r\n\r\n")
+    head, end, body = make(BODY, f"Expect: {value}").partition(b"\r\n\r\n")
     reader, writer = await server.open()
     writer.write(head + end)
     assert await reader.readexactly(len(CONTINUE)) == CONTINUE

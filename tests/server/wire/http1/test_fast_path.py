@@ -370,6 +370,17 @@ async def test_what_a_client_left_behind_is_not_answered(
     assert caplog.records == []
 
 
+async def test_a_request_of_an_aborted_connection_is_not_counted_as_answered(
+    slow: OurServer, engine: FakeEngine
+) -> None:
+    await slow.open_held(engine, post(BODY))
+    slow.connection.abort()  # and its batch ends before the event loop reports the loss
+    assert slow.outcomes() == {"CANCELLED": 1}
+    engine.release()
+    await until(lambda: not slow.http1())
+    assert slow.outcomes() == {"CANCELLED": 1}
+
+
 async def test_answers_that_nobody_reads_stop_the_reading(
     slow: OurServer, engine: FakeEngine
 ) -> None:
