@@ -15,7 +15,7 @@ from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.asgi import ASGIApp, Receive, Scope, Send
 from embedserve.wire.early_rejection import record_early_rejection
 from embedserve.wire.http_stream import Headers
-from embedserve.wire.rest.requests import (
+from embedserve.wire.rest.headers import (
     EmbedRoute,
     answer_headers,
     check_method,

@@ -102,35 +102,35 @@ class Authenticator:
             if key.expires_s <= now_s:
                 del self._cached[key]
 
-    def admit(self, call: AdmissionTarget, authorization: bytes | None) -> bool:
-        """Authenticates and rate-limits ``call`` once its headers have arrived.
+    def admit(self, request: AdmissionTarget, authorization: bytes | None) -> bool:
+        """Authenticates and rate-limits ``request`` once its headers have arrived.
 
         Args:
             authorization: value of its Authorization header; b"" if the header was repeated, None
                 if it was absent.
 
         Returns:
-            True, with ``call.quota`` set. False if the call was rejected; its body is then
+            True, with ``request.quota`` set. False if the request was rejected; its body is then
                 discarded.
         """
-        client = self._cached.get(call.certificate if authorization is None else authorization)
+        client = self._cached.get(request.certificate if authorization is None else authorization)
         if client is None:
             try:
-                client = self._find(authorization, call.certificate)
+                client = self._find(authorization, request.certificate)
             except UnauthenticatedError as unknown:
                 self._unknown_outcomes[unknown.code] += 1
-                call.reject_after(unknown, 0.0)
+                request.reject_after(unknown, 0.0)
                 return False
-        now_s = call.start_s
+        now_s = request.start_s
         if client.free_s <= now_s and client.active < client.active_max:
             client.free_s = now_s + client.interval_s
         elif (error := client.admission_error(now_s)) is not None:
             client.outcomes[error.code] += 1
-            is_often = isinstance(error, RateLimitedError) and call.can_delay_rejection
-            call.reject_after(error, client.rejection_wait_s(now_s) if is_often else 0.0)
+            is_often = isinstance(error, RateLimitedError) and request.can_delay_rejection
+            request.reject_after(error, client.rejection_wait_s(now_s) if is_often else 0.0)
             return False
         client.active += 1
-        call.quota = client
+        request.quota = client
         return True
 
     def names(self) -> Collection[str]:

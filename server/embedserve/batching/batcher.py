@@ -22,7 +22,7 @@ from embedserve.batching.join import join
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.lookup_executor import FAILED, LookedUp, LookupExecutor
 from embedserve.batching.pending_request import NO_REQUEST, BatchTicket, PendingRequest
-from embedserve.batching.request_queue import RequestQueue
+from embedserve.batching.request_queue import RequestQueue, work_bytes
 from embedserve.batching.shadow import Shadow
 from embedserve.batching.split import select_output_keys, split
 from embedserve.batching.validation import find_invalid
@@ -90,7 +90,7 @@ class Batcher:
         bags_bytes = BAG_BYTES * len(model.features)
         self._work_per_example = model.response_bytes_per_example + bags_bytes
         self._work_per_id = model.response_bytes_per_id + 4 * max(model.length_per_key)
-        self._work_bytes = partial(_work_bytes, self._work_per_example, self._work_per_id)
+        self._work_bytes = partial(work_bytes, self._work_per_example, self._work_per_id)
         queue = f"the queue of {model.name!r}"
         of_large = " for large requests" if self._inline_bytes_max else ""
         at_once = AT_ONCE * engine.replicas if waits else 1
@@ -98,7 +98,7 @@ class Batcher:
         self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, at_once)
         self._queues = (self._small, self._large)
         # The queue of requests whose size is not known yet: the small one, where it is used.
-        self._default_queue = self._small if self._inline_bytes_max else self._large
+        self._unsized_queue = self._small if self._inline_bytes_max else self._large
         self._is_scheduled = False
         self._on_retired: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -159,22 +159,22 @@ class Batcher:
         return bool(self._small.full or self._large.full)
 
     @property
-    def has_full_default_queue(self) -> bool:
+    def has_full_unsized_queue(self) -> bool:
         """Whether even the queue for requests of unknown size is full."""
-        return bool(self._default_queue.full)
+        return bool(self._unsized_queue.full)
 
-    def check_default_queue(self) -> None:
+    def check_unsized_queue(self) -> None:
         """Raises OverloadedError while the queue for requests of unknown size is full.
 
         Called before a request is decoded, so that rejections under overload are cheap.
         """
-        self._default_queue.check_not_full()
+        self._unsized_queue.check_not_full()
 
     def check_queue_for(self, bags: int, ids: int) -> None:
         """Raises OverloadedError while the queue for a request of this estimated size is full."""
         # One less: in JSON another pair of brackets surrounds the bags of a feature.
         examples = max(bags // len(self.model.features) - 1, 0)
-        queue = self._large if self._is_large(examples, ids) else self._default_queue
+        queue = self._large if self._is_large(examples, ids) else self._unsized_queue
         queue.check_not_full()
 
     def note_damage(self) -> None:
@@ -266,11 +266,11 @@ class Batcher:
         except Exception:
             self._lookups.log_failure(f"joining {len(taken)} requests")
             self._fail(taken, EngineError(FAILED))
+            return
+        if batch is None:
+            self.on_batch_done()
         else:
-            if batch is None:
-                self.on_batch_done()
-            else:
-                self._work(loop, queue, taken, batch)
+            self._work(loop, queue, taken, batch)
 
     def _take(self, queue: RequestQueue) -> list[PendingRequest]:
         """Takes the requests of the next batch, without abandoned and expired requests."""
@@ -395,8 +395,3 @@ class Batcher:
             if pending.is_waiting:
                 pending.reject(error)
         self.on_batch_done()
-
-
-def _work_bytes(bytes_per_example: int, bytes_per_id: int, examples: int, ids: int) -> int:
-    """Returns the work of a batch in bytes: rows read, values written and BAG_BYTES per bag."""
-    return examples * bytes_per_example + ids * bytes_per_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 
@@ -135,40 +135,6 @@ def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
     """Returns the shape for ``sizes``, cached for small batches, as their sizes recur often."""
     bags = sum(sizes) * features
     return _cached_shape(sizes, features) if bags <= CACHED_BAGS_MAX else _Shape(sizes, features)
-
-
-def split_by_examples(batch: Batch, features: int, pieces: int) -> list[Batch]:
-    """Splits the pooled ``batch`` by examples into up to ``pieces`` non-empty batches, in order."""
-    pieces = min(pieces, batch.batch_size)
-    if pieces <= 1:
-        return [batch]
-    lengths = batch.lengths.reshape(features, -1)
-    bounds = np.linspace(0, batch.batch_size, pieces + 1).astype(np.int64)
-    # [features, examples + 1]: for each feature the positions in the ids where its bags begin, and
-    # where the last one ends.
-    starts = np.zeros((features, batch.batch_size + 1), np.int64)
-    lengths.cumsum(axis=1, out=starts[:, 1:])
-    starts += lengths.sum(axis=1, dtype=np.int64).cumsum()[:, None] - starts[:, -1:]
-    return [
-        _piece(batch, lengths[:, first:end], starts[:, first], starts[:, end])
-        for first, end in pairwise(bounds.tolist())
-    ]
-
-
-def _piece(batch: Batch, lengths: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Batch:
-    """Returns the batch of the bags of ``lengths`` [features, examples].
-
-    The ids of feature f run from starts[f] to ends[f].
-    """
-    slices = [slice(*ends) for ends in zip(starts.tolist(), ends.tolist(), strict=True)]
-    weights = batch.weights
-    return Batch(
-        ids=np.concatenate([batch.ids[one] for one in slices]),
-        lengths=lengths.reshape(-1),
-        weights=None if weights is None else np.concatenate([weights[one] for one in slices]),
-        sizes=[lengths.shape[1]],
-        batch_size=lengths.shape[1],
-    )
 
 
 def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:

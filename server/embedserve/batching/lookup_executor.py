@@ -13,9 +13,8 @@ from time import perf_counter
 
 import numpy as np
 
-from embedserve.batching.join import split_by_examples
 from embedserve.batching.lookup_engine import LookupEngine
-from embedserve.batching.split import in_request_order
+from embedserve.batching.split import in_request_order, split_by_examples
 from embedserve.errors import EmbedServeError, EngineError
 from embedserve.lookup_types import Batch, LookupResult
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger

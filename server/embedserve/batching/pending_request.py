@@ -49,7 +49,8 @@ class PendingRequest(ABC):
 
     Attributes:
         batcher: batcher that has the request in a queue; None before, and once its batch is taken.
-        deadline_s: time after which the client no longer needs the response.
+        deadline_s: time after which the client no longer needs the response. There is no timer: it
+            is compared when the request is submitted and when its batch is taken.
         is_waiting: whether the client still waits. False once the response is written, the request
             is rejected, or it is abandoned.
         queued_s: time when the request was queued; 0 before.

@@ -255,3 +255,8 @@ class RequestQueue:
         error = DeadlineExceededError(f"the deadline passed after {waited_ms:.1f} ms in the queue")
         pending.reject(error.of(self._model))
         return False
+
+
+def work_bytes(bytes_per_example: int, bytes_per_id: int, examples: int, ids: int) -> int:
+    """Returns the work of a batch in bytes: rows read, values written and BAG_BYTES per bag."""
+    return examples * bytes_per_example + ids * bytes_per_id

@@ -1,7 +1,8 @@
 """Validation of requests; errors name the field and the value.
 
-Lengths and the types of ids are checked when a request is admitted. All other checks run only
-after join() has rejected a batch: they are slow and thorough, one request at a time.
+adapt_to_model() checks the types of ids, and the lengths of a request whose features it reorders,
+before the request is queued. All other checks run only after join() has rejected a batch: they are
+slow and thorough, one request at a time.
 """
 
 from __future__ import annotations

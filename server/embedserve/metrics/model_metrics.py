@@ -107,7 +107,7 @@ class VersionMetrics:
         self.lookup_seconds = self._histograms["embedserve_lookup_seconds"]
 
     def bound(self) -> None:
-        """Flushes what is pending once it is much; called after every batch.
+        """Flushes what is pending once it is much; called for every batch that is taken.
 
         A batch has as many waits as requests, and at most one value in each other histogram, so
         that no other may grow beyond the waits.

@@ -60,7 +60,7 @@ class ModelRegistry:
     Attributes:
         default_model: model for requests that name none; "" if every request must name a model.
         has_full_queue: whether any queue of any model is full.
-        has_full_default_queue: whether even the queue for requests of unknown size is full, for any
+        has_full_unsized_queue: whether even the queue for requests of unknown size is full, for any
             model.
         not_ready: reason why the readiness probe fails, for example while draining; "" while the
             server is ready. Requests on open connections are still served.
@@ -80,7 +80,7 @@ class ModelRegistry:
         self.default_model = default_model
         self.limits = limits
         self.has_full_queue = False
-        self.has_full_default_queue = False
+        self.has_full_unsized_queue = False
         self.not_ready = ""
         self.pending_versions: dict[str, PendingVersion] = {}
         self.draining: list[tuple[str, int]] = []
@@ -220,15 +220,19 @@ class ModelRegistry:
             batchers = self._possible(named) or batchers
         if not batchers or not all(batcher.has_full_queue for batcher in batchers):
             return
-        _check_any_passes(batchers, lambda batcher: batcher.check_default_queue())
+        _check_any_passes(batchers, lambda batcher: batcher.check_unsized_queue())
         if not is_quick or len(body) <= QUICK_BYTES_MAX:
             bags, ids = peek.estimate_size(body)
             _check_any_passes(batchers, lambda batcher: batcher.check_queue_for(bags, ids))
 
-    def check_default_queue(self, model: str) -> None:
-        """Raises OverloadedError if the queues would reject any body; called before it arrives."""
+    def check_unsized_queue(self, model: str) -> None:
+        """Raises OverloadedError if the queues would reject any body; called before it arrives.
+
+        A request that names no model in its URL is judged only if a single version is served: its
+        body may name a model whose queue has room.
+        """
         if batchers := self._possible(model):
-            _check_any_passes(batchers, lambda batcher: batcher.check_default_queue())
+            _check_any_passes(batchers, lambda batcher: batcher.check_unsized_queue())
 
     def _possible(self, name: str) -> Sequence[Batcher]:
         """Returns all batchers that may serve a request for ``name``, before its body is read."""
@@ -248,10 +252,10 @@ class ModelRegistry:
             batcher.on_batch_done = on_batch_done
 
     def _update_flags(self) -> None:
-        """Sets has_full_queue and has_full_default_queue."""
+        """Sets has_full_queue and has_full_unsized_queue."""
         batchers = self._batchers.values()
         self.has_full_queue = any(batcher.has_full_queue for batcher in batchers)
-        self.has_full_default_queue = any(batcher.has_full_default_queue for batcher in batchers)
+        self.has_full_unsized_queue = any(batcher.has_full_unsized_queue for batcher in batchers)
 
     def _on_room_again(self) -> None:
         self._update_flags()

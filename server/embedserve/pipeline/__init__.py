@@ -14,7 +14,7 @@ from embedserve.pipeline.request_context import (
 )
 from embedserve.pipeline.request_pipeline import (
     ORIGIN,
-    REQUEST_S_MAX,
+    UPLOAD_S_MAX,
     RequestPipeline,
     late_request,
 )
@@ -23,8 +23,8 @@ from embedserve.pipeline.response_writer import ResponseWriter
 __all__ = [
     "LARGE_RESPONSE_BYTES",
     "ORIGIN",
-    "REQUEST_S_MAX",
     "ROUTING_KEY",
+    "UPLOAD_S_MAX",
     "RequestContext",
     "RequestOptions",
     "RequestPipeline",

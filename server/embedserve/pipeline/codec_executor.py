@@ -31,7 +31,7 @@ class CodecExecutor:
 
     def submit(
         self,
-        call: RequestContext,
+        context: RequestContext,
         what: str,
         nbytes: int,
         work: Callable[[], T],
@@ -40,8 +40,8 @@ class CodecExecutor:
         """Runs ``work`` in the codec thread, then calls ``then`` with its result on the event
         loop.
 
-        Once ``call`` is no longer waiting, ``work`` is skipped or its result is dropped. An error
-        from ``work`` or ``then`` rejects or fails ``call``.
+        Once ``context`` is no longer waiting, ``work`` is skipped or its result is dropped. An
+        error from ``work`` or ``then`` rejects or fails ``context``.
 
         Args:
             what: name of the data in error messages, "body" or "answer".
@@ -58,11 +58,11 @@ class CodecExecutor:
         self._bytes += nbytes
 
         def work_if_waiting() -> T | None:
-            return work() if call.is_waiting else None
+            return work() if context.is_waiting else None
 
         def done(future: asyncio.Future[T | None]) -> None:
             self._bytes -= nbytes
-            if not call.is_waiting:
+            if not context.is_waiting:
                 future.exception()  # retrieved, or asyncio would log it
                 return
             try:
@@ -70,9 +70,9 @@ class CodecExecutor:
                 assert result is not None  # call was waiting throughout, so work ran
                 then(result)
             except EmbedServeError as error:
-                call.reject(error)
+                context.reject(error)
             except Exception:
-                call.fail()
+                context.fail()
 
         loop = asyncio.get_running_loop()
         loop.run_in_executor(self._thread, work_if_waiting).add_done_callback(done)

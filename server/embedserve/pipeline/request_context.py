@@ -76,7 +76,8 @@ class RequestContext(PendingRequest):
 
     Attributes:
         options: options parsed from its headers.
-        start_s: time when its headers, or in a stream its message, had arrived.
+        start_s: time when its headers, or in a stream its message, had arrived. A request that is
+            pipelined over HTTP/1 starts once the response before it is written.
         pipeline: pipeline that it is submitted to.
         writer: writer of its response.
         quota: limits and counters of its caller, from its admission until its end; None without

@@ -25,7 +25,7 @@ from embedserve.shared_memory.region_registry import NONE, RegionRegistry
 
 logger = logging.getLogger(__name__)
 
-REQUEST_S_MAX = 30.0
+UPLOAD_S_MAX = 30.0
 """Seconds that the body of one request may take to arrive. Slower requests are rejected with
 DEADLINE_EXCEEDED."""
 ORIGIN = b"origin"
@@ -73,36 +73,36 @@ class RequestPipeline:
         self._queue_reopened_callbacks: list[Callable[[], None]] = []
         models.set_callbacks(self.flush, self._notify_queue_reopened)
 
-    def submit(self, call: RequestContext, body: bytes) -> None:
+    def submit(self, context: RequestContext, body: bytes) -> None:
         """Submits a request with its whole body. Never raises.
 
-        ``call`` is completed, rejected or failed, either immediately or when its batch ends.
+        ``context`` is completed, rejected or failed, either immediately or when its batch ends.
         """
-        options = call.options
+        options = context.options
         try:
             if self.models.has_full_queue:
                 self.models.check_queue_for_body(options.model, body, options.codec, is_quick=True)
-            if call.deadline_s != NEVER:
-                _check_deadline(call)
+            if context.deadline_s != NEVER:
+                _check_deadline(context)
             if self.shared_memory is None:
                 request = options.codec.try_decode_inline(body, options.model, self.limits)
             else:
-                request = self._decoders(call)[0](body, options.model, self.limits)
+                request = self._decoders(context)[0](body, options.model, self.limits)
             if request is None:
-                self._decode_later(call, body)
+                self._decode_later(context, body)
             else:
-                quota = call.quota
+                quota = context.quota
                 if quota is not None and quota.models is not None:
                     quota.check_model(request.model, self.models.default_model)
-                self.models.enqueue(request, call)
+                self.models.enqueue(request, context)
         except EmbedServeError as error:
-            call.reject(error)
+            context.reject(error)
         except Exception:
-            call.fail()
+            context.fail()
 
-    def _decode_later(self, call: RequestContext, body: bytes) -> None:
-        options = call.options
-        _, decode_whole = self._decoders(call)
+    def _decode_later(self, context: RequestContext, body: bytes) -> None:
+        options = context.options
+        _, decode_whole = self._decoders(context)
 
         def decode() -> LookupRequest:
             if self.models.has_full_queue:  # The queue may have filled while the body waited.
@@ -110,27 +110,27 @@ class RequestPipeline:
             return decode_whole(body, options.model, self.limits)
 
         def enqueue(request: LookupRequest) -> None:
-            if call.quota is not None:
-                call.quota.check_model(request.model, self.models.default_model)
-            self.models.enqueue(request, call)
-            call.writer.on_enqueued()
+            if context.quota is not None:
+                context.quota.check_model(request.model, self.models.default_model)
+            self.models.enqueue(request, context)
+            context.writer.on_enqueued()
 
-        self._codec_executor.submit(call, "body", len(body), decode, enqueue)
+        self._codec_executor.submit(context, "body", len(body), decode, enqueue)
 
-    def _decoders(self, call: RequestContext) -> tuple[TryDecodeInline, Decode]:
+    def _decoders(self, context: RequestContext) -> tuple[TryDecodeInline, Decode]:
         """Returns (inline decoder, full decoder) for the body.
 
         They are bound to the caller's shared-memory regions. Requests from a browser page, which
         have an Origin header, get no regions.
         """
-        codec, shared = call.options.codec, self.shared_memory
+        codec, shared = context.options.codec, self.shared_memory
         if shared is None or codec.in_regions is None:
             return codec.try_decode_inline, codec.decode
-        is_page = call.writer.header(ORIGIN) is not None
-        return codec.in_regions(NONE if is_page else shared.of(call.owner))
+        is_page = context.writer.header(ORIGIN) is not None
+        return codec.in_regions(NONE if is_page else shared.of(context.owner))
 
-    def encode_later(self, call: RequestContext, result: LookupResult) -> None:
-        """Encodes ``result`` in the codec thread, then writes it to ``call``.
+    def encode_later(self, context: RequestContext, result: LookupResult) -> None:
+        """Encodes ``result`` in the codec thread, then writes it to ``context``.
 
         Copies ``result`` out of its batch first, so that it does not keep the batch alive.
 
@@ -140,20 +140,20 @@ class RequestPipeline:
         result.values = copy_if_view(result.values)
         result.extra_chunks = [copy_if_view(piece) for piece in result.extra_chunks]
         nbytes = result.values.nbytes + sum(piece.nbytes for piece in result.extra_chunks)
-        encode = partial(_encode, call, result)
+        encode = partial(_encode, context, result)
         self._codec_executor.submit(
-            call, "answer", nbytes, encode, lambda encoded: call.write(*encoded)
+            context, "answer", nbytes, encode, lambda encoded: context.write(*encoded)
         )
 
-    def reject_if_overloaded(self, call: RequestContext) -> None:
-        """Rejects ``call`` before its body arrives if its queue is full.
+    def reject_if_overloaded(self, context: RequestContext) -> None:
+        """Rejects ``context`` before its body arrives if its queue is full.
 
-        Called only while `models.has_full_default_queue`.
+        Called only while `models.has_full_unsized_queue`.
         """
         try:
-            self.models.check_default_queue(call.options.model)
+            self.models.check_unsized_queue(context.options.model)
         except EmbedServeError as error:
-            call.reject(error)
+            context.reject(error)
 
     def flush_later(self, flush: Callable[[], None]) -> None:
         """Calls ``flush``, which writes a connection's buffered responses, when the current batch
@@ -191,26 +191,26 @@ class RequestPipeline:
 
 
 def late_request() -> DeadlineExceededError:
-    """Returns the error for a request whose body did not arrive within REQUEST_S_MAX."""
-    return DeadlineExceededError(f"the request was incomplete after {REQUEST_S_MAX:g} s")
+    """Returns the error for a request whose body did not arrive within UPLOAD_S_MAX."""
+    return DeadlineExceededError(f"the request was incomplete after {UPLOAD_S_MAX:g} s")
 
 
-def _check_deadline(call: RequestContext) -> None:
+def _check_deadline(context: RequestContext) -> None:
     now_s = perf_counter()
-    if now_s >= call.deadline_s:
-        waited_ms = (now_s - call.start_s) * 1000
+    if now_s >= context.deadline_s:
+        waited_ms = (now_s - context.start_s) * 1000
         raise DeadlineExceededError(
             f"the deadline had passed when the request was read, {waited_ms:.1f} ms after its start"
         )
 
 
-def _encode(call: RequestContext, result: LookupResult) -> EncodedResponse:
-    """Encodes ``result`` in the codec thread. Stops early once ``call`` no longer waits."""
+def _encode(context: RequestContext, result: LookupResult) -> EncodedResponse:
+    """Encodes ``result`` in the codec thread. Stops early once ``context`` no longer waits."""
     parts: list[bytes | memoryview] = []
-    for part in call.options.response_codec.encode(result):
+    for part in context.options.response_codec.encode(result):
         if parts:
             time.sleep(CHUNK_YIELD_S)
         parts.append(part)
-        if not call.is_waiting:
+        if not context.is_waiting:
             break
     return with_size(parts)

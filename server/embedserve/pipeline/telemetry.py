@@ -55,59 +55,59 @@ class RequestTelemetry:
         self._log = RateLimitedLogger(logger, LINES_MAX)
         self.slow = SlowRequests()
 
-    def response_headers(self, call: RequestContext, encoded_s: float) -> HeaderList:
+    def response_headers(self, context: RequestContext, encoded_s: float) -> HeaderList:
         """Returns the telemetry headers of a response.
 
         The request id is sent if the caller sent an id or the response is slow. The stage timings
         are sent if ``tells_times`` is set.
         """
         headers: HeaderList = []
-        if self._has_id(call) or encoded_s - call.start_s >= self._slow_s:
-            headers.append((REQUEST_ID, call.request_id))
+        if self._has_id(context) or encoded_s - context.start_s >= self._slow_s:
+            headers.append((REQUEST_ID, context.request_id))
         if self._tells_times:
-            headers.append((SERVER_TIMING, call.times(encoded_s).server_timing()))
+            headers.append((SERVER_TIMING, context.times(encoded_s).server_timing()))
         return headers
 
-    def request_id_headers(self, call: RequestContext) -> HeaderList:
+    def request_id_headers(self, context: RequestContext) -> HeaderList:
         """Returns the telemetry headers for a fast request whose caller sent an id. It is on the
         hot path of these requests."""
-        given = usable_id(call.writer.header(REQUEST_ID))
-        return [(REQUEST_ID, given)] if given else self.response_headers(call, call.start_s)
+        given = usable_id(context.writer.header(REQUEST_ID))
+        return [(REQUEST_ID, given)] if given else self.response_headers(context, context.start_s)
 
-    def error_headers(self, call: RequestContext, end_s: float) -> HeaderList:
+    def error_headers(self, context: RequestContext, end_s: float) -> HeaderList:
         """Returns the telemetry headers of a rejection, which always include the request id."""
-        self._has_id(call)
-        headers = [(REQUEST_ID, call.request_id)]
+        self._has_id(context)
+        headers = [(REQUEST_ID, context.request_id)]
         if self._tells_times:
-            headers.append((SERVER_TIMING, call.times(end_s).server_timing()))
+            headers.append((SERVER_TIMING, context.times(end_s).server_timing()))
         return headers
 
-    def _has_id(self, call: RequestContext) -> bool:
+    def _has_id(self, context: RequestContext) -> bool:
         """Returns whether the caller sent a request id; logs an unusable id."""
-        given = call.writer.header(REQUEST_ID)
+        given = context.writer.header(REQUEST_ID)
         if given is not None and not usable_id(given):
             self._log.log(logging.WARNING, "x-request-id is not used", given.decode("latin-1"))
         return given is not None
 
     def report(
-        self, call: RequestContext, seconds: float, record: Callable[[], RequestRecord]
+        self, context: RequestContext, seconds: float, record: Callable[[], RequestRecord]
     ) -> None:
-        """Reports ``call``, which was answered or cancelled: as ``report_rejected`` does, and to
+        """Reports ``context``, which was answered or cancelled: as ``report_rejected`` does, and to
         the log if it is slow."""
-        fields = self.report_rejected(call, seconds, record)
+        fields = self.report_rejected(context, seconds, record)
         if seconds >= self._slow_s:
             self._log.log(logging.WARNING, "slow request", fields=fields)
 
     def report_rejected(
-        self, call: RequestContext, seconds: float, record: Callable[[], RequestRecord]
+        self, context: RequestContext, seconds: float, record: Callable[[], RequestRecord]
     ) -> Callable[[], Fields]:
-        """Traces ``call`` if it is sampled, and adds it to ``slow`` if its duration of ``seconds``
-        reaches the slow-request limit.
+        """Traces ``context`` if it is sampled, and adds it to ``slow`` if its duration of
+        ``seconds`` reaches the slow-request limit.
 
         Returns a function for the fields of its log line, which ProtocolMetrics writes: every
         rejection has one, slow or not.
         """
-        record = self._trace(call, record)
+        record = self._trace(context, record)
 
         def fields() -> Fields:
             return record().fields()
@@ -117,16 +117,16 @@ class RequestTelemetry:
         return fields
 
     def _trace(
-        self, call: RequestContext, record: Callable[[], RequestRecord]
+        self, context: RequestContext, record: Callable[[], RequestRecord]
     ) -> Callable[[], RequestRecord]:
-        """Exports ``call`` if it is sampled. Returns a function for its record, which then includes
-        the trace context; else returns ``record``."""
+        """Exports ``context`` if it is sampled. Returns a function for its record, which then
+        includes the trace context; else returns ``record``."""
         if self.traces is None:
             return record
-        context = self.traces.sampled(call.writer.header(TRACEPARENT))
-        if context is None:
+        trace = self.traces.sampled(context.writer.header(TRACEPARENT))
+        if trace is None:
             return record
         made = record()
-        made.trace = context
+        made.trace = trace
         self.traces.add(made)
         return lambda: made

@@ -13,7 +13,7 @@ from embedserve.access.authenticator import CERTIFICATE, one_header
 from embedserve.access.client_address import PEER
 from embedserve.errors import INTERNAL, EngineError, RequestTooLargeError
 from embedserve.metrics.rate_limited_logger import SHOWN_CHARACTERS_MAX
-from embedserve.pipeline import REQUEST_S_MAX, late_request
+from embedserve.pipeline import UPLOAD_S_MAX, late_request
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 from embedserve.wire.http_stream import HttpRequest, HttpStream
 from embedserve.wire.rest.calls import write_error
@@ -118,7 +118,7 @@ class AsgiStream:
         self._has_sent.set()
 
     def check_time(self, now_s: float) -> None:
-        if self._task is None and now_s - self._start_s > REQUEST_S_MAX:
+        if self._task is None and now_s - self._start_s > UPLOAD_S_MAX:
             write_error(self._stream, late_request(), self._extra_headers())
 
     def drain(self) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from embedserve.access.authenticator import Authenticator, Certificate
 from embedserve.errors import EmbedServeError, OverloadedError
 from embedserve.pipeline import (
-    REQUEST_S_MAX,
+    UPLOAD_S_MAX,
     RequestContext,
     ResponseWriter,
     late_request,
@@ -24,22 +24,22 @@ class CallWriter(ResponseWriter, Generic[AnyStream]):
     """Handler of the stream of one embed request. Subclasses read the body and write the response.
 
     The constructors of the subclasses set all attributes: a call for each request would cost a
-    percent of its time. A subclass drops ``_call`` when it writes the response. The request refers
-    to its writer, and such a cycle would live until the next garbage collection.
+    percent of its time. A subclass drops ``_context`` when it writes the response. The request
+    refers to its writer, and such a cycle would live until the next garbage collection.
     """
 
-    __slots__ = ("_call", "_headers", "_is_rejected", "_stream")
+    __slots__ = ("_context", "_headers", "_is_rejected", "_stream")
 
-    _call: RequestContext | None
+    _context: RequestContext | None
     _headers: Mapping[bytes, bytes]
     _stream: AnyStream
     _is_rejected: bool
     """Whether the caller is not admitted. The body is then discarded, because the rejection may be
     written after a delay."""
 
-    def admit(self, call: RequestContext, authenticator: Authenticator) -> bool:
+    def admit(self, context: RequestContext, authenticator: Authenticator) -> bool:
         """Returns whether the caller may make the request; rejects the request if not."""
-        is_admitted = authenticator.admit(call, self._headers.get(b"authorization"))
+        is_admitted = authenticator.admit(context, self._headers.get(b"authorization"))
         self._is_rejected = not is_admitted
         return is_admitted
 
@@ -67,23 +67,23 @@ class CallWriter(ResponseWriter, Generic[AnyStream]):
         """Ends the stream with ``error`` and the extra ``headers``, such as the request id."""
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        self._call = None
+        self._context = None
         if isinstance(error, OverloadedError):
             self._stream.keep_bodies_back()
         self.end(error, headers)
 
     def reset(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-            self._call = None
+        if self._context is not None:
+            self._context.cancel()
+            self._context = None
 
     def resume(self) -> None:
         """Does nothing: the complete response is written in one call."""
 
     def check_time(self, now_s: float) -> None:
-        call = self._call
-        if call and not self._stream.is_received and now_s - call.start_s > REQUEST_S_MAX:
-            call.reject(late_request())
+        context = self._context
+        if context and not self._stream.is_received and now_s - context.start_s > UPLOAD_S_MAX:
+            context.reject(late_request())
 
     def drain(self) -> None:
         """Does nothing: the request was accepted and is answered."""

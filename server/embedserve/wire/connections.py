@@ -88,13 +88,13 @@ class ConnectionManager(Protocol):
 class ProtocolDetector(asyncio.Protocol):
     """A new connection, until its first bytes show which protocol it speaks."""
 
-    def __init__(self, registry: ConnectionManager, *, is_local: bool = False) -> None:
+    def __init__(self, manager: ConnectionManager, *, is_local: bool = False) -> None:
         """
         Args:
-            registry: registry and factory of connections.
+            manager: manager and factory of connections.
             is_local: whether it was accepted on a Unix socket, which no browser reaches.
         """
-        self._registry = registry
+        self._manager = manager
         self._is_local = is_local
         self._data = b""
         self._start_s = perf_counter()
@@ -102,10 +102,10 @@ class ProtocolDetector(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
-        if not self._registry.has_room():
+        if not self._manager.has_room():
             self._transport.abort()
             return
-        self._registry.add(self)
+        self._manager.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._data:
@@ -117,15 +117,15 @@ class ProtocolDetector(asyncio.Protocol):
         if not is_http2 and not _may_be_http1(data):
             self._transport.close()
             return
-        make = self._registry.http2 if is_http2 else self._registry.http1
+        make = self._manager.http2 if is_http2 else self._manager.http1
         protocol = make(self._is_local)
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
-        self._registry.discard(self)
+        self._manager.discard(self)
         protocol.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._registry.discard(self)
+        self._manager.discard(self)
 
     @property
     def peer(self) -> str:
@@ -175,16 +175,16 @@ class LingeringClose(asyncio.Protocol):
     """
 
     def __init__(
-        self, transport: asyncio.Transport, connection: Connection, registry: ConnectionManager
+        self, transport: asyncio.Transport, connection: Connection, manager: ConnectionManager
     ) -> None:
         """Takes over the transport of ``connection``, which must write no more."""
         self._transport = transport
         self._connection = connection
-        self._registry = registry
+        self._manager = manager
         self._start_s = perf_counter()
         self._bytes_left = LINGER_BYTES_MAX
-        registry.add(self)
-        registry.discard(connection)
+        manager.add(self)
+        manager.discard(connection)
         transport.set_protocol(self)
         transport.resume_reading()
         if transport.can_write_eof():
@@ -200,7 +200,7 @@ class LingeringClose(asyncio.Protocol):
             yield_to_others(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._registry.discard(self)
+        self._manager.discard(self)
         self._connection.connection_lost(exc)
 
     @property

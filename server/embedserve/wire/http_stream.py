@@ -98,7 +98,8 @@ class HttpStream(Protocol):
         is_received: whether the request has ended.
         is_sent: whether the response has ended.
         held_bytes: received bytes that the handler has not consumed yet.
-        missing_bytes: bytes of the declared content-length still to arrive; None: not declared.
+        missing_bytes: declared content-length, which HTTP/2 counts down to the bytes still to
+            arrive; None: not declared.
         unsent_bytes: bytes of the response that wait for the client to read.
     """
 

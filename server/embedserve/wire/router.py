@@ -18,7 +18,7 @@ from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http_stream import Handler, Headers, HttpRequest, HttpStream, MakeHandler
 from embedserve.wire.rest.calls import rejecting, resolve_embed
-from embedserve.wire.rest.requests import embed_route, headers_too_large
+from embedserve.wire.rest.headers import embed_route, headers_too_large
 
 TARGET_BYTES_SHOWN = 100
 _NO_TARGET = re.compile(rb"[^!-~]")

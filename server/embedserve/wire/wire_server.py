@@ -24,8 +24,8 @@ from embedserve.wire.connections import Connection, ProtocolDetector
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.http1.header_templates import HeaderTemplateCache
+from embedserve.wire.http2.transport import Http2Transport
 from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.http2_transport import Http2Transport
 from embedserve.wire.router import Router
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.handshake import Handshake, Handshakes
@@ -86,7 +86,7 @@ class WireServer:
         }
         upload_bytes = max(UPLOAD_BYTES, pipeline.limits.body_bytes_max)
         self._uploads = UploadBudget(
-            upload_bytes, lambda: not pipeline.models.has_full_default_queue
+            upload_bytes, lambda: not pipeline.models.has_full_unsized_queue
         )
         pipeline.on_queue_reopened(self._uploads.retry)
         pipeline.on_large_response(self.has_grown)

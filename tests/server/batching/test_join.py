@@ -10,8 +10,8 @@ from server.fake_engine import Bags, FakeEngine, Weights, make_request
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
-from embedserve.batching.join import adapt_to_model, join, split_by_examples
-from embedserve.batching.split import in_request_order, split
+from embedserve.batching.join import adapt_to_model, join
+from embedserve.batching.split import in_request_order, split, split_by_examples
 from embedserve.errors import InvalidRequestError
 from embedserve.lookup_types import LookupRequest, LookupResult
 

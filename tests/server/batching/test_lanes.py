@@ -59,7 +59,7 @@ async def test_large_requests_fill_no_queue_but_their_own(
     for ask in (lambda: batcher.check_queue_for(*LARGE), lambda: submit(batcher, large)):
         with pytest.raises(OverloadedError, match=r"large requests is full: it holds 2 examples"):
             ask()
-    batcher.check_default_queue()
+    batcher.check_unsized_queue()
     batcher.check_queue_for(*SMALL)
     result = await submit(batcher, engine.request(small))
     assert np.array_equal(result.values, engine.expected(small))

@@ -40,14 +40,14 @@ async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
     answers = [submit(batcher, engine.request(one))]
     await until(lambda: engine.lookups)
     answers += [submit(batcher, engine.request(one)) for _ in range(16)]
-    batcher.check_default_queue()
+    batcher.check_unsized_queue()
     with pytest.raises(OverloadedError, match="holds 16 examples, 1 more pass its limit of 16"):
         submit(batcher, engine.request(one))
     with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
-        batcher.check_default_queue()
+        batcher.check_unsized_queue()
     engine.release()
     await asyncio.gather(*answers)
-    batcher.check_default_queue()
+    batcher.check_unsized_queue()
     assert np.array_equal((await submit(batcher, engine.request(one))).values, engine.expected(one))
 
 

@@ -231,7 +231,7 @@ NEVER_ASKED = Peek()
 
 async def test_a_full_model_is_refused_and_no_other(full: ModelRegistry) -> None:
     assert full.has_full_queue
-    assert full.has_full_default_queue
+    assert full.has_full_unsized_queue
     for model in ("", "shop"):
         with pytest.raises(OverloadedError, match="the queue of 'shop' is full"):
             full.check_queue_for_body(model, b"", Peek(""))
@@ -264,7 +264,7 @@ async def test_a_lone_model_is_full_whatever_the_body_names(
         with pytest.raises(OverloadedError):
             models.check_queue_for_body(model, b"", NEVER_ASKED)
         with pytest.raises(OverloadedError):
-            models.check_default_queue(model)
+            models.check_unsized_queue(model)
     engine.release()
     await asyncio.gather(running, waiting)
 
@@ -281,8 +281,8 @@ async def test_while_the_queue_for_large_requests_is_full_small_ones_are_let_in(
     answers.append(submit_to(models, make_request(large)))
     with pytest.raises(OverloadedError):
         submit_to(models, make_request(large))
-    assert (models.has_full_queue, models.has_full_default_queue) == (True, False)
-    models.check_default_queue("shop")
+    assert (models.has_full_queue, models.has_full_unsized_queue) == (True, False)
+    models.check_unsized_queue("shop")
     models.check_queue_for_body("", b"", Peek(sizes=(1, 1)))
     with pytest.raises(OverloadedError, match="the queue of 'shop' for large requests is full"):
         models.check_queue_for_body("", b"", Peek(sizes=(1, 1000)))
@@ -322,10 +322,10 @@ async def test_before_its_body_has_come_only_what_names_a_full_model_is_refused(
     full: ModelRegistry,
 ) -> None:
     with pytest.raises(OverloadedError):
-        full.check_default_queue("shop")
-    full.check_default_queue("films")
-    full.check_default_queue("")  # its body may name the other
-    full.check_default_queue("nobody")
+        full.check_unsized_queue("shop")
+    full.check_unsized_queue("films")
+    full.check_unsized_queue("")  # its body may name the other
+    full.check_unsized_queue("nobody")
 
 
 def next_batcher(

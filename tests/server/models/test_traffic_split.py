@@ -117,14 +117,14 @@ async def test_a_request_that_a_version_has_room_for_is_not_refused_unread(
     waiting = []
     for engine, name in ((stable, "shop@stable"), (canary, "shop@canary")):
         engine.hold()
-        models.check_default_queue("shop")
+        models.check_unsized_queue("shop")
         waiting += [submit_to(models, make_request(USER, model=name)) for _ in range(2)]
         with pytest.raises(OverloadedError):
             submit_to(models, make_request(USER, model=name))
         with pytest.raises(OverloadedError):
-            models.check_default_queue(name)
+            models.check_unsized_queue(name)
     with pytest.raises(OverloadedError):
-        models.check_default_queue("shop")
+        models.check_unsized_queue("shop")
     for engine in (stable, canary):
         engine.release()
     for one in waiting:

@@ -19,7 +19,7 @@ from server.waiting import until
 from embedserve.config import Limits
 from embedserve.wire.connections import Connection
 from embedserve.wire.http1.connection import Http1Connection
-from embedserve.wire.http2_transport import Http2Transport
+from embedserve.wire.http2.transport import Http2Transport
 from embedserve_client import AsyncGrpcEmbedClient
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub

@@ -20,7 +20,7 @@ from embedserve.errors import (
 )
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
-    REQUEST_S_MAX,
+    UPLOAD_S_MAX,
     RequestContext,
     RequestOptions,
     RequestPipeline,
@@ -111,44 +111,44 @@ class GrpcEmbedCall(CallWriter[Stream]):
         self._stream = stream
         self._is_rejected = False
         self._message: UnaryBody | None = None
-        call = self._call = RequestContext(options, perf_counter(), pipeline, self)
-        if pipeline.authenticator is not None and not self.admit(call, pipeline.authenticator):
+        context = self._context = RequestContext(options, perf_counter(), pipeline, self)
+        if pipeline.authenticator is not None and not self.admit(context, pipeline.authenticator):
             return
-        if pipeline.models.has_full_default_queue:
-            pipeline.reject_if_overloaded(call)
+        if pipeline.models.has_full_unsized_queue:
+            pipeline.reject_if_overloaded(context)
 
     def receive(self, data: bytes, is_end: bool) -> None:
-        call = self._call
-        if call is None or self._is_rejected:
+        context = self._context
+        if context is None or self._is_rejected:
             return
         if self._message is None:
-            bytes_max = call.pipeline.limits.body_bytes_max
+            bytes_max = context.pipeline.limits.body_bytes_max
             if is_end and self._encoding == b"identity":
                 whole = only_message(data, bytes_max)
                 if whole is not None:
-                    call.pipeline.submit(call, whole)
+                    context.pipeline.submit(context, whole)
                     return
             self._message = UnaryBody(self._stream, self._encoding, bytes_max)
         try:
             message = self._message.receive(data, is_end)
         except WireError as error:
-            self._fail_framing(call, error)
+            self._fail_framing(context, error)
             return
         if message is not None:
-            call.pipeline.submit(call, message)
+            context.pipeline.submit(context, message)
 
-    def _fail_framing(self, call: RequestContext, error: WireError) -> None:
+    def _fail_framing(self, context: RequestContext, error: WireError) -> None:
         def write(headers: HeaderList) -> None:
-            self._call = None
+            self._context = None
             block = only_trailers([*wire_error_trailers(error), *headers])
             self._stream.send_head(block, is_end=True)
 
-        call.reject_with(error.code, error.message, write)
+        context.reject_with(error.code, error.message, write)
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        self._call = None
+        self._context = None
         prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
         end = OK_BLOCK if headers is None else OK_BLOCK + encode(headers)
         stream.connection.frame_writer.write_response(
@@ -212,7 +212,7 @@ class GrpcUnaryCall:
         """Does nothing: the complete response is written in one call."""
 
     def check_time(self, now_s: float) -> None:
-        if not self._stream.is_received and now_s - self._start_s > REQUEST_S_MAX:
+        if not self._stream.is_received and now_s - self._start_s > UPLOAD_S_MAX:
             self._end(error_trailers(late_request()))
 
     def drain(self) -> None:
@@ -334,13 +334,13 @@ class BidiStream:
         self.take_messages()
 
     def check_time(self, now_s: float) -> None:
-        """Ends a stream whose message stays incomplete for REQUEST_S_MAX.
+        """Ends a stream whose message stays incomplete for UPLOAD_S_MAX.
 
         Between messages a stream may be idle for as long as its connection is open.
         """
         if not (self._deframer.nbytes and self.has_room()):
             self._whole_s = now_s
-        elif now_s - self._whole_s > REQUEST_S_MAX:
+        elif now_s - self._whole_s > UPLOAD_S_MAX:
             self.finish(error_trailers(late_request()))
 
     def drain(self) -> None:

@@ -33,13 +33,13 @@ class StreamedResponse(ResponseWriter):
     """The response to one request of a stream, kept until the earlier responses are sent.
 
     Attributes:
-        call: the request; None once its response is encoded.
+        context: the request; None once its response is encoded.
         parts: chunks of the encoded response.
         nbytes: total bytes of ``parts``.
         reserved_bytes: bytes reserved for the response in the stream's response budget.
     """
 
-    __slots__ = ("_options", "_stream", "call", "nbytes", "parts", "reserved_bytes")
+    __slots__ = ("_options", "_stream", "context", "nbytes", "parts", "reserved_bytes")
 
     def __init__(self, options: RequestOptions, stream: EmbedStream) -> None:
         self._options = options
@@ -47,10 +47,10 @@ class StreamedResponse(ResponseWriter):
         self.parts: ResponseChunks = ()
         self.nbytes = 0
         self.reserved_bytes = 0
-        self.call: RequestContext | None = RequestContext(
+        self.context: RequestContext | None = RequestContext(
             options, perf_counter(), stream.pipeline, self
         )
-        self.call.deadline_s = stream.deadline_s
+        self.context.deadline_s = stream.deadline_s
 
     @property
     def origin(self) -> object:
@@ -85,7 +85,7 @@ class StreamedResponse(ResponseWriter):
         self._end((body,), len(body))
 
     def _end(self, parts: ResponseChunks, nbytes: int) -> None:
-        self.call = None
+        self.context = None
         self.parts = parts
         self.nbytes = nbytes
         if not self._stream.write_those_done(self):
@@ -136,10 +136,10 @@ class EmbedStream(BidiStream):
     def take(self, message: bytes) -> None:
         response = StreamedResponse(self._options, self)
         self._responses.append(response)
-        call, authenticator = response.call, self.pipeline.authenticator
-        assert call is not None
-        if authenticator is None or authenticator.admit(call, self._authorization):
-            self.pipeline.submit(call, message)
+        context, authenticator = response.context, self.pipeline.authenticator
+        assert context is not None
+        if authenticator is None or authenticator.admit(context, self._authorization):
+            self.pipeline.submit(context, message)
         self.reserve(response)
 
     def reserve(self, response: StreamedResponse) -> None:
@@ -147,13 +147,13 @@ class EmbedStream(BidiStream):
 
         While the request is decoded its size is unknown, and all of the budget is reserved.
         """
-        call = response.call
-        if call is None:
+        context = response.context
+        if context is None:
             return
-        batcher = call.batcher
+        batcher = context.batcher
         nbytes = self._answer_bytes_max
         if batcher is not None:
-            nbytes = call.request.response_bytes(batcher.model)
+            nbytes = context.request.response_bytes(batcher.model)
         self._answer_bytes += nbytes - response.reserved_bytes
         response.reserved_bytes = nbytes
 
@@ -165,7 +165,7 @@ class EmbedStream(BidiStream):
         responses = self._responses
         if responses[0] is not response:
             return False
-        while responses and responses[0].call is None:
+        while responses and responses[0].context is None:
             first = responses.popleft()
             self._answer_bytes -= first.reserved_bytes
             self.write(first.parts, first.nbytes)
@@ -185,6 +185,6 @@ class EmbedStream(BidiStream):
         super().reset()
         responses, self._responses = self._responses, deque()
         for response in responses:
-            if response.call is not None:
-                response.call.cancel()
-                response.call = None
+            if response.context is not None:
+                response.context.cancel()
+                response.context = None

@@ -30,7 +30,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 M = TypeVar("M", bound=Message)
 
 
-class OpenInferenceService:
+class OpenInferenceMethods:
     """Methods with one message and without a lookup.
 
     Each function takes a request message and returns the response message, or raises

@@ -26,7 +26,7 @@ from embedserve.wire.grpc.statuses import error_block, only_trailers, wire_error
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest
-from embedserve.wire.rest.requests import check_once
+from embedserve.wire.rest.headers import check_once
 from embedserve_proto import embedding_pb2, predictor_pb2
 
 SERVICE_NAME = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"].full_name
@@ -95,7 +95,7 @@ class GrpcService:
                 charge=False,
             )
         self._methods[_path(PREDICTOR_NAME, "Predict")] = partial(self._embed, codecs.predict)
-        self.open_inference = open_inference_grpc.OpenInferenceService(pipeline)
+        self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
         for name, function in self.open_inference.health.items():
             self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = self._unary(function)
         for name, of_owner in self.open_inference.shared_memory.items():

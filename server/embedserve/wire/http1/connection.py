@@ -55,19 +55,19 @@ class Http1Connection(asyncio.Protocol):
     peer: str = ""
 
     def __init__(
-        self, pipeline: RequestPipeline, router: Router, registry: ConnectionManager
+        self, pipeline: RequestPipeline, router: Router, manager: ConnectionManager
     ) -> None:
         """
         Args:
             pipeline: request pipeline.
             router: router of requests to their handlers.
-            registry: registry of the server's connections.
+            manager: manager of the server's connections.
         """
         self.transport: asyncio.Transport
         self.request_pipeline = pipeline
         self.loop = asyncio.get_running_loop()
         self._router = router
-        self._registry = registry
+        self._manager = manager
         self.is_read_paused = self.is_write_paused = False
         self._held: list[bytes] = []  # received behind the request being answered
         self._streams: deque[Http1Stream] = deque()  # being answered, then those queued
@@ -85,7 +85,7 @@ class Http1Connection(asyncio.Protocol):
         self.peer = peer_address(transport)
         scheme = b"https" if transport.get_extra_info("sslcontext") else b"http"
         self._parser = RequestParser(self, scheme)
-        self._registry.add(self)
+        self._manager.add(self)
         self._idle_since_s = perf_counter()
 
     # Reading
@@ -121,7 +121,7 @@ class Http1Connection(asyncio.Protocol):
     def hold(self, data: bytes) -> None:
         """Holds data received before the current response is written, and pauses reading."""
         self._held.append(data)
-        self._registry.has_grown(len(data))
+        self._manager.has_grown(len(data))
         self._pause_reading()
 
     def take_held(self) -> None:
@@ -164,7 +164,7 @@ class Http1Connection(asyncio.Protocol):
 
     def receive_body(self, data: bytes) -> None:
         self._streams[-1].append(data)
-        self._registry.has_grown(len(data))  # may abort this connection
+        self._manager.has_grown(len(data))  # may abort this connection
 
     def end_request(self) -> None:
         self._streams[-1].is_received = True
@@ -245,7 +245,7 @@ class Http1Connection(asyncio.Protocol):
         """Starts a lingering close: ends the connection after the client has read the output."""
         self._held.clear()
         self._has_ended = True
-        LingeringClose(self.transport, self, self._registry)
+        LingeringClose(self.transport, self, self._manager)
 
     @property
     def unread_bytes(self) -> int:
@@ -313,5 +313,5 @@ class Http1Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._held.clear()
-        self._registry.discard(self)
+        self._manager.discard(self)
         self._drop_streams()

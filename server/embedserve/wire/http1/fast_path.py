@@ -13,7 +13,7 @@ from embedserve.access.authenticator import Authenticator
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import (
-    REQUEST_S_MAX,
+    UPLOAD_S_MAX,
     RequestContext,
     RequestPipeline,
     ResponseWriter,
@@ -26,7 +26,7 @@ from embedserve.wire.http1.connection import Http1Connection
 from embedserve.wire.http1.header_checks import BLANKS
 from embedserve.wire.http1.header_templates import HeaderTemplate, HeaderTemplateCache
 from embedserve.wire.http1.stream import CLOSE, STATUS_LINES, lines_of
-from embedserve.wire.rest.requests import answer_headers, error_answer
+from embedserve.wire.rest.headers import answer_headers, error_answer
 from embedserve.wire.router import Router
 
 
@@ -42,11 +42,11 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         pipeline: RequestPipeline,
         router: Router,
         templates: HeaderTemplateCache,
-        registry: ConnectionManager,
+        manager: ConnectionManager,
     ) -> None:
-        super().__init__(pipeline, router, registry)
+        super().__init__(pipeline, router, manager)
         self._templates = templates
-        self._call: RequestContext | None = None  # request being read or answered
+        self._context: RequestContext | None = None  # request being read or answered
         self._template: HeaderTemplate | None = None  # of the headers of the last request
         self._head = b""  # these headers
         self._body = ByteQueue()
@@ -56,13 +56,13 @@ class FastPathConnection(Http1Connection, ResponseWriter):
     def data_received(self, data: bytes) -> None:
         if self._missing_bytes:
             self._read_more(data)
-        elif self._call is not None or self._held:
+        elif self._context is not None or self._held:
             self.hold(data)
         elif self._parser.message_since_s or self._streams or self.is_write_paused:
             super().data_received(data)
         else:
             end = data.find(b"\r\n\r\n") + 4
-            found = self._templates.match(data, end) if end > 4 else None
+            found = self._templates.match_or_learn(data, end) if end > 4 else None
             if found is None or found[1] > found[0].body_bytes_max:
                 self.parse(data)  # also rejects a body that is too large
             else:
@@ -76,7 +76,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             self.parse(data)  # rejects it
             return
         self._template, self._head = template, data[:body_start]
-        call = self._call = RequestContext(options, start_s, self.request_pipeline, self)
+        context = self._context = RequestContext(options, start_s, self.request_pipeline, self)
         missing = length - (len(data) - body_start)
         if missing < 0:
             self.hold(data[missing:])
@@ -85,28 +85,29 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             gap = template.authorization
             authorization = None if gap is None else data[gap].strip(BLANKS)
             if missing > 0:
-                if not self._admit_early(authenticator, call, authorization):
+                if not self._admit_early(authenticator, context, authorization):
                     return
-            elif not authenticator.admit(call, authorization):
+            elif not authenticator.admit(context, authorization):
                 return
         if missing == 0:
-            self.request_pipeline.submit(call, data[body_start:])
+            self.request_pipeline.submit(context, data[body_start:])
         elif missing > 0:
+            # Not rejected while a queue is full: the connection would have to end.
             self._missing_bytes = missing
             self._body.append(data[body_start:])
-            self._registry.has_grown(len(data))
+            self._manager.has_grown(len(data))
         else:
-            self.request_pipeline.submit(call, data[body_start:missing])
+            self.request_pipeline.submit(context, data[body_start:missing])
 
     def _admit_early(
-        self, authenticator: Authenticator, call: RequestContext, authorization: bytes | None
+        self, authenticator: Authenticator, context: RequestContext, authorization: bytes | None
     ) -> bool:
         """Authenticates a request before its body arrives. Returns False if it is rejected.
 
         The response to a rejected request is the last, because its body is not read.
         """
         is_last, self.is_last = self.is_last, True
-        if not authenticator.admit(call, authorization):
+        if not authenticator.admit(context, authorization):
             return False
         self.is_last = is_last
         return True
@@ -117,12 +118,12 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             data = data[: self._missing_bytes]
         self._missing_bytes -= len(data)
         self._body.append(data)
-        self._registry.has_grown(len(data))
+        self._manager.has_grown(len(data))
         if self.transport.is_closing():
             return
         if not self._missing_bytes:
-            assert self._call is not None
-            self.request_pipeline.submit(self._call, self._body.take_all())
+            assert self._context is not None
+            self.request_pipeline.submit(self._context, self._body.take_all())
         elif len(data) >= READ_BYTES:
             yield_to_others(self.transport)
 
@@ -142,8 +143,8 @@ class FastPathConnection(Http1Connection, ResponseWriter):
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        assert self._call is not None
-        codec = self._call.options.response_codec
+        assert self._context is not None
+        codec = self._context.options.response_codec
         content_type, more = codec.content_type, b"" if headers is None else lines_of(headers)
         if codec.head_bytes is not None:
             (_, content_type), *others = answer_headers(codec, parts)
@@ -151,8 +152,8 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         self._write(STATUS_LINES[200], content_type, more, parts, nbytes)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
-        assert self._call is not None
-        encode = self._call.options.response_codec.encode_error
+        assert self._context is not None
+        encode = self._context.options.response_codec.encode_error
         ((_, content_type), *more), body = error_answer(error, headers, encode)
         line = STATUS_LINES[error.http_status]
         self._write(line, content_type, lines_of(more), (body,), len(body))
@@ -178,7 +179,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             nbytes,
             more,
         )
-        self._call = None
+        self._context = None
         if self.transport.is_closing():
             return
         self.write(head, parts, nbytes)
@@ -193,19 +194,19 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         return super().held_bytes + self._body.nbytes
 
     def may_take(self) -> bool:
-        return self._call is None and super().may_take()
+        return self._context is None and super().may_take()
 
     def is_busy(self) -> bool:
-        return self._call is not None or super().is_busy()
+        return self._context is not None or super().is_busy()
 
     def check_time(self, now_s: float) -> None:
-        call = self._call
-        if self._missing_bytes and call is not None:
-            if now_s - call.start_s > REQUEST_S_MAX:
+        context = self._context
+        if self._missing_bytes and context is not None:
+            if now_s - context.start_s > UPLOAD_S_MAX:
                 self._missing_bytes = 0
                 self._body = ByteQueue()
                 self.is_last = True
-                call.reject(late_request())
+                context.reject(late_request())
         else:
             super().check_time(now_s)
 
@@ -219,6 +220,6 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         super().connection_lost(exc)
 
     def _cancel(self) -> None:
-        if self._call is not None:
-            self._call.cancel()
-            self._call = None
+        if self._context is not None:
+            self._context.cancel()
+            self._context = None

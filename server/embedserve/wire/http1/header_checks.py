@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embedserve.errors import InvalidRequestError
 from embedserve.wire.http_stream import Headers
-from embedserve.wire.rest.requests import VersionError, headers_too_large
+from embedserve.wire.rest.headers import VersionError, headers_too_large
 
 BLANKS = b" \t"
 """Optional whitespace around a header value, not part of it (RFC 9110, section 5.5)."""

@@ -23,7 +23,7 @@ from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX
 from embedserve.wire.http1.request_parser import RequestParser
 from embedserve.wire.http_stream import HttpRequest
-from embedserve.wire.rest.requests import (
+from embedserve.wire.rest.headers import (
     JSON_LENGTH,
     embed_route,
     infer_codec,
@@ -190,10 +190,11 @@ class HeaderTemplateCache:
         self._templates: dict[int, list[HeaderTemplate]] = {}
         self._count = 0
 
-    def match(self, data: bytes, end: int) -> tuple[HeaderTemplate, int] | None:
+    def match_or_learn(self, data: bytes, end: int) -> tuple[HeaderTemplate, int] | None:
         """Returns (template, content length) for the headers data[:end] with their empty line.
 
-        Returns None if llhttp must parse the request.
+        Headers that no template matches are parsed, and become a template if they are those of a
+        plain embed request. Returns None if they are not: llhttp parses the request once more.
         """
         for template in self._templates.get(end, ()):
             length = template.content_length(data, end)

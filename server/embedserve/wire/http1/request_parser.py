@@ -10,7 +10,7 @@ import httptools
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX, check_headers
 from embedserve.wire.http_stream import Headers, HttpRequest
-from embedserve.wire.rest.requests import headers_too_large
+from embedserve.wire.rest.headers import headers_too_large
 
 URL_BYTES_SAID = 200
 """Bytes of an invalid URL that the error message quotes."""

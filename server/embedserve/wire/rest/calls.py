@@ -17,7 +17,7 @@ from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.call_writer import CallWriter
 from embedserve.wire.early_rejection import record_early_rejection
 from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream, MakeHandler
-from embedserve.wire.rest.requests import (
+from embedserve.wire.rest.headers import (
     EmbedRoute,
     answer_headers,
     check_method,
@@ -44,48 +44,48 @@ class RestCall(CallWriter[HttpStream]):
         self._stream = stream
         self._is_rejected = False
         self._body = ByteQueue()
-        call = self._call = RequestContext(options, perf_counter(), pipeline, self)
-        if pipeline.authenticator is not None and not self.admit(call, pipeline.authenticator):
+        context = self._context = RequestContext(options, perf_counter(), pipeline, self)
+        if pipeline.authenticator is not None and not self.admit(context, pipeline.authenticator):
             return
         size = stream.missing_bytes
-        has_size = size is None or self._check_size(call, size, is_whole=True)
-        if has_size and pipeline.models.has_full_default_queue:
-            pipeline.reject_if_overloaded(call)
+        has_size = size is None or self._check_size(context, size, is_whole=True)
+        if has_size and pipeline.models.has_full_unsized_queue:
+            pipeline.reject_if_overloaded(context)
 
     def receive(self, data: bytes, is_end: bool) -> None:
-        call, body = self._call, self._body
-        if call is None or self._is_rejected:
+        context, body = self._context, self._body
+        if context is None or self._is_rejected:
             return
-        if not self._check_size(call, body.nbytes + len(data), is_whole=False):
+        if not self._check_size(context, body.nbytes + len(data), is_whole=False):
             return
         if not is_end:
             body.append(data)
-            self._expect_more(call)
+            self._expect_more(context)
             return
         if body.nbytes:
             body.append(data)
             data = body.take_all()
             self._stream.consumed(self._stream.held_bytes)
-        call.pipeline.submit(call, data)
+        context.pipeline.submit(context, data)
 
-    def _check_size(self, call: RequestContext, nbytes: int, *, is_whole: bool) -> bool:
+    def _check_size(self, context: RequestContext, nbytes: int, *, is_whole: bool) -> bool:
         """Returns whether a body of ``nbytes`` is allowed; rejects the request if it is not."""
         try:
-            call.options.codec.check_size(nbytes, call.pipeline.limits, is_whole=is_whole)
+            context.options.codec.check_size(nbytes, context.pipeline.limits, is_whole=is_whole)
         except RequestTooLargeError as error:
-            call.reject(error)
+            context.reject(error)
             return False
         return True
 
-    def _expect_more(self, call: RequestContext) -> None:
+    def _expect_more(self, context: RequestContext) -> None:
         stream = self._stream
-        left = call.options.codec.bytes_max(call.pipeline.limits) - self._body.nbytes
+        left = context.options.codec.bytes_max(context.pipeline.limits) - self._body.nbytes
         stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        self._call = None
+        self._context = None
         fixed = answer_headers(self._options.response_codec, parts)
         self._stream.respond(200, [*fixed, *(headers or ())], parts, nbytes)
 

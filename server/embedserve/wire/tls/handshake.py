@@ -56,12 +56,12 @@ class Handshake(asyncio.Protocol):
 
     def __init__(
         self,
-        registry: ConnectionManager,
+        manager: ConnectionManager,
         handshakes: Handshakes,
         context: ssl.SSLContext,
         make_protocol: MakeProtocol,
     ) -> None:
-        self._registry = registry
+        self._manager = manager
         self._handshakes = handshakes
         self._context = context
         self._make_protocol = make_protocol
@@ -75,11 +75,11 @@ class Handshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
-        if not self._registry.has_room():
+        if not self._manager.has_room():
             self._is_over = True
             self._transport.abort()
             return
-        self._registry.add(self)
+        self._manager.add(self)
 
     def data_received(self, data: bytes) -> None:
         if self._object is None:
@@ -129,7 +129,7 @@ class Handshake(asyncio.Protocol):
             self._transport.write(out)  # on failure, too: an alert with the reason
         if error is not None:
             self._fail(_outcome(error), _reason(error))
-            LingeringClose(self._transport, self, self._registry)
+            LingeringClose(self._transport, self, self._manager)
         elif stepped.result():
             self._finish()
         elif self._pending:
@@ -145,7 +145,7 @@ class Handshake(asyncio.Protocol):
             self._transport, self._object, self._incoming, self._outgoing, inner
         )
         self._transport.set_protocol(transport)
-        self._registry.discard(self)
+        self._manager.discard(self)
         inner.connection_made(transport)
         if not self._transport.is_closing():
             transport.begin(self._pending)
@@ -157,7 +157,7 @@ class Handshake(asyncio.Protocol):
             said = "this port takes TLS only: use https://"
             body = encode_error(InvalidRequestError(said))
             self._transport.write(PLAIN_HTTP + b"content-length: %d\r\n\r\n" % len(body) + body)
-        LingeringClose(self._transport, self, self._registry)
+        LingeringClose(self._transport, self, self._manager)
 
     def _end(self, outcome: str) -> None:
         if not self._is_over:
@@ -175,7 +175,7 @@ class Handshake(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("gone")
-        self._registry.discard(self)
+        self._manager.discard(self)
 
     @property
     def peer(self) -> str:

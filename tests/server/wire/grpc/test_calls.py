@@ -22,7 +22,7 @@ from server.wire.http2.peer import Peer, body_of, data, has_ended, of, resets, u
 from embedserve.api.management import management_app
 from embedserve.config import Limits
 from embedserve.errors import DRAINING
-from embedserve.pipeline import REQUEST_S_MAX, RequestOptions, RequestPipeline
+from embedserve.pipeline import UPLOAD_S_MAX, RequestOptions, RequestPipeline
 from embedserve.wire.grpc.calls import BidiStream
 from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream
 from embedserve.wire.grpc.grpc_framing import framed
@@ -260,12 +260,12 @@ async def test_a_list_of_headers_that_is_too_large_is_refused(peer: GrpcPeer) ->
 
 async def test_a_request_that_does_not_come_whole_is_refused(peer: GrpcPeer) -> None:
     peer.send(peer.headers(1, head(EMBED), is_end=False), data(1, framed(MESSAGE)[:3]))
-    peer.connection.check_time(perf_counter() + REQUEST_S_MAX - 1)
+    peer.connection.check_time(perf_counter() + UPLOAD_S_MAX - 1)
     assert peer.take() == []
-    peer.connection.check_time(perf_counter() + REQUEST_S_MAX + 1)
+    peer.connection.check_time(perf_counter() + UPLOAD_S_MAX + 1)
     peer.take()
     for seconds in (2, 3):
-        peer.connection.check_time(perf_counter() + REQUEST_S_MAX + seconds)
+        peer.connection.check_time(perf_counter() + UPLOAD_S_MAX + seconds)
     assert resets(peer.take()) == [(1, ErrorCode.NO_ERROR)]
     assert peer.status(1) == (4, "the request was incomplete after 30 s")
     assert outcomes(peer) == {"DEADLINE_EXCEEDED": 1}

@@ -13,7 +13,7 @@ from server.raw_http import Answer, OurServer, chunked, cut, get, post, read_ans
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.pipeline import REQUEST_S_MAX
+from embedserve.pipeline import UPLOAD_S_MAX
 from embedserve.wire.asgi import MANAGEMENT_BODY_BYTES_MAX
 from embedserve.wire.http1.connection import HEAD_S_MAX, PIECE_BYTES
 from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX, HEAD_LINES_MAX
@@ -255,9 +255,9 @@ async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
     reader, writer = await server.open()
     writer.write(chunked(BODY)[:-5])
     await until(lambda: server.http1() and server.connection.is_busy())
-    server.connection.check_time(perf_counter() + REQUEST_S_MAX - 5)
+    server.connection.check_time(perf_counter() + UPLOAD_S_MAX - 5)
     assert server.connection.is_busy()
-    server.connection.check_time(perf_counter() + REQUEST_S_MAX)
+    server.connection.check_time(perf_counter() + UPLOAD_S_MAX)
     answer = await read_answer(reader)
     assert (answer[0], error_of(answer)["code"]) == (504, "DEADLINE_EXCEEDED")
     assert await reader.read() == b""

@@ -389,8 +389,8 @@ async def test_answers_that_nobody_reads_stop_the_reading(
     writer.write(post(LARGE))
     await until(lambda: slow.outcomes() == {"OK": 1} and slow.connection.is_write_paused)
     writer.write(post(LARGE))
-    await until(lambda: slow.connection._call or slow.connection.is_read_paused)
-    assert slow.connection._call is None
+    await until(lambda: slow.connection._context or slow.connection.is_read_paused)
+    assert slow.connection._context is None
     assert slow.outcomes() == {"OK": 1}
     writer.write(post(LARGE))
     answers = [await read_answer(reader) for _ in range(3)]
@@ -513,7 +513,7 @@ async def test_a_drain_waits_for_the_rest_of_a_body_and_answers_an_error_with_cl
 ) -> None:
     reader, writer = await slow.open()
     writer.write(post(BAD)[:-3])
-    await until(lambda: slow.http1() and slow.connection._call)
+    await until(lambda: slow.http1() and slow.connection._context)
     slow.connection.drain()
     writer.write(BAD[-3:])
     status, headers, _ = await read_answer(reader)

@@ -53,7 +53,7 @@ def parsed(head: bytes) -> tuple[What, int] | None:
 
 
 def matched(forms: HeaderTemplateCache, head: bytes) -> tuple[What, int] | None:
-    found = forms.match(head, len(head))
+    found = forms.match_or_learn(head, len(head))
     return None if found is None else (what(found[0].options_of(head)), found[1])
 
 
@@ -114,7 +114,7 @@ def test_a_head_says_the_formats_and_the_timeout_in_any_case() -> None:
 )
 def test_headers_that_are_not_plain_have_no_template(head: bytes) -> None:
     assert parsed(head) is None
-    assert HeaderTemplateCache(METRICS, LIMITS, CODECS).match(head, len(head)) is None
+    assert HeaderTemplateCache(METRICS, LIMITS, CODECS).match_or_learn(head, len(head)) is None
 
 
 @given(
@@ -170,7 +170,7 @@ def test_a_form_is_matched_whatever_stands_in_its_gaps(name: str, values: list[s
     if name == "Content-Length":
         template = head_of("User-Agent: curl/8", length="@").decode()
     first, second = (template.replace("@", value).encode() for value in values)
-    one, other = forms.match(first, len(first)), forms.match(second, len(second))
+    one, other = forms.match_or_learn(first, len(first)), forms.match_or_learn(second, len(second))
     assert one is not None
     assert other is not None
     assert one[0] is other[0]
@@ -190,7 +190,7 @@ def test_a_body_behind_the_head_is_not_looked_at() -> None:
     forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     head = head_of("X-Request-Id: a")
     for body in (b"12345", b"\r\n\r\n\r", b"POST "):
-        found = forms.match(head + body, len(head))
+        found = forms.match_or_learn(head + body, len(head))
         assert found is not None
         assert found[1] == 5
 
@@ -199,7 +199,7 @@ def test_a_timeout_in_a_known_form_is_read_anew_and_refused_where_it_is_none() -
     forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     assert matched(forms, head_of("X-Timeout-Ms: 2500")) == (("", JSON, JSON, 2.5), 5)
     assert matched(forms, head_of("X-Timeout-Ms: 1000")) == (("", JSON, JSON, 1.0), 5)
-    found = forms.match(wrong := head_of("X-Timeout-Ms: soon"), len(wrong))
+    found = forms.match_or_learn(wrong := head_of("X-Timeout-Ms: soon"), len(wrong))
     assert found is not None
     with pytest.raises(InvalidRequestError, match="X-Timeout-Ms is 'soon'"):
         found[0].options_of(wrong)
@@ -237,7 +237,7 @@ SAME_LENGTH = [
 def test_a_head_of_the_same_length_is_not_taken_for_another(first: bytes, second: bytes) -> None:
     for one, other in ((first, second), (second, first)):
         forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
-        forms.match(one, len(one))
+        forms.match_or_learn(one, len(one))
         assert matched(forms, other) == parsed(other)
 
 
@@ -286,8 +286,8 @@ def check(first: bytes, second: bytes) -> None:
     """``second`` is not taken for ``first``, and the other way round."""
     for one, other in ((first, second), (second, first)):
         forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
-        forms.match(one, len(one))
-        found = forms.match(other, len(other))
+        forms.match_or_learn(one, len(one))
+        found = forms.match_or_learn(other, len(other))
         alone = parsed(other)
         if found is None:
             assert alone is None
@@ -304,19 +304,19 @@ def test_a_long_head_is_not_remembered() -> None:
     assert len(longest) == HEAD_BYTES_MAX
     assert matched(forms, longest) == parsed(longest) != None  # noqa: E711
     longer = longest.replace(b"X: ", b"X: a")
-    assert forms.match(longer, len(longer)) is None
+    assert forms.match_or_learn(longer, len(longer)) is None
 
 
 def test_no_more_than_so_many_forms_of_a_length_are_remembered() -> None:
     forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
     heads = [head_of(f"X-{name}: 1") for name in "abcdefghijklmnopqrst"]
-    found = [forms.match(head, len(head)) for head in heads]
+    found = [forms.match_or_learn(head, len(head)) for head in heads]
     kept = found[-TEMPLATES_PER_LENGTH_MAX:]
-    again = [forms.match(head, len(head)) for head in heads[-TEMPLATES_PER_LENGTH_MAX:]]
+    again = [forms.match_or_learn(head, len(head)) for head in heads[-TEMPLATES_PER_LENGTH_MAX:]]
     assert [one is not None and one[0] for one in kept] == [
         one is not None and one[0] for one in again
     ]
-    first = forms.match(heads[0], len(heads[0]))
+    first = forms.match_or_learn(heads[0], len(heads[0]))
     assert first is not None
     assert found[0] is not None
     assert first[0] is not found[0][0]  # it was forgotten, and is read anew
@@ -328,7 +328,7 @@ def test_what_is_remembered_of_all_heads_is_bounded() -> None:
     seen: dict[int, HeaderTemplate] = {}
     for count in range(3 * TEMPLATES_MAX):
         head = head_of("X-" + "a" * (count // 4) + "bcde"[count % 4] + ": 1")
-        found = forms.match(head, len(head))
+        found = forms.match_or_learn(head, len(head))
         assert found is not None
         seen[id(found[0])] = found[0]
         del found

@@ -1,4 +1,4 @@
-"""REST wire format of embed requests: routes, headers and statuses. Without I/O.
+"""REST embed requests but for their bodies: routes, headers and error responses. Without I/O.
 
 The routes are POST /embed, POST /models/{model}/embed and, of the Open Inference Protocol,
 POST /v2/models/{model}/infer, over HTTP/1 and HTTP/2. The management application (api/) handles

@@ -47,9 +47,9 @@ class Http2Transport(asyncio.Protocol):
         "_idle_since_s",
         "_is_flush_due",
         "_loop",
+        "_manager",
         "_paused_s",
         "_pipeline",
-        "_registry",
         "_start_s",
         "_transport",
     )
@@ -59,10 +59,10 @@ class Http2Transport(asyncio.Protocol):
         pipeline: RequestPipeline,
         resolve_route: ResolveRoute,
         uploads: UploadBudget,
-        registry: ConnectionManager,
+        manager: ConnectionManager,
     ) -> None:
         self._pipeline = pipeline
-        self._registry = registry
+        self._manager = manager
         self._connection = Http2Connection(resolve_route, uploads, self._on_output)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -75,7 +75,7 @@ class Http2Transport(asyncio.Protocol):
         self._connection.frame_writer.write = self._transport.write
         self._connection.certificate = self._transport.get_extra_info(CERTIFICATE)
         self._connection.peer = peer_address(self._transport)
-        self._registry.add(self)
+        self._manager.add(self)
 
     def data_received(self, data: bytes) -> None:
         connection = self._connection
@@ -83,15 +83,15 @@ class Http2Transport(asyncio.Protocol):
         connection.receive(data)
         if connection.has_more:
             # Yields to other connections before the rest is read.
-            self._registry.has_grown(len(data))
+            self._manager.has_grown(len(data))
             self._transport.pause_reading()
             self._loop.call_soon(self._continue_reading)
         elif connection.flow_control.held_bytes:
-            self._registry.has_grown(len(data))
+            self._manager.has_grown(len(data))
         sender = connection.frame_writer
         if not (sender.out or sender.ready or connection.is_over):
             self._is_flush_due = False
-        elif self._pipeline.models.has_full_default_queue:
+        elif self._pipeline.models.has_full_unsized_queue:
             # Under overload many rejections follow: they are batched, as each write wakes a client.
             self._pipeline.flush_later(self.flush)
         else:
@@ -144,7 +144,7 @@ class Http2Transport(asyncio.Protocol):
 
     def _end(self) -> None:
         self._has_ended = True
-        LingeringClose(self._transport, self, self._registry)
+        LingeringClose(self._transport, self, self._manager)
 
     def pause_writing(self) -> None:
         self._paused_s = perf_counter()
@@ -167,7 +167,7 @@ class Http2Transport(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._registry.discard(self)
+        self._manager.discard(self)
         self._connection.close()
 
     @property
