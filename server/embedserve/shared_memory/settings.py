@@ -26,7 +26,7 @@ def check_shared_memory(settings: ServeSettings) -> None:
             )
     if settings.workers > 1:
         raise ValueError(
-            f"{said} workers is {settings.workers}, but a region is registered with one worker "
+            f"{said} workers is {settings.workers}, and a region is registered with one worker "
             "only: use 1"
         )
     if settings.grpc_server == "grpcio":

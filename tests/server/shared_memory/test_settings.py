@@ -24,7 +24,7 @@ ELSEWHERE = replace(SHARED, management_port=0, management_host="10.0.0.5", token
         (replace(SHARED, host="0.0.0.0"), "shared_memory is '/ranker-', but host is '0.0.0.0'"),
         (replace(SHARED, host="::"), "shared_memory is '/ranker-', but host is '::', which other"),
         (ELSEWHERE, "shared_memory is '/ranker-', but management_host is '10.0.0.5', which"),
-        (replace(SHARED, workers=2), "shared_memory is '/ranker-', but workers is 2, and what one"),
+        (replace(SHARED, workers=2), "shared_memory is '/ranker-', but workers is 2, and a region"),
         (replace(SHARED, grpc_server="grpcio"), "shared_memory is '/ranker-', but grpc_server is"),
     ],
 )
