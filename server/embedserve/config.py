@@ -123,7 +123,8 @@ class ServeSettings:
     management_port: int = setting(
         -1,
         "Separate port for metrics, docs, console and model listing; the main ports then serve "
-        "inference and health only. 0: any free port; -1: no separate port.",
+        "only inference, health and callers' shared memory. 0: any free port; -1: no separate "
+        "port.",
         min=-1,
         max=65535,
     )
