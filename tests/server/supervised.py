@@ -53,7 +53,7 @@ def serve(
             print("ready", ports.http, ports.grpc, flush=True)
 
         manager = VersionManager(pipeline, {}, {}, do_not, do_not)
-        if worker.wait_for_start(channel):
+        if worker.wait_for_start(channel, manager):
             uvloop.run(
                 worker.run_worker(pipeline, manager, settings, ports, log_ready, counters, channel)
             )

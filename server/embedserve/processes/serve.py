@@ -15,7 +15,7 @@ From the command until the server listens:
         Supervisor.run                      forks, watches and restarts
           _worker_main                      in each worker
             _loaded
-            worker.wait_for_start           until all are warm
+            worker.wait_for_start           at the first start, until all are warm
             worker.run_worker               signals, channel, rollouts
               server.run_server
 """
@@ -43,7 +43,8 @@ from embedserve.metrics.rate_limited_logger import RateLimitedTracebacks
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.log_lines import JsonLines, TextLines
 from embedserve.processes.model_loading import make_resident_and_verify, open_folder
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
+from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.startup.loading import (
     on_devices,
     open_versions,
@@ -232,7 +233,7 @@ def _worker_main(
             import uvloop
 
             ready = partial(_log_ready, pipeline, ports, start_s, settings)
-            if worker.wait_for_start(channel):
+            if worker.wait_for_start(channel, manager):
                 uvloop.run(
                     worker.run_worker(pipeline, manager, settings, ports, ready, counters, channel)
                 )

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from embedserve.config import ServeSettings
 from embedserve.pipeline import RequestPipeline
 from embedserve.processes.rollout.agent import RolloutAgent
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
+from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import Desired, Report
+from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.rollout.store_watcher import apply_initial_shares
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
@@ -68,5 +69,5 @@ def start_rollouts(
         loop.call_soon(agent.apply, desired)
 
     coordinator.send = send_desired
-    coordinator.on_worker_ready(0)
+    coordinator.on_worker_start(0, version_manager.status())
     return agent

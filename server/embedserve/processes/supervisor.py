@@ -25,6 +25,7 @@ from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     START,
     Desired,
+    StartReport,
     WorkerStage,
     WorkerStatus,
     desired_to_bytes,
@@ -68,14 +69,15 @@ class _Worker:
     channel: SupervisorChannel | None = None
     desired: Desired = field(default_factory=Desired)
     logs_ready: bool = False
-    is_warm: bool = False
-    is_ready: bool = False
+    warm_status: WorkerStatus | None = None
+    """Status of a warm worker that awaits START; None for other workers."""
+    is_listening: bool = False
     reason: str = ""
     failures: int = 0
-    """Consecutive exits before the worker was ready, or within QUICK_END_S after."""
+    """Consecutive exits before the worker listened, or within QUICK_END_S after."""
     restart_at_s: float = 0.0
-    ready_s: float = 0.0
-    """Monotonic time at which the worker became ready."""
+    listening_s: float = 0.0
+    """Monotonic time since which the worker listens."""
     beats: float = 0.0
     silent_s: float = 0.0
     """Seconds since the last heartbeat, counted only while this process ran."""
@@ -184,7 +186,7 @@ class Supervisor:
                 os.kill(worker.pid, signal.SIGKILL)
                 worker.kill_at_s = None
             beats = self._slots.beats(worker.index)
-            if beats != worker.beats or not worker.is_ready:
+            if beats != worker.beats or not worker.is_listening:
                 worker.beats, worker.silent_s = beats, 0.0
                 continue
             worker.silent_s += passed_s
@@ -262,36 +264,39 @@ class Supervisor:
 
     def _on_message(self, worker: _Worker, message: bytes) -> None:
         report = report_from_bytes(message)
-        if isinstance(report, WorkerStatus):
+        if isinstance(report, StartReport):
             self._on_stage(worker, report)
-        if worker.is_ready and not self._is_stopping:
+        elif not self._is_stopping:
             self._coordinator.on_report(worker.index, report)
 
-    def _on_stage(self, worker: _Worker, status: WorkerStatus) -> None:
+    def _on_stage(self, worker: _Worker, report: StartReport) -> None:
         """Handles the progress of a worker's start."""
-        if status.stage is WorkerStage.FAILED:
-            worker.reason = status.reason
-        elif status.stage is WorkerStage.WARM:
-            worker.is_warm = True
-        elif status.stage is WorkerStage.READY and not worker.is_ready:
-            worker.is_ready, worker.ready_s = True, time.monotonic()
+        if report.stage is WorkerStage.FAILED:
+            worker.reason = report.reason
+        elif report.stage is WorkerStage.WARM:
+            worker.warm_status = WorkerStatus(report.names)
+        else:
+            worker.is_listening, worker.listening_s = True, time.monotonic()
             self._slots.set_ready(worker.index, True)
             self._end_startup_server()
-            # The worker applies the desired state of all before it accepts a connection.
-            self._coordinator.on_worker_ready(worker.index)
+            self._send_to(worker.index, worker.desired)  # it may accept now
             if self._were_ready:
                 logger.info("worker %d is ready again", worker.index)
 
     def _release_workers(self) -> None:
-        """Lets warm workers listen: the first time all together, afterwards each by itself."""
-        self._are_released = self._are_released or all(worker.is_warm for worker in self._workers)
+        """Starts warm workers: the first time all together, afterwards each by itself. Each listens
+        once it serves what the others serve."""
+        self._are_released = self._are_released or all(
+            worker.warm_status is not None for worker in self._workers
+        )
         if not self._are_released:
             return
         for worker in self._workers:
-            if worker.is_warm and worker.channel is not None:
-                worker.is_warm = False
+            if worker.warm_status is not None and worker.channel is not None:
                 worker.channel.send(START)
-        if not self._were_ready and all(worker.is_ready for worker in self._workers):
+                self._coordinator.on_worker_start(worker.index, worker.warm_status)
+                worker.warm_status = None
+        if not self._were_ready and all(worker.is_listening for worker in self._workers):
             self._were_ready = self._workers[0].logs_ready = True
             self._send_to(0, self._workers[0].desired)
 
@@ -305,8 +310,8 @@ class Supervisor:
         self._slots.set_ready(worker.index, False)
         if not self._is_stopping:
             self._coordinator.on_worker_exit(worker.index, how)
-        was_ready = worker.is_ready
-        pid, worker.pid, worker.is_warm, worker.is_ready = worker.pid, 0, False, False
+        was_ready = worker.is_listening
+        pid, worker.pid, worker.warm_status, worker.is_listening = worker.pid, 0, None, False
         if self._is_stopping:
             return
         if not self._were_ready:
@@ -314,7 +319,7 @@ class Supervisor:
                 worker.reason or f"worker {worker.index} {how} before the server was ready"
             )
         worker.kill_at_s = None
-        if was_ready and time.monotonic() - worker.ready_s >= QUICK_END_S:
+        if was_ready and time.monotonic() - worker.listening_s >= QUICK_END_S:
             worker.failures = 0
         delay_s = min(2.0 ** max(0, worker.failures - 1), RESTART_DELAY_S_MAX)
         if was_ready and not worker.failures:
@@ -353,7 +358,9 @@ class Supervisor:
 
     def _send_to(self, index: int, desired: Desired) -> None:
         worker = self._workers[index]
-        worker.desired = replace(desired, may_accept=worker.is_ready, logs_ready=worker.logs_ready)
+        worker.desired = replace(
+            desired, may_accept=worker.is_listening, logs_ready=worker.logs_ready
+        )
         if worker.channel is not None:
             worker.channel.send(desired_to_bytes(worker.desired))
 

@@ -1,6 +1,6 @@
 """One worker of a server with several workers: its channel to the supervisor, and how it serves.
 
-A worker listens once it is warm and the supervisor permits it. It drains on SIGTERM, or when the
+A worker listens once it serves what the other workers serve. It drains on SIGTERM, or when the
 supervisor is gone. Workers share nothing with each other but their counters.
 """
 
@@ -21,8 +21,8 @@ from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
     Report,
+    StartReport,
     WorkerStage,
-    WorkerStatus,
     desired_from_bytes,
     report_to_bytes,
 )
@@ -38,16 +38,17 @@ FLUSH_S = 0.5
 workers report its counts at most this late."""
 
 
-def wait_for_start(channel: WorkerChannel) -> bool:
-    """Reports that this worker is warm, and waits for START. Returns False if the supervisor is
-    gone instead."""
-    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.WARM)))
+def wait_for_start(channel: WorkerChannel, version_manager: VersionManager) -> bool:
+    """Reports that this worker is warm and what it would serve, and waits for START. Returns False
+    if the supervisor is gone instead."""
+    names = version_manager.status().names
+    channel.send(report_to_bytes(StartReport(WorkerStage.WARM, names)))
     return channel.wait_for_message() is not None
 
 
 def report_failure(channel: WorkerChannel, error: Exception) -> None:
     """Reports to the supervisor why this worker cannot serve."""
-    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.FAILED, reason=str(error))))
+    channel.send(report_to_bytes(StartReport(WorkerStage.FAILED, reason=str(error))))
 
 
 async def run_worker(
@@ -69,7 +70,8 @@ async def run_worker(
     Raises:
         OSError: another process has taken a port of this server.
     """
-    may_accept, is_logged, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    may_listen, may_accept, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    is_logged = asyncio.Event()
     # The supervisor may not be the only sender: systemd and Ctrl-C signal the whole process group.
     # At a second signal of its own the supervisor kills the workers.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -83,6 +85,8 @@ async def run_worker(
     def on_message(message: bytes) -> None:
         desired = desired_from_bytes(message)
         agent.apply(desired)
+        if desired.may_listen:
+            may_listen.set()
         if desired.may_accept:
             may_accept.set()
         if desired.logs_ready and not is_logged.is_set():
@@ -95,9 +99,12 @@ async def run_worker(
 
     channel.attach(on_message, on_end)
     async with heartbeat(pipeline.metrics, counters):
+        await _either(may_listen, stop)
+        if not may_listen.is_set():
+            return
         bound = ports.bind()
         bound.listen(with_grpc=settings.grpc_server == "native")
-        send(WorkerStatus(version_manager.status().names, WorkerStage.READY))
+        channel.send(report_to_bytes(StartReport(WorkerStage.LISTENING)))
         await _either(may_accept, stop)
         await run_server(stop, pipeline, settings, bound, lambda: None, agent.admin)
 

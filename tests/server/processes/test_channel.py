@@ -17,9 +17,10 @@ from embedserve.processes.channel import LineSocket, SupervisorChannel, WorkerCh
 SERVED = """
 import os, signal, sys, time
 from embedserve.metrics.shared_counters import SharedCounters
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
+from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.rollout.messages import (
-    START, NameStatus, Shares, StoreEntry, StoreReport, WorkerStage, WorkerStatus,
+    START, NameStatus, Shares, StartReport, StoreEntry, StoreReport, WorkerStage,
     desired_from_bytes, report_to_bytes
 )
 from embedserve.processes.supervisor import Supervisor
@@ -30,13 +31,15 @@ def worker_main(index, channel):
     def receive():
         return desired_from_bytes(channel.wait_for_message())
 
-    channel.send(report_to_bytes(WorkerStatus(stage=WorkerStage.WARM)))
-    assert channel.wait_for_message() == START
     serving = {name: NameStatus(1) for name in names}
-    channel.send(report_to_bytes(WorkerStatus(serving, WorkerStage.READY)))
+    channel.send(report_to_bytes(StartReport(WorkerStage.WARM, serving)))
+    assert channel.wait_for_message() == START
     time.sleep(pause_s)  # a worker that loads a version does not read for so long
     told = receive()
-    assert (told.may_accept, told.watches_store) == (True, True), told
+    assert (told.may_listen, told.may_accept, told.watches_store) == (True, False, True), told
+    channel.send(report_to_bytes(StartReport(WorkerStage.LISTENING)))
+    while not told.may_accept:
+        told = receive()
     assert {name: one.shares for name, one in told.names.items()} == dict.fromkeys(
         names, Shares(1, 5.0)
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from time import monotonic
 
 from embedserve.processes.rollout.messages import (
@@ -24,15 +23,13 @@ from embedserve.processes.rollout.messages import (
     NameStatus,
     Operation,
     Report,
-    Shares,
     StoreEntry,
     StoreReport,
     Target,
-    TargetPhase,
     WorkerStatus,
     is_news,
 )
-from embedserve_store import ModelVersion
+from embedserve.processes.rollout.served_name import Rollout, RolloutVersion, ServedName
 
 logger = logging.getLogger(__name__)
 
@@ -45,65 +42,12 @@ REMOVED = "%s is answered no more"
 REFUSED = "%s: version %d stays out: %s"
 
 
-@dataclass(frozen=True)
-class RolloutVersion:
-    """A version, by its number and folder. Each rollout of it has its own generation."""
-
-    number: int
-    path: str
-    generation: int = 0
-
-    @classmethod
-    def of(cls, version: ModelVersion) -> RolloutVersion:
-        """Returns the version that a server starts with."""
-        return cls(version.manifest.version, str(version.path))
-
-
-@dataclass
-class _Name:
-    """Desired state of a served name, and what may change it.
-
-    Attributes:
-        serving: version that all processes serve; None before the first one.
-        starts_with: number of the version that forked workers start with.
-        wanted: version that the store points to; 0 if that is not known.
-        candidate: opened version whose rollout has not begun.
-    """
-
-    serving: RolloutVersion | None = None
-    starts_with: int = 0
-    wanted: int = 0
-    candidate: RolloutVersion | None = None
-    failure: Failure | None = None
-    shares: Shares | None = None
-
-    @property
-    def number(self) -> int:
-        return 0 if self.serving is None else self.serving.number
-
-
-@dataclass
-class _Rollout:
-    """A version that the processes prepare.
-
-    Attributes:
-        until_s: monotonic time at which it is rejected.
-        deaths: number of workers that exited while preparing it.
-    """
-
-    name: str
-    version: RolloutVersion
-    until_s: float
-    deaths: int = 0
-
-    def is_prepared(self, status: WorkerStatus) -> bool:
-        one = status.names.get(self.name, NameStatus(0))
-        is_loaded = one.state is LoadState.PREPARED and one.generation == self.version.generation
-        return is_loaded or one.version == self.version.number
-
-
 class RolloutCoordinator:
-    """Desired state of a server, and what its ready workers last reported.
+    """Desired state of a server, and what its workers last reported.
+
+    A worker that starts joins once it serves what the others serve. Until then it does not listen,
+    and has no part in a rollout: an activation may have come between its fork and its start. While
+    no worker has joined, none is waited for.
 
     Attributes:
         send: function that sends a worker, by its number, the desired state. Set by the Supervisor,
@@ -124,33 +68,39 @@ class RolloutCoordinator:
         self.send: Callable[[int, Desired], None] = lambda worker, desired: None
         self.end: Callable[[int], None] = lambda worker: None
         self._adopt = adopt
-        self._names = {name: _Name(one, one.number) for name, one in served.items()}
+        self._names = {name: ServedName(one, one.number) for name, one in served.items()}
         self._generations = itertools.count(1)
-        self._rollout: _Rollout | None = None
+        self._rollout: Rollout | None = None
         self._workers: dict[int, WorkerStatus] = {}
+        self._joined: set[int] = set()
         self._sent: dict[int, Desired] = {}
         self._watcher: int | None = None
-        self._polls = 0
+        self._polls = self._polls_answered = 0
 
     def on_worker_fork(self) -> None:
         """Adopts versions that could not be adopted before; called before a worker is forked."""
         for name in self._names:
             self._adopt_serving(name)
 
-    def on_worker_ready(self, worker: int) -> None:
-        """Sends a ready worker the desired state."""
-        self._workers[worker] = WorkerStatus()
+    def on_worker_start(self, worker: int, status: WorkerStatus) -> None:
+        """Sends a worker the desired state, once it has loaded what it was forked with."""
+        self._workers[worker] = status
+        self._join_if_current(worker)
         if self._watcher is None:
             self._watcher = worker
         self._publish()
 
     def on_worker_exit(self, worker: int, how: str) -> None:
-        """Records that a worker exited, ready or not; ``how`` is the text for the log."""
-        status, rollout = self._workers.pop(worker, None), self._rollout
+        """Records that a worker exited, started or not; ``how`` is the text for the log."""
+        rollout, status = self._rollout, self._participants().get(worker)
+        self._workers.pop(worker, None)
+        self._joined.discard(worker)
         self._sent.pop(worker, None)
         if worker == self._watcher:
             self._watcher = min(self._workers, default=None)
-        if status is not None and rollout is not None and not rollout.is_prepared(status):
+            # The next one repeats a poll that was requested and has not ended.
+            self._polls, self._polls_answered = int(self._polls > self._polls_answered), 0
+        if rollout is not None and status is not None and not rollout.is_prepared(status):
             rollout.deaths += 1
             if rollout.deaths >= DEATHS_MAX:
                 self._reject(rollout, f"a worker {how} while it was loaded")
@@ -159,12 +109,13 @@ class RolloutCoordinator:
         self._advance()
 
     def on_report(self, worker: int, report: Report) -> None:
-        """Handles a message of a ready worker."""
+        """Handles a message of a worker."""
         if isinstance(report, WorkerStatus):
             self._on_status(worker, report)
         elif isinstance(report, StoreReport):
             for name, found in report.names.items():
                 self._on_found(name, found)
+            self._polls_answered = max(self._polls_answered, report.answers)
         else:
             self._on_command(report)
         self._advance()
@@ -173,9 +124,11 @@ class RolloutCoordinator:
         """Rejects the version of a rollout that takes too long."""
         rollout = self._rollout
         if rollout is not None and monotonic() > rollout.until_s:
-            slow = [str(one) for one, has in self._workers.items() if not rollout.is_prepared(has)]
-            why = f"workers {', '.join(sorted(slow))} have not loaded it in {ROLLOUT_S_MAX:g} s"
-            self._reject(rollout, why)
+            participants = self._participants().items()
+            slow = [one for one, has in participants if not rollout.is_prepared(has)]
+            workers = ", ".join(map(str, sorted(slow)))
+            who = f"workers {workers} have not loaded" if slow else "no worker has run to load"
+            self._reject(rollout, f"{who} it in {ROLLOUT_S_MAX:g} s")
             self._advance()
 
     def is_preparing(self, worker: int) -> bool:
@@ -184,7 +137,7 @@ class RolloutCoordinator:
             return False
         has = self._workers[worker].names
         return any(
-            _is_behind(has.get(name, NameStatus(0)), target)
+            _is_loading(has.get(name, NameStatus(0)), target)
             for name, target in self._sent[worker].names.items()
         )
 
@@ -204,10 +157,29 @@ class RolloutCoordinator:
         if before is None:
             return
         self._workers[worker] = status
+        self._join_if_current(worker)
         for name, one in status.names.items():
             has_failed = one.state is LoadState.FAILED and one != before.names.get(name)
             if has_failed and name in self._names:
                 self._on_failed_load(worker, name, one)
+
+    def _join_if_current(self, worker: int) -> None:
+        """Lets a worker join if it serves what the others serve."""
+        names = self._workers[worker].names
+        if all(
+            names.get(name, NameStatus(0)).version == one.number
+            for name, one in self._names.items()
+            if one.serving is not None
+        ):
+            self._joined.add(worker)
+
+    def _is_behind(self, worker: int) -> bool:
+        """Returns whether a worker has yet to load what the others serve."""
+        return bool(self._joined) and worker not in self._joined
+
+    def _participants(self) -> dict[int, WorkerStatus]:
+        """Returns the workers that a rollout waits for."""
+        return {one: has for one, has in self._workers.items() if not self._is_behind(one)}
 
     def _on_failed_load(self, worker: int, name: str, status: NameStatus) -> None:
         rollout, serving = self._rollout, self._names[name].serving
@@ -228,7 +200,8 @@ class RolloutCoordinator:
         one = self._names.get(name)
         if one is None or one.serving is None:  # it was unloaded meanwhile
             return
-        one.shares = found.shares
+        one.found_shares = found.shares
+        one.update_shares()
         if not found.wanted:
             return
         self._set_wanted(name, one, found.wanted)
@@ -241,7 +214,7 @@ class RolloutCoordinator:
         if found.path and not needs_no_rollout and not is_rejected:
             one.candidate = RolloutVersion(found.wanted, found.path)
 
-    def _set_wanted(self, name: str, one: _Name, number: int) -> None:
+    def _set_wanted(self, name: str, one: ServedName, number: int) -> None:
         """Sets the version that the store points to. If it is another than before, ends a rollout
         of the name to other versions, and forgets their failures."""
         if one.wanted == number:
@@ -260,8 +233,10 @@ class RolloutCoordinator:
         elif command.operation is Operation.UNLOAD:
             self._remove(command.name)
         else:
-            one = self._names.setdefault(command.name, _Name())
+            one = self._names.setdefault(command.name, ServedName())
             one.failure = None
+            if one.wanted:  # the store names the version that is loaded
+                one.wanted = command.version
             if not self._is_being_rolled_out(command.name, command.version):
                 one.candidate = RolloutVersion(command.version, command.path)
 
@@ -286,7 +261,7 @@ class RolloutCoordinator:
         self._adopt(name, None)
         logger.info(REMOVED, name)
 
-    def _reject(self, rollout: _Rollout, reason: str) -> None:
+    def _reject(self, rollout: Rollout, reason: str) -> None:
         self._fail(rollout.name, rollout.version.number, reason, is_final=True)
 
     def _fail(self, name: str, number: int, reason: str, *, is_final: bool) -> None:
@@ -309,17 +284,18 @@ class RolloutCoordinator:
     def _advance(self) -> None:
         """Activates the version that all have prepared, begins the next rollout, and sends the
         workers what has changed."""
-        rollout, reports = self._rollout, self._workers.values()
+        rollout, reports = self._rollout, self._participants().values()
         if rollout is not None and reports and all(map(rollout.is_prepared, reports)):
             self._activate(rollout)
         if self._rollout is None:
             self._begin_next()
         self._publish()
 
-    def _activate(self, rollout: _Rollout) -> None:
+    def _activate(self, rollout: Rollout) -> None:
         self._rollout = None
         one = self._names[rollout.name]
         before, one.serving = one.number, rollout.version
+        one.update_shares()
         self._publish()
         logger.info(SWITCHED, rollout.name, rollout.version.number, before or "none")
         self._adopt_serving(rollout.name)
@@ -330,7 +306,7 @@ class RolloutCoordinator:
             if candidate is not None and candidate.number != one.number:
                 one.failure = None
                 version = RolloutVersion(candidate.number, candidate.path, next(self._generations))
-                self._rollout = _Rollout(name, version, monotonic() + ROLLOUT_S_MAX)
+                self._rollout = Rollout(name, version, monotonic() + ROLLOUT_S_MAX)
                 return
 
     def _adopt_serving(self, name: str) -> None:
@@ -347,31 +323,24 @@ class RolloutCoordinator:
             one.starts_with = one.number
 
     def _publish(self) -> None:
-        """Sends each ready worker the desired state, if it differs from what was sent before."""
-        names = {name: self._target(name, one) for name, one in self._names.items()}
+        """Sends each worker the desired state, if it differs from what was sent before."""
+        serving = {name: one.serving_target() for name, one in self._names.items()}
+        names, rollout = dict(serving), self._rollout
+        if rollout is not None:
+            names[rollout.name] = rollout.target(serving[rollout.name])
         for worker in self._workers:
-            desired = Desired(names, worker == self._watcher, self._polls)
+            is_behind = self._is_behind(worker)
+            desired = Desired(
+                serving if is_behind else names,
+                watches_store=worker == self._watcher,
+                polls=self._polls,
+                may_listen=not is_behind,
+            )
             if self._sent.get(worker) != desired:
                 self._sent[worker] = desired
                 self.send(worker, desired)
 
-    def _target(self, name: str, one: _Name) -> Target:
-        """Returns the target of ``name``. While a version is prepared the target does not say which
-        one serves: a worker that starts then has that one from ``adopt``."""
-        phase, version = TargetPhase.ACTIVATE, one.serving or RolloutVersion(0, "")
-        if self._rollout is not None and self._rollout.name == name:
-            phase, version = TargetPhase.PREPARE, self._rollout.version
-        return Target(
-            version.number,
-            version.path,
-            version.generation,
-            phase,
-            one.wanted,
-            one.failure,
-            one.shares,
-        )
 
-
-def _is_behind(status: NameStatus, target: Target) -> bool:
-    is_loaded = status.state is not LoadState.LOADING and status.generation == target.generation
-    return target.version not in (0, status.version) and not is_loaded
+def _is_loading(status: NameStatus, target: Target) -> bool:
+    has_ended = status.state is not LoadState.LOADING and status.generation == target.generation
+    return target.version not in (0, status.version) and not has_ended

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 START = b"start"
-"""Supervisor to a warm worker: it may listen. It is the first message; all others are `Desired`."""
+"""Supervisor to a warm worker: it may run. It is the first message; all others are `Desired`."""
 REASON_CHARACTERS_MAX = 1000
 _DIGITS = re.compile(r"[\d.,]+")
 
@@ -42,8 +42,8 @@ class WorkerStage(StrEnum):
     """Stage of a worker's start."""
 
     WARM = "warm"
-    """The models are loaded. The worker listens once it has received START."""
-    READY = "ready"
+    """The models are loaded. The worker receives START and then the desired state."""
+    LISTENING = "listening"
     """The worker listens. It accepts connections once it may."""
     FAILED = "failed"
 
@@ -107,15 +107,18 @@ class Desired:
 
     Attributes:
         watches_store: whether this process watches the store for all.
-        polls: number of immediate polls that were requested so far.
-        may_accept: whether only workers listen on the ports now, so that this one may accept
-            connections.
+        polls: number of immediate polls that were requested of the process that watches.
+        may_listen: whether a worker serves what the others serve, so that it may listen; once True
+            it stays so for the worker.
+        may_accept: whether this worker listens and the startup server has ended, so that it may
+            accept connections.
         logs_ready: whether this process logs that the server is ready.
     """
 
     names: Mapping[str, Target] = field(default_factory=dict)
     watches_store: bool = False
     polls: int = 0
+    may_listen: bool = False
     may_accept: bool = False
     logs_ready: bool = False
 
@@ -138,14 +141,22 @@ class NameStatus:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """Process to coordinator: what it serves and loads, by served name.
-
-    Attributes:
-        reason: why the worker could not start, at the stage FAILED.
-    """
+    """Process to coordinator: what it serves and loads, by served name."""
 
     names: Mapping[str, NameStatus] = field(default_factory=dict)
-    stage: WorkerStage = WorkerStage.READY
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """Worker to supervisor: progress of its start.
+
+    Attributes:
+        names: what the worker serves, at the stage WARM.
+        reason: why it could not start, at the stage FAILED.
+    """
+
+    stage: WorkerStage
+    names: Mapping[str, NameStatus] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -169,9 +180,14 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Watching process to coordinator: what a poll of the store has found, by served name."""
+    """Watching process to coordinator: what a poll of the store has found, by served name.
+
+    Attributes:
+        answers: `Desired.polls` of the request whose poll ends with this report; 0 for none.
+    """
 
     names: Mapping[str, StoreEntry]
+    answers: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,21 +223,24 @@ def _target(fields: dict[str, Any]) -> Target:
     )
 
 
-def report_to_bytes(report: Report) -> bytes:
+def report_to_bytes(report: Report | StartReport) -> bytes:
     return orjson.dumps({type(report).__name__: report})
 
 
-def report_from_bytes(message: bytes) -> Report:
+def report_from_bytes(message: bytes) -> Report | StartReport:
     ((kind, fields),) = orjson.loads(message).items()
     if kind == AdminCommand.__name__:
         return AdminCommand(operation=Operation(fields.pop("operation")), **fields)
     names = fields.pop("names").items()
     if kind == StoreReport.__name__:
         return StoreReport(
-            {name: StoreEntry(shares=Shares(**one.pop("shares")), **one) for name, one in names}
+            {name: StoreEntry(shares=Shares(**one.pop("shares")), **one) for name, one in names},
+            **fields,
         )
     status = {name: NameStatus(state=LoadState(one.pop("state")), **one) for name, one in names}
-    return WorkerStatus(status, stage=WorkerStage(fields.pop("stage")), **fields)
+    if kind == WorkerStatus.__name__:
+        return WorkerStatus(status)
+    return StartReport(WorkerStage(fields.pop("stage")), status, **fields)
 
 
 def is_news(reason: str, before: str) -> bool:

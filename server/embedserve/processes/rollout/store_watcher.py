@@ -64,7 +64,6 @@ class StoreWatcher:
         if not desired.watches_store:
             return
         if self._watching is None:
-            self._polls = desired.polls
             self._watching = asyncio.create_task(self._watch())
         if desired.polls != self._polls:
             self._polls = desired.polls
@@ -90,7 +89,7 @@ class StoreWatcher:
     async def poll(self, *, is_all: bool = False) -> None:
         """Polls the store for the followed names, or for all served names if ``is_all``. In that
         case it logs when there is nothing new."""
-        names = tuple(self._version_manager.versions)
+        names, request = tuple(self._version_manager.versions), self._polls
         entries = await run_in_daemon_thread(
             "follow", partial(self._resolver.resolve, names, is_all=is_all)
         )
@@ -106,6 +105,8 @@ class StoreWatcher:
                 self._send(StoreReport({name: opened}))
             elif not self._is_loading(name):
                 self._resolver.forget(name)
+        if is_all:
+            self._send(StoreReport({}, request))
 
     def _is_new(self, name: str, entry: StoreEntry) -> bool:
         if entry.wanted not in (0, self._version_manager.number(name)):

@@ -218,7 +218,7 @@ class VersionManager:
             metrics.found_s = None
         if is_behind and metrics.found_s is None:
             metrics.found_s = perf_counter()
-        metrics.wanted_version = target.wanted or metrics.wanted_version
+        metrics.wanted_version = target.wanted
         metrics.is_refused = name not in self._loads and target.failure is not None
 
     def _begin_load(self, name: str, target: Target) -> _Load:
@@ -274,7 +274,7 @@ class VersionManager:
         """Switches to the prepared version."""
         metrics = self._metrics.models.get(name)
         if metrics is None:
-            self._metrics.add(prepared.info).wanted_version = load.target.version
+            self._metrics.add(prepared.info)
         else:
             metrics.switch(prepared.info, perf_counter() - load.found_s)
         held: list[object] = [self.engines.get(name), self.versions.get(name)]

@@ -182,6 +182,19 @@ async def test_a_reload_looks_at_all_that_is_served(
     await until(lambda: operated.rollout.number("shop") == 2)
 
 
+async def test_what_is_loaded_after_a_reload_is_not_behind(
+    store: Path, later: Path, executor: ThreadPoolExecutor
+) -> None:
+    operated = Operated(store, executor)
+    metrics = operated.pipeline.metrics.models["shop"]
+    operated.admin.reload()
+    await until(lambda: metrics.wanted_version == 1)
+    appear(later, store, 2)
+    assert await operated.admin.load("shop") == 2
+    await asyncio.sleep(0)
+    assert (metrics.wanted_version, metrics.behind_seconds()) == (2, 0.0)
+
+
 async def test_a_reload_that_finds_nothing_new_says_so(
     store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:

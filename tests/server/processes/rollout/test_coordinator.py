@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from embedserve.processes.rollout.coordinator import RolloutCoordinator, RolloutVersion
+from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     AdminCommand,
     Desired,
@@ -17,6 +17,7 @@ from embedserve.processes.rollout.messages import (
     Operation,
     Report,
     Shares,
+    StartReport,
     StoreEntry,
     StoreReport,
     Target,
@@ -28,6 +29,7 @@ from embedserve.processes.rollout.messages import (
     report_from_bytes,
     report_to_bytes,
 )
+from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve_store import StoreError
 
 PATH = "/store/shop/8"
@@ -55,6 +57,9 @@ class Worker:
             self._activate(name, target)
         for name in set(self.names) - set(desired.names):
             del self.names[name]
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(dict(self.names))
 
     def load(self, name: str, reason: str = "") -> None:
         """What it loads is prepared, or fails for ``reason``."""
@@ -110,7 +115,7 @@ class Workers:
 
     def ready(self, *workers: int) -> None:
         for worker in workers:
-            self.coordinator.on_worker_ready(worker)
+            self.coordinator.on_worker_start(worker, self.workers[worker].status())
             self.report(worker)
 
     def start(self, *workers: int) -> None:
@@ -119,7 +124,7 @@ class Workers:
             self.ready(worker)
 
     def report(self, worker: int) -> None:
-        self.coordinator.on_report(worker, WorkerStatus(dict(self.workers[worker].names)))
+        self.coordinator.on_report(worker, self.workers[worker].status())
 
     def load(self, *workers: int, name: str = "shop", reason: str = "") -> None:
         for worker in workers:
@@ -150,6 +155,12 @@ class Workers:
         """(version, reason) that each worker is sent."""
         found = [worker.desired.names[name].failure for worker in self.workers.values()]
         return [None if one is None else (one.version, one.reason) for one in found]
+
+    def may_listen(self) -> list[bool]:
+        return [worker.desired.may_listen for worker in self.workers.values()]
+
+    def shares(self) -> list[Shares | None]:
+        return [worker.desired.names["shop"].shares for worker in self.workers.values()]
 
     def watchers(self) -> list[int]:
         return [number for number, one in self.workers.items() if one.desired.watches_store]
@@ -291,6 +302,56 @@ def test_so_does_one_that_starts_with_the_version_before_for_the_new_one_is_gone
     assert workers.adopted == [("shop", PATH)]
 
 
+def test_one_that_is_behind_listens_once_it_has_followed(workers: Workers) -> None:
+    """Also where the next move has begun: it would answer with what was two moves ago."""
+    workers.fork(2)
+    workers.find(EIGHT)
+    workers.load(0, 1)
+    workers.find(StoreEntry(9, path="/store/shop/9"))
+    workers.told()
+    workers.ready(2)
+    assert workers.told()[:1] == activate(2)
+    assert workers.may_listen() == [True, True, False]
+    workers.load(2)
+    assert workers.may_listen() == [True] * 3
+    assert workers.told() == prepare(2, version=9)
+    workers.load(0, 1)
+    assert workers.told() == []
+    workers.load(2)
+    assert workers.serving() == [9, 9, 9]
+
+
+def test_the_others_neither_wait_for_one_that_is_behind_nor_miss_it(workers: Workers) -> None:
+    workers.fork(2)
+    workers.find(EIGHT)
+    workers.load(0, 1)
+    workers.ready(2)
+    workers.find(StoreEntry(9, path="/store/shop/9"))
+    for _ in range(2):
+        workers.kill(2)
+        workers.workers[2] = Worker({"shop": 7, "films": 1})
+        workers.ready(2)
+    assert workers.failures() == [None] * 3
+    workers.load(0, 1)
+    assert workers.told()[-3:] == activate(0, 1, 2, version=9)
+    assert workers.may_listen() == [True, True, False]
+    workers.load(2)
+    assert workers.may_listen() == [True] * 3
+
+
+def test_where_no_other_serves_one_that_is_behind_listens(workers: Workers) -> None:
+    """The version that was served last is gone, and so are all that served it."""
+    workers.damage = "8 was deleted"
+    workers.find(EIGHT)
+    workers.load(0, 1)
+    workers.kill(0, 1)
+    workers.start(0)
+    assert workers.may_listen() == [True]
+    workers.find(StoreEntry(9, path="/store/shop/9"))
+    workers.load(0)
+    assert workers.serving() == [9]
+
+
 def test_a_worker_that_ends_is_not_waited_for(workers: Workers) -> None:
     workers.find(EIGHT)
     workers.load(0)
@@ -338,12 +399,12 @@ def test_messages_are_read_as_they_were_written() -> None:
     failure = Failure(2**31, "é\n" * 500, is_final=True, generation=3)
     target = Target(8, "/" + "ö" * 2000, 2, TargetPhase.PREPARE, 9, failure, Shares(8, 10.0, 5.0))
     names = {"shop": target, "films@1": Target(1, "", 0, TargetPhase.ACTIVATE)}
-    desired = Desired(names, True, 2, True, True)
-    reports: list[Report] = [
-        WorkerStatus(
-            {"m": NameStatus(1, 2, LoadState.FAILED, "no\nroom")}, WorkerStage.WARM, "why"
-        ),
-        StoreReport({"m": EIGHT, "n": StoreEntry(0, Shares(0)), "o": UNOPENED}),
+    desired = Desired(names, True, 2, True, True, True)
+    statuses = {"m": NameStatus(1, 2, LoadState.FAILED, "no\nroom")}
+    reports: list[Report | StartReport] = [
+        WorkerStatus(statuses),
+        StartReport(WorkerStage.WARM, statuses, "why"),
+        StoreReport({"m": EIGHT, "n": StoreEntry(0, Shares(0)), "o": UNOPENED}, 2),
         AdminCommand(Operation.LOAD, "m@x", 8, PATH),
     ]
     messages = [desired_to_bytes(desired), *map(report_to_bytes, reports)]
@@ -360,13 +421,13 @@ def test_what_one_joins_and_what_comes_next_do_not_mix(workers: Workers) -> None
     workers.ready(2)
     eight = workers.workers[2].names["shop"]
     workers.find(StoreEntry(9, path="/store/shop/9"))
-    assert workers.told()[-3:] == prepare(0, 1, 2, version=9)
+    assert workers.told()[-2:] == prepare(0, 1, version=9)
     late = WorkerStatus({"shop": replace(eight, state=LoadState.PREPARED)})
     workers.coordinator.on_report(2, late)  # it was too late to stop it
     workers.load(0)
     assert workers.told() == []
     workers.load(0, reason="damaged")
-    assert workers.told() == activate(0, 1, 2)  # back to what the others answer with
+    assert workers.told() == activate(0, 1)  # back to what they answer with
     workers.load(2)
     assert workers.serving() == [8, 8, 8]
 
@@ -440,6 +501,12 @@ def test_a_move_that_takes_for_ever_is_given_up(
     workers.coordinator.check_timeouts()
     assert workers.failures() == [(8, "workers 1 have not loaded it in -1 s")] * 2
     assert not workers.coordinator.is_preparing(1)
+    workers.kill(1)
+    workers.find(StoreEntry(9, path="/store/shop/9"))
+    workers.kill(0)
+    workers.coordinator.check_timeouts()
+    workers.start(0)
+    assert workers.failures() == [(9, "no worker has run to load it in -1 s")]
 
 
 def test_a_name_is_loaded_and_removed_by_all(workers: Workers) -> None:
@@ -509,11 +576,49 @@ def test_what_is_removed_while_it_is_loaded_does_not_come_back(workers: Workers)
 
 
 def test_shares_are_told_to_all_and_to_those_that_come(workers: Workers) -> None:
-    shares = Shares(3, 10.0, 5.0)
+    shares = Shares(7, 10.0, 5.0)
     workers.find(StoreEntry(0, shares))
     workers.start(2)
     told = [one.desired.names["shop"].shares for one in workers.workers.values()]
     assert told == [shares] * 3
+
+
+def test_a_version_keeps_its_share_until_the_next_one_serves(workers: Workers) -> None:
+    """Also in a worker that starts while the next one is loaded, or once that was refused."""
+    before, after = Shares(7, 10.0), Shares(8, 50.0)
+    workers.find(StoreEntry(7, before))
+    found = StoreEntry(8, after, PATH)
+    workers.find(found)
+    workers.start(2)
+    assert workers.shares() == [before] * 3
+    workers.load(0, reason="damaged")
+    workers.start(3)
+    assert workers.shares() == [before] * 4
+    workers.command(Operation.RELOAD, "")
+    workers.find(found)
+    workers.load(0, 1, 2, 3)
+    assert workers.shares() == [after] * 4
+
+
+def test_what_an_administrator_loads_is_what_the_store_names(workers: Workers) -> None:
+    """Where a name is not followed, no later look tells of it."""
+    workers.find(StoreEntry(7))
+    workers.command(Operation.LOAD, "shop", 8)
+    assert workers.workers[0].desired.names["shop"].wanted == 8
+    workers.command(Operation.LOAD, "films", 2)  # which nobody has looked at
+    assert workers.workers[0].desired.names["films"].wanted == 0
+
+
+def test_a_look_that_was_asked_for_is_not_lost_with_the_one_that_looks(workers: Workers) -> None:
+    workers.command(Operation.RELOAD, "")
+    workers.kill(0)
+    assert workers.watchers() == [1]
+    assert workers.workers[1].desired.polls == 1
+    workers.coordinator.on_report(1, StoreReport({}, answers=1))
+    workers.start(0)
+    workers.kill(1)
+    assert workers.watchers() == [0]
+    assert workers.workers[0].desired.polls == 0
 
 
 def test_a_reload_has_the_one_that_looks_poll_and_what_was_refused_tried_again(

@@ -27,7 +27,18 @@ from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
 from embedserve.processes import single_process
 from embedserve.processes.rollout import store_watcher
-from embedserve.processes.rollout.messages import LoadState, NameStatus
+from embedserve.processes.rollout.agent import RolloutAgent
+from embedserve.processes.rollout.messages import (
+    Desired,
+    LoadState,
+    NameStatus,
+    Report,
+    Shares,
+    StoreEntry,
+    StoreReport,
+    Target,
+    TargetPhase,
+)
 from embedserve.processes.rollout.store_watcher import apply_initial_shares
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
@@ -408,6 +419,22 @@ async def test_the_store_is_looked_at_until_the_stop(
     appear(later, store, 3)
     await asyncio.sleep(5 * serving.settings.follow_s)
     assert await serving.answering() == 2
+
+
+async def test_one_that_takes_over_repeats_the_look_that_was_asked_for(
+    store: Path, executor: ThreadPoolExecutor
+) -> None:
+    serving, sent = Serving(store, executor, follow="none"), list[Report]()
+    agent = RolloutAgent(serving.settings, serving.rollout, sent.append, serving.stop)
+    agent.apply(Desired({"shop": Target(1, "", 0, TargetPhase.ACTIVATE)}, watches_store=True))
+    await asyncio.sleep(0.05)
+    assert not any(isinstance(one, StoreReport) for one in sent)
+    agent = RolloutAgent(serving.settings, serving.rollout, sent.append, serving.stop)
+    targets = {"shop": Target(1, "", 0, TargetPhase.ACTIVATE)}
+    agent.apply(Desired(targets, watches_store=True, polls=1))
+    await until(lambda: sent[-1] == StoreReport({}, answers=1))
+    assert sent[-2] == StoreReport({"shop": StoreEntry(1, Shares(1))})
+    serving.stop.set()
 
 
 async def test_shares_begin_before_the_first_look(

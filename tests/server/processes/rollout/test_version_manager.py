@@ -360,6 +360,7 @@ async def test_a_name_is_added_and_removed(moving: Moving) -> None:
     moving.activate("shop@canary")
     for name, number in (("shop", 7), ("shop@canary", 8), ("shop@7", 7), ("shop@8", 8)):
         await moving.check(number, name)
+    assert moving.pipeline.metrics.models["shop@canary"].wanted_version == 0  # nobody watches
     said = r"^version is 9: the versions of shop are 7, 8 \(canary\)$"
     with pytest.raises(UnknownModelError, match=said):
         await moving.check(9, "shop@9")

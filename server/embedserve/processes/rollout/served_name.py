@@ -1,0 +1,105 @@
+"""Desired state of one served name, as the rollout coordinator keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from embedserve.processes.rollout.messages import (
+    Failure,
+    LoadState,
+    NameStatus,
+    Shares,
+    Target,
+    TargetPhase,
+    WorkerStatus,
+)
+from embedserve_store import ModelVersion
+
+
+@dataclass(frozen=True)
+class RolloutVersion:
+    """A version, by its number and folder. Each rollout of it has its own generation."""
+
+    number: int
+    path: str
+    generation: int = 0
+
+    @classmethod
+    def of(cls, version: ModelVersion) -> RolloutVersion:
+        """Returns the version that a server starts with."""
+        return cls(version.manifest.version, str(version.path))
+
+
+@dataclass
+class ServedName:
+    """Desired state of a served name, and what may change it.
+
+    Attributes:
+        serving: version that all processes serve; None before the first one.
+        starts_with: number of the version that forked workers start with.
+        wanted: version that the store points to; 0 if that is not known.
+        candidate: opened version whose rollout has not begun.
+        shares: those of the version that serves, also while the next one is prepared or rejected.
+        found_shares: those that the store was last found to have.
+    """
+
+    serving: RolloutVersion | None = None
+    starts_with: int = 0
+    wanted: int = 0
+    candidate: RolloutVersion | None = None
+    failure: Failure | None = None
+    shares: Shares | None = None
+    found_shares: Shares | None = None
+
+    @property
+    def number(self) -> int:
+        return 0 if self.serving is None else self.serving.number
+
+    def update_shares(self) -> None:
+        """Adopts the shares in the store if their version serves."""
+        if self.found_shares is not None and self.found_shares.version in (0, self.number):
+            self.shares = self.found_shares
+
+    def serving_target(self) -> Target:
+        """Returns the target of a process that is to serve what the others serve."""
+        version = self.serving or RolloutVersion(0, "")
+        return Target(
+            version.number,
+            version.path,
+            version.generation,
+            TargetPhase.ACTIVATE,
+            self.wanted,
+            self.failure,
+            self.shares,
+        )
+
+
+@dataclass
+class Rollout:
+    """A version that the processes prepare.
+
+    Attributes:
+        until_s: monotonic time at which it is rejected.
+        deaths: number of workers that exited while preparing it.
+    """
+
+    name: str
+    version: RolloutVersion
+    until_s: float
+    deaths: int = 0
+
+    def is_prepared(self, status: WorkerStatus) -> bool:
+        """Returns whether a process with ``status`` has loaded the version, or serves it."""
+        one = status.names.get(self.name, NameStatus(0))
+        is_loaded = one.state is LoadState.PREPARED and one.generation == self.version.generation
+        return is_loaded or one.version == self.version.number
+
+    def target(self, serving: Target) -> Target:
+        """Returns the target of a process that serves what ``serving`` says."""
+        return replace(
+            serving,
+            version=self.version.number,
+            path=self.version.path,
+            generation=self.version.generation,
+            phase=TargetPhase.PREPARE,
+        )

@@ -1,0 +1,89 @@
+"""A worker listens once it serves what the other workers serve."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from server.fake_engine import FakeEngine
+from server.pipelines import make_pipeline
+
+from embedserve.config import ServeSettings
+from embedserve.metrics.metrics import cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
+from embedserve.processes.channel import LineSocket, WorkerChannel
+from embedserve.processes.rollout.messages import (
+    Desired,
+    Report,
+    StartReport,
+    WorkerStage,
+    desired_to_bytes,
+    report_from_bytes,
+)
+from embedserve.processes.rollout.version_manager import VersionManager
+from embedserve.processes.startup.ports import SharedPorts, claim_ports
+from embedserve.processes.worker import run_worker
+
+LISTENS = StartReport(WorkerStage.LISTENING)
+
+
+class Told:
+    """A worker in this process, and the supervisor's end of its channel."""
+
+    def __init__(self, executor: ThreadPoolExecutor, ports: SharedPorts) -> None:
+        self._ours, self._supervisors = socket.socketpair()
+        self._supervisors.setblocking(False)
+        self._lines = LineSocket(self._supervisors)
+        counters = WorkerCounters(SharedCounters(1, cells_per_worker(1, COLUMNS_MIN)), 0)
+        pipeline = make_pipeline(FakeEngine(), executor=executor, counters=counters)
+        manager = VersionManager(pipeline, {}, {}, None, None)  # type: ignore[arg-type]
+        channel = WorkerChannel(self._ours)
+        settings = ServeSettings(store="", workers=2, follow="none")
+        self.running = asyncio.create_task(
+            run_worker(pipeline, manager, settings, ports, lambda: None, counters, channel)
+        )
+
+    def send(self, desired: Desired) -> None:
+        self._lines.queue(desired_to_bytes(desired))
+        self._lines.flush()
+
+    async def receive(self) -> list[Report | StartReport]:
+        """What it reports within a while."""
+        await asyncio.sleep(0.2)
+        return [report_from_bytes(line) for line in self._lines.receive() or ()]
+
+    async def end(self) -> None:
+        """As where the supervisor is gone."""
+        self._supervisors.close()
+        async with asyncio.timeout(10):
+            await self.running
+        self._ours.close()
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def test_it_listens_when_it_may(executor: ThreadPoolExecutor) -> None:
+    ports = claim_ports("127.0.0.1", 0, 0).share()
+    told = Told(executor, ports)
+    told.send(Desired())
+    assert LISTENS not in await told.receive()
+    assert not accepts(ports.http)
+    told.send(Desired(may_listen=True))
+    assert LISTENS in await told.receive()
+    assert accepts(ports.http)
+    await told.end()
+    ports.close()
+
+
+async def test_it_ends_where_it_is_stopped_before(executor: ThreadPoolExecutor) -> None:
+    ports = claim_ports("127.0.0.1", 0, 0).share()
+    told = Told(executor, ports)
+    told.send(Desired())
+    assert LISTENS not in await told.receive()
+    await told.end()
+    ports.close()
