@@ -147,10 +147,11 @@ class ModelRegistry:
             self._assign_shadows()
 
     def _assign_shadows(self) -> None:
-        """Assigns the shadows: at most one for each model, the first that was set."""
+        """Assigns the shadows: at most one for each model, the first by name, so that all workers
+        compare the same one."""
         for batcher in self._batchers.values():
             batcher.shadow = None
-        for name, percent in self._shadows.items():
+        for name, percent in sorted(self._shadows.items()):
             candidate = self._batchers.get(name)
             served = None if candidate is None else self._routes.by_name[candidate.model.name]
             if candidate is None or served is None or candidate is served or not percent:

@@ -117,7 +117,8 @@ class ServerMemory:
 def server_memory(
     rows: Rows, settings: ServeSettings, hot: float = 1.0, gpus: int = 0
 ) -> ServerMemory:
-    """Returns the memory that a server of one model needs.
+    """Returns the memory that a server of one model needs. With follow=none it has no room for a
+    second version, which an administrator's load or a reload brings.
 
     Args:
         hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
+from embedserve.config_checks import why_fixed
 from embedserve.model_names import split_name
-from embedserve_store import ModelStore, ModelVersion, verify
+from embedserve_store import ModelStore, ModelVersion, StoreError, verify
 from embedserve_store.format.tables_file import Progress
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.resident_tables import check_room, huge_page_bytes, make_resident
@@ -40,6 +41,13 @@ def check_names(names: Sequence[str]) -> None:
             raise ValueError(f"model is {name!r}: expected NAME, NAME@VERSION or NAME@ALIAS")
     if len(set(names)) < len(names):
         raise ValueError(f"model is {', '.join(names)}: one is named twice")
+
+
+def check_may_switch(settings: ServeSettings, device_type: str) -> None:
+    """Raises StoreError if the served versions cannot change while the server runs, with tables on
+    ``device_type``."""
+    if why := why_fixed(settings, device_type):
+        raise StoreError(f"what is served changes at a start only: {why}")
 
 
 def open_folder(path: str) -> ModelVersion:

@@ -23,7 +23,6 @@ from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
-from embedserve.config_checks import why_fixed
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.metrics.metrics import Metrics
@@ -35,7 +34,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.example_request import example_features
-from embedserve.processes.model_loading import restore_one
+from embedserve.processes.model_loading import check_may_switch, restore_one
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.startup.ports import Ports
 from embedserve.processes.watchdog import watched
@@ -44,7 +43,7 @@ from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.tls.certificates import Certificates, tls_files
 from embedserve.wire.wire_server import WireServer
-from embedserve_store import ModelVersion, StoreError
+from embedserve_store import ModelVersion
 from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.mapped_tables import populate
 
@@ -155,8 +154,7 @@ def build_version_manager(
         say_warming: Callable[[], None],
     ) -> Restored:
         for one in version_manager.engines.values():
-            if why := why_fixed(settings, cast("Engine", one).device_type):
-                raise StoreError(f"what is served changes at a start only: {why}")
+            check_may_switch(settings, cast("Engine", one).device_type)
         populate(version, available_bytes())
         beside = [cast("Engine", one) for one in version_manager.engines.values()]
         engine = restore_one(settings, version, programs, beside, say_warming)

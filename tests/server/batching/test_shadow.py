@@ -189,6 +189,22 @@ async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> 
     assert counted(pipeline) == 3
 
 
+@pytest.mark.parametrize("names", [("beta", "canary"), ("canary", "beta")])
+async def test_of_two_the_first_by_name_is_compared(
+    executor: ThreadPoolExecutor, names: tuple[str, str]
+) -> None:
+    """In all workers, though each may have learned of the two in its own order."""
+    model = model_info()
+    engines = [FakeEngine(version(model, 8, f"shop@{name}"), seed=7) for name in names]
+    pipeline = make_pipeline(FakeEngine(version(model, 7), seed=7), *engines, executor=executor)
+    for name in names:
+        pipeline.models.set_shadow(f"shop@{name}", 100.0)
+    await ask(pipeline)
+    metrics = pipeline.metrics.models
+    await until(lambda: metrics["shop@beta"].version.shadow.batches()["compared"] == 1)
+    assert counted(pipeline) == 0
+
+
 async def test_nobody_waits_for_it_and_what_comes_meanwhile_is_skipped(
     executor: ThreadPoolExecutor,
 ) -> None:

@@ -19,7 +19,7 @@ UNLOAD_S_MAX = 10.0
 
 
 class AdminService:
-    """Admin operations in one process; with several workers all of them execute each operation."""
+    """Admin operations that one process sends to the coordinator; they take effect in all."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class AdminService:
 
         Raises:
             RefusedError: there is no such version, it cannot be served, or another one is requested
-                meanwhile, by the store or an administrator.
+                meanwhile, by the store or an administrator, or the name is unloaded meanwhile.
         """
         try:
             check_names([name])
@@ -51,10 +51,16 @@ class AdminService:
             raise RefusedError(str(error), "model") from error
         number, before = version.manifest.version, self._version_manager.target(name)
         self._send(AdminCommand(Operation.LOAD, name, number, str(version.path)))
+        was_known = before is not None
         try:
             async with asyncio.timeout(ROLLOUT_S_MAX):
                 while self._version_manager.number(name) != number:
-                    _check_load(name, number, before, self._version_manager.target(name))
+                    now = self._version_manager.target(name)
+                    if now is None and was_known:
+                        raise RefusedError(f"{name} was unloaded meanwhile", "model")
+                    if now is not None:
+                        was_known = True
+                        _check_load(name, number, before, now)
                     await self._version_manager.wait_for_change()
         except TimeoutError:
             raise RefusedError(f"{name} version {number} is not loaded yet", "model") from None
@@ -89,11 +95,9 @@ class AdminService:
         self._send(AdminCommand(Operation.RELOAD))
 
 
-def _check_load(name: str, number: int, before: Target | None, now: Target | None) -> None:
+def _check_load(name: str, number: int, before: Target | None, now: Target) -> None:
     """Raises RefusedError if the load of a version, requested in the state ``before``, has
     failed."""
-    if now is None:
-        return
     failure = now.failure
     if failure is not None and failure.version == number and failure != (before and before.failure):
         raise RefusedError(f"{name} version {number} stays out: {failure.reason}", "model")

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from embedserve.config import ServeSettings
 from embedserve.model_names import split_name
-from embedserve.processes.model_loading import load_named, make_resident_and_verify
+from embedserve.processes.model_loading import (
+    check_may_switch,
+    load_named,
+    make_resident_and_verify,
+)
 from embedserve.processes.rollout.messages import Shares, StoreEntry
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError
@@ -82,9 +86,10 @@ class VersionResolver:
         pulled; it is made resident and verified according to the settings.
 
         Raises:
-            StoreError: there is no such version, it differs from its published state, or it does
-                not fit into memory.
+            StoreError: there is no such version, it differs from its published state, it does not
+                fit into memory, or the settings allow no other version while the server runs.
         """
+        check_may_switch(self._settings, self._settings.devices)
         try:
             return self._keep(name, load_named(self._opened_store(), name))
         except (OSError, MemoryError) as error:
@@ -96,8 +101,10 @@ class VersionResolver:
 
         Raises:
             UnopenedError: the version cannot be opened now.
-            StoreError: the version differs from its published state, or does not fit into memory.
+            StoreError: the version differs from its published state, it does not fit into memory,
+                or the settings allow no other version while the server runs.
         """
+        check_may_switch(self._settings, self._settings.devices)
         opened = self._opened.pop(name, None)
         if opened is not None and opened.manifest.version == number:
             self._opened[name] = opened

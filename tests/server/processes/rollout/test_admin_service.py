@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,23 @@ from server.processes.rollout.test_store_watcher import store as store
 from server.waiting import until
 
 from embedserve.errors import RefusedError
-from embedserve.processes.rollout.messages import AdminCommand
+from embedserve.processes.rollout import version_resolver
+from embedserve.processes.rollout.admin_service import AdminService
+from embedserve.processes.rollout.messages import AdminCommand, Desired
+from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve_store import StoreError, set_alias
+
+
+def remember(monkeypatch: pytest.MonkeyPatch, operated: Operated) -> list[AdminCommand]:
+    """The commands that it sends from now on."""
+    commands, send = list[AdminCommand](), operated.admin._send
+
+    def record(command: AdminCommand) -> None:
+        commands.append(command)
+        send(command)
+
+    monkeypatch.setattr(operated.admin, "_send", record)
+    return commands
 
 
 class Operated(Serving):
@@ -149,13 +165,7 @@ async def test_a_load_that_another_load_replaces_ends(
     first = asyncio.create_task(operated.admin.load("shop"))
     await until(lambda: gate.threads)
     appear(later, store, 3)
-    commands, send = [], operated.admin._send
-
-    def record(command: AdminCommand) -> None:
-        commands.append(command)
-        send(command)
-
-    monkeypatch.setattr(operated.admin, "_send", record)
+    commands = remember(monkeypatch, operated)
     second = asyncio.create_task(operated.admin.load("shop"))
     await until(lambda: commands)
     await asyncio.sleep(0)  # the coordinator receives it in the next iteration
@@ -167,6 +177,46 @@ async def test_a_load_that_another_load_replaces_ends(
     else:
         assert await first == 2
     assert operated.served() == {"shop": 3}
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+async def test_a_load_of_a_name_that_is_unloaded_meanwhile_ends(
+    store: Path, later: Path, executor: ThreadPoolExecutor, gate: Gate, is_new: bool
+) -> None:
+    operated = Operated(store, executor)
+    assert await operated.admin.load("shop@1") == 1
+    appear(later, store, 2)
+    operated.before_restore = gate.before(lambda: None)
+    name = "shop@2" if is_new else "shop"
+    loading = asyncio.create_task(operated.admin.load(name))
+    await until(lambda: gate.threads)
+    if is_new:  # as where it was activated and removed before the load looked again
+        operated.rollout.apply(Desired({}))
+    else:
+        await operated.admin.unload(name)
+    with pytest.raises(RefusedError, match=f"^{name} was unloaded meanwhile$"):
+        await asyncio.wait_for(loading, 5)
+    gate.opened.set()
+
+
+async def test_tables_that_workers_share_are_not_copied_again(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would fill the memory of one worker before the version is refused."""
+    operated, opened = Operated(store, executor), list[object]()
+    settings = replace(operated.settings, tables="resident", workers=2)
+    monkeypatch.setattr(version_resolver, "make_resident_and_verify", opened.append)
+    resolver = VersionResolver(settings)
+    appear(later, store, 2)
+    said = "^what is served changes at a start only: a version that comes while workers run "
+    with pytest.raises(RefusedError, match=said):
+        await AdminService(resolver, operated.rollout, lambda command: None).load("shop")
+    with pytest.raises(StoreError, match=said):
+        resolver.open_number("shop", 2)
+    assert opened == []
 
 
 async def test_a_reload_looks_at_all_that_is_served(
