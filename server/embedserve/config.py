@@ -187,9 +187,9 @@ class ServeSettings:
     )
     follow: str = setting(
         "none",
-        "none: served versions change only at startup and on SIGHUP; alias: models given as "
-        "NAME@ALIAS follow their alias; latest: models given without a version also follow the "
-        "newest version.",
+        "none: served versions change only at startup, on SIGHUP and by embedserve admin; alias: "
+        "models given as NAME@ALIAS follow their alias; latest: models given without a version "
+        "also follow the newest version.",
     )
     follow_s: float = setting(10.0, "Seconds between two polls of the store.", min=0.1, max=86400)
     wait: bool = setting(

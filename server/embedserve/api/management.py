@@ -114,7 +114,9 @@ class Model(BaseModel):
         "too, for comparison."
     )
     since: str = Field(description="Time since this version serves: ISO 8601, UTC.")
-    next: NextVersion | None = Field(None, description="Only if the store is watched.")
+    next: NextVersion | None = Field(
+        None, description="Version that is being loaded or has failed to load; null if none."
+    )
     leaving: list[int] = Field(description="Previous versions that are draining.")
 
 

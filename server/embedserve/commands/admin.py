@@ -7,8 +7,9 @@ import json
 from embedserve.commands.running_server import ServerClient
 from embedserve_store.terminal.console import say
 
-TIMEOUT_S = 1800.0
-"""Seconds for loading a version; the server gives up after the same time."""
+TIMEOUT_S = 3600.0
+"""Seconds for pulling and loading a version. The server gives up loading after half as long, which
+it counts from the end of the pull."""
 BYTES_MAX = 1 << 20
 
 

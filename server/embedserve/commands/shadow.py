@@ -1,6 +1,6 @@
 """`embedserve shadow`: how the results of shadow versions differ from those of the served versions.
 
-It reads the metrics of a running server, which metrics/shadow_samples.py describes.
+It reads the metrics of a running server, which metrics/shadow_metrics.py describes.
 """
 
 from __future__ import annotations

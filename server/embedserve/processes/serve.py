@@ -180,6 +180,8 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
         stack.callback(ports.close)
         end_startup_server = stack.enter_context(serve_health_while_loading(settings, ports))
         opened = opened_in_time(settings, open_versions_to_fork)
+        # In this process only adopt changes the dict. Each worker is forked with a copy, and its
+        # VersionManager changes that.
         versions = make_resident_and_verify(settings, opened)
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())

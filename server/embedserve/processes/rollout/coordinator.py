@@ -34,7 +34,7 @@ from embedserve.processes.rollout.served_name import Rollout, RolloutVersion, Se
 logger = logging.getLogger(__name__)
 
 DEATHS_MAX = 2
-"""Worker exits while a version is prepared, after which the version is rejected."""
+"""Exits of workers that had not prepared a version yet, after which it is rejected."""
 ROLLOUT_S_MAX = 1800.0
 """Seconds that all workers together may take to prepare a version."""
 SWITCHED = "%s is answered by version %d from now on, no more by %s"

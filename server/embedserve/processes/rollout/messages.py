@@ -26,7 +26,7 @@ class TargetPhase(StrEnum):
     """Whether a process loads a version next to the current one, or serves it."""
 
     PREPARE = "prepare"
-    ACTIVATE = "activate"
+    SERVE = "serve"
 
 
 class LoadState(StrEnum):
@@ -72,18 +72,21 @@ class Failure:
 
     Attributes:
         is_final: False if each poll of the store retries the version.
-        generation: distinguishes failures of repeated attempts.
+        serial: distinguishes failures of repeated attempts.
     """
 
     version: int
     reason: str
     is_final: bool
-    generation: int
+    serial: int
 
 
 @dataclass(frozen=True)
 class Target:
     """Desired state of one served name: NAME, NAME@VERSION or NAME@ALIAS.
+
+    While a version is prepared the target names only that one. A process receives such a target
+    only when it serves what the others serve, and keeps serving it.
 
     Attributes:
         version: version to prepare or to serve; 0 if no version can be served.
@@ -108,8 +111,8 @@ class Desired:
     Attributes:
         watches_store: whether this process watches the store for all.
         polls: number of immediate polls that were requested of the process that watches.
-        may_listen: whether a worker serves what the others serve, so that it may listen; once True
-            it stays so for the worker.
+        may_listen: whether a worker that starts may listen, because it serves what the others
+            serve, or no other serves. A worker that listens ignores it.
         may_accept: whether this worker listens and the startup server has ended, so that it may
             accept connections.
         logs_ready: whether this process logs that the server is ready.
@@ -164,6 +167,9 @@ class StartReport:
 class StoreEntry:
     """State of a name in the store.
 
+    A new version is reported twice. Without its folder it ends a rollout of another version, and
+    the time begins for which the server is behind. With it, its rollout begins.
+
     Attributes:
         wanted: version that the name points to; 0 if its alias was removed.
         path: folder of that version, if it was opened because it is to be rolled out.
@@ -180,7 +186,8 @@ class StoreEntry:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Watching process to coordinator: what a poll of the store has found, by served name.
+    """Watching process to coordinator: what a poll of the store has found, by served name. A poll
+    sends one report of all names, then one for each version that it has opened.
 
     Attributes:
         answers: `Desired.polls` of the request whose poll ends with this report; 0 for none.

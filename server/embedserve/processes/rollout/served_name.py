@@ -67,7 +67,7 @@ class ServedName:
             version.number,
             version.path,
             version.generation,
-            TargetPhase.ACTIVATE,
+            TargetPhase.SERVE,
             self.wanted,
             self.failure,
             self.shares,

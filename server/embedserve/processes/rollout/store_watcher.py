@@ -96,8 +96,6 @@ class StoreWatcher:
         if is_all and not any(self._is_new(name, entry) for name, entry in entries.items()):
             unknown = ", ".join(name for name in names if name not in entries)
             logger.info(NOTHING_NEW, f"; it cannot tell of {unknown}" if unknown else "")
-        # A new version is reported twice. Without its folder it ends a rollout of another version,
-        # and the time begins for which the server is behind. With it, its rollout begins.
         self._send(StoreReport(entries))
         for name, entry in entries.items():
             if self._is_to_be_opened(name, entry.wanted):
@@ -144,8 +142,8 @@ class StoreWatcher:
 
 
 async def apply_initial_shares(settings: ServeSettings, version_manager: VersionManager) -> None:
-    """Applies the traffic shares of the served aliases before the first request is accepted. They
-    may have been set before the start. With follow=none they are not followed, and none applies."""
+    """Applies the traffic shares of the served aliases before this process accepts a request. They
+    may have been set before its start. With follow=none none applies until a reload."""
     resolve = partial(VersionResolver(settings).resolve, tuple(version_manager.versions))
     try:
         async with asyncio.timeout(SHARES_S_MAX):

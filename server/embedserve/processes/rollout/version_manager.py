@@ -1,9 +1,10 @@
 """Reconciles the versions that a process serves with the desired state.
 
-The next version is loaded in a thread while the current one serves: opened, restored, warmed and
-compared with its goldens. Once it is to be activated, new requests switch to it between two
-event-loop iterations. The previous version completes its queued requests, and is released together
-with its rows. A version that fails to load is not served.
+The next version is loaded in a thread while the current one serves: opened, restored and warmed.
+``Engine.warm_up`` compares it with its goldens; ``--verify`` compares only checksums. Once it is to
+be activated, new requests switch to it between two event-loop iterations. The previous version
+completes its queued requests, and is released together with its rows. A version that fails to load
+is not served.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class VersionManager:
             load = None
         if is_due and load is None:
             load = self._begin_load(name, target)
-        if load is not None and target.phase is TargetPhase.ACTIVATE and load.prepared is not None:
+        if load is not None and target.phase is TargetPhase.SERVE and load.prepared is not None:
             self._activate(name, load, load.prepared)
         if target.shares is not None:
             self.apply_shares(name, target.shares)

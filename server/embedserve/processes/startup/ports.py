@@ -3,9 +3,9 @@
 The claimed HTTP and management ports listen: of two servers that start together the second fails.
 The gRPC port is bound, and refuses connections until the server is ready. Balancers then use
 another server, while an error response would reach their clients. Ports shared by workers are
-claimed as well, then held without listening. Each worker listens for itself once it is warm. Unix
-sockets cannot be bound twice, so workers listen on the same ones. Connections to them wait until a
-worker accepts them.
+claimed as well, then held without listening. Each worker listens for itself: at the first start
+once all are warm, later once it serves what the others serve. Unix sockets cannot be bound twice,
+so workers listen on the same ones. Connections to them wait until a worker accepts them.
 """
 
 from __future__ import annotations

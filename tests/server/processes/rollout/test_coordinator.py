@@ -68,7 +68,7 @@ class Worker:
         self._activate(name, self.desired.names[name])
 
     def _activate(self, name: str, target: Target) -> None:
-        if self.names[name].state is LoadState.PREPARED and target.phase is TargetPhase.ACTIVATE:
+        if self.names[name].state is LoadState.PREPARED and target.phase is TargetPhase.SERVE:
             self.names[name] = NameStatus(target.version)
 
 
@@ -181,7 +181,7 @@ def prepare(*workers: int, version: int = 8) -> list[Told]:
 
 
 def activate(*workers: int, version: int = 8) -> list[Told]:
-    return [(worker, version, TargetPhase.ACTIVATE) for worker in workers]
+    return [(worker, version, TargetPhase.SERVE) for worker in workers]
 
 
 def test_all_prepare_and_then_all_switch(
@@ -396,9 +396,9 @@ def test_another_looks_when_the_one_that_did_ends(workers: Workers) -> None:
 
 
 def test_messages_are_read_as_they_were_written() -> None:
-    failure = Failure(2**31, "é\n" * 500, is_final=True, generation=3)
+    failure = Failure(2**31, "é\n" * 500, is_final=True, serial=3)
     target = Target(8, "/" + "ö" * 2000, 2, TargetPhase.PREPARE, 9, failure, Shares(8, 10.0, 5.0))
-    names = {"shop": target, "films@1": Target(1, "", 0, TargetPhase.ACTIVATE)}
+    names = {"shop": target, "films@1": Target(1, "", 0, TargetPhase.SERVE)}
     desired = Desired(names, True, 2, True, True, True)
     statuses = {"m": NameStatus(1, 2, LoadState.FAILED, "no\nroom")}
     reports: list[Report | StartReport] = [

@@ -426,11 +426,11 @@ async def test_one_that_takes_over_repeats_the_look_that_was_asked_for(
 ) -> None:
     serving, sent = Serving(store, executor, follow="none"), list[Report]()
     agent = RolloutAgent(serving.settings, serving.rollout, sent.append, serving.stop)
-    agent.apply(Desired({"shop": Target(1, "", 0, TargetPhase.ACTIVATE)}, watches_store=True))
+    agent.apply(Desired({"shop": Target(1, "", 0, TargetPhase.SERVE)}, watches_store=True))
     await asyncio.sleep(0.05)
     assert not any(isinstance(one, StoreReport) for one in sent)
     agent = RolloutAgent(serving.settings, serving.rollout, sent.append, serving.stop)
-    targets = {"shop": Target(1, "", 0, TargetPhase.ACTIVATE)}
+    targets = {"shop": Target(1, "", 0, TargetPhase.SERVE)}
     agent.apply(Desired(targets, watches_store=True, polls=1))
     await until(lambda: sent[-1] == StoreReport({}, answers=1))
     assert sent[-2] == StoreReport({"shop": StoreEntry(1, Shares(1))})

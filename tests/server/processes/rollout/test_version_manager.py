@@ -84,12 +84,12 @@ class Moving:
         )
         self.rollout.open_version = self._open
         self.rollout.report = self.reports.append
-        self._targets = {"shop": Target(7, "", 0, TargetPhase.ACTIVATE)}
+        self._targets = {"shop": Target(7, "", 0, TargetPhase.SERVE)}
         self._generation = 0
 
     def desire(self, name: str = "shop", **fields: Any) -> None:
         """Changes the target of a name; a version that is prepared has another generation."""
-        before = self._targets.get(name, Target(0, "", 0, TargetPhase.ACTIVATE))
+        before = self._targets.get(name, Target(0, "", 0, TargetPhase.SERVE))
         if fields.get("phase") is TargetPhase.PREPARE:
             self._generation += 1
             fields["generation"] = self._generation
@@ -104,11 +104,11 @@ class Moving:
         await until(lambda: self.state(name).state is LoadState.PREPARED)
 
     def activate(self, name: str = "shop") -> None:
-        self.desire(name, phase=TargetPhase.ACTIVATE)
+        self.desire(name, phase=TargetPhase.SERVE)
 
     def reject(self, number: int, reason: str, serving: int = 7) -> None:
         failure = Failure(number, reason, True, 0)
-        self.desire(version=serving, generation=0, phase=TargetPhase.ACTIVATE, failure=failure)
+        self.desire(version=serving, generation=0, phase=TargetPhase.SERVE, failure=failure)
 
     def remove(self, name: str) -> dict[str, Target]:
         """Gives the targets that are left."""
@@ -196,7 +196,7 @@ async def test_one_that_follows_the_others_switches_once_it_has_loaded(
     moving: Moving, gate: Gate
 ) -> None:
     moving.restored = gate.before(nothing)
-    moving.desire(version=8, generation=5, phase=TargetPhase.ACTIVATE)
+    moving.desire(version=8, generation=5, phase=TargetPhase.SERVE)
     await until(lambda: gate.threads)
     await moving.check(7)
     gate.opened.set()
@@ -220,7 +220,7 @@ async def test_what_is_restored_numbersand_not_wanted_is_let_go(moving: Moving) 
     engine = weakref.ref(moving.engines[8])
     await moving.prepared(8)
     del moving.engines[8]
-    moving.desire(version=7, generation=0, phase=TargetPhase.ACTIVATE)
+    moving.desire(version=7, generation=0, phase=TargetPhase.SERVE)
     gc.collect()  # of asyncio's futures
     await until(lambda: engine() is None)
     assert moving.coming() is None
