@@ -58,7 +58,8 @@ class RequestParser:
         self.message_since_s = 0.0
         self.is_in_head = self.is_in_body = False
         self.body_bytes = 0
-        self._head_bytes = 0  # of incomplete headers, in chunks with nothing else
+        self._head_bytes = 0  # of incomplete headers or trailers, in chunks with nothing else
+        self._has_only_trailers = False  # since the last chunk was fed
         self._url = b""
         self._headers: Headers = []
 
@@ -78,10 +79,11 @@ class RequestParser:
             if isinstance(error.__context__, EmbedServeError):
                 raise error.__context__ from None  # a callback below has rejected it
             raise InvalidRequestError(f"not a request of HTTP/1.1: {error}") from None
-        if was_in_head and self.is_in_head:
+        if (was_in_head and self.is_in_head) or self._has_only_trailers:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 raise headers_too_large(self._head_bytes, "bytes", HEAD_BYTES_MAX)
+        self._has_only_trailers = self.is_in_body
 
     def _feed_without_upgrade(self, rest: bytes) -> None:
         """Parses a request again without its Upgrade header, which RFC 9110 lets a server ignore.
@@ -103,7 +105,7 @@ class RequestParser:
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that the request being parsed takes."""
-        return self.body_bytes + (HEAD_COPIES * self._head_bytes if self.is_in_head else 0)
+        return self.body_bytes + HEAD_COPIES * self._head_bytes
 
     # Callbacks of llhttp
 
@@ -117,12 +119,15 @@ class RequestParser:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value.rstrip(BLANKS)))  # llhttp strips leading blanks
+        if self.is_in_head:  # trailers are dropped
+            # llhttp strips leading blanks.
+            self._headers.append((name.lower(), value.rstrip(BLANKS)))
 
     def on_headers_complete(self) -> None:
         if self._llhttp.should_upgrade():
             return
         self.is_in_head = False
+        self._head_bytes = 0
         version, headers = self._llhttp.get_http_version(), self._headers
         length = check_headers(version, self._url, headers)
         method = self._llhttp.get_method()
@@ -144,14 +149,19 @@ class RequestParser:
         path: bytes = url.path or b"/"
         return path if url.query is None else b"%b?%b" % (path, url.query)
 
+    def on_chunk_header(self) -> None:
+        self._has_only_trailers = False
+        self._head_bytes = 0
+
     def on_body(self, body: bytes) -> None:
+        self.on_chunk_header()
         self.body_bytes += len(body)
         self._receiver.receive_body(body)
 
     def on_message_complete(self) -> None:
         if self._llhttp.should_upgrade():
             return
-        self.is_in_body = False
-        self.body_bytes = 0
+        self.is_in_body = self._has_only_trailers = False
+        self._head_bytes = self.body_bytes = 0
         self.message_since_s = 0.0
         self._receiver.end_request()

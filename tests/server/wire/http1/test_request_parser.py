@@ -1,0 +1,78 @@
+"""Requests as they are parsed: their headers, body and end; trailers are dropped and bounded."""
+
+from __future__ import annotations
+
+import pytest
+from server.raw_http import OurServer, get, read_answer
+from server.waiting import until
+
+from embedserve.wire.http1.header_checks import HEAD_BYTES_MAX
+from embedserve.wire.http1.request_parser import RequestParser
+from embedserve.wire.http_stream import HttpRequest
+from embedserve.wire.rest.headers import HeadersTooLargeError
+
+CHUNKED = b"POST /embed HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+
+
+class Received:
+    """What a parser has passed on."""
+
+    def __init__(self) -> None:
+        self.requests: list[HttpRequest] = []
+        self.body = b""
+        self.ends = 0
+
+    def begin_request(self, request: HttpRequest, *, is_1_0: bool, is_last: bool) -> None:
+        self.requests.append(request)
+
+    def receive_body(self, data: bytes) -> None:
+        self.body += data
+
+    def end_request(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_trailers_are_no_headers(step: int) -> None:
+    received = Received()
+    parser = RequestParser(received, b"http")
+    data = CHUNKED + b"Host: other\r\nAuthorization: Bearer x\r\n\r\n" + get("/")
+    for start in range(0, len(data), step):
+        parser.feed(data[start : start + step])
+    first, second = received.requests
+    assert [name for name, _ in first.headers] == [b"host", b"transfer-encoding"]
+    assert (second.target, second.headers) == (b"/", [(b"host", b"test")])
+    assert (received.body, received.ends) == (b"{}", 2)
+    assert parser.held_bytes == 0
+
+
+@pytest.mark.parametrize("trailer", [b"x: y\r\n", b"a", b"x:" + b" " * 100])
+def test_trailers_without_end_are_refused(trailer: bytes) -> None:
+    parser = RequestParser(Received(), b"http")
+    parser.feed(CHUNKED)
+    piece = trailer * (4096 // len(trailer))
+    for _ in range(HEAD_BYTES_MAX // 4096):
+        parser.feed(piece)
+    with pytest.raises(HeadersTooLargeError, match=f"the limit is {HEAD_BYTES_MAX}"):
+        parser.feed(piece)
+
+
+def test_a_body_in_the_smallest_chunks_is_not_taken_for_trailers() -> None:
+    received = Received()
+    parser = RequestParser(received, b"http")
+    parser.feed(CHUNKED.partition(b"2\r\n")[0])
+    for _ in range(HEAD_BYTES_MAX):
+        for byte in (b"1", b"\r", b"\n", b"x", b"\r", b"\n"):
+            parser.feed(byte)
+    parser.feed(b"0\r\n\r\n")
+    assert (len(received.body), received.ends) == (HEAD_BYTES_MAX, 1)
+
+
+async def test_a_client_that_sends_trailers_without_end_is_refused(server: OurServer) -> None:
+    reader, writer = await server.open()
+    writer.write(CHUNKED + b"x: y\r\n" * 10_000)
+    status, headers, _ = await read_answer(reader)
+    assert (status, headers[b"connection"]) == (431, b"close")
+    assert await reader.read() == b""
+    await until(lambda: not server.http1())
+    writer.close()
