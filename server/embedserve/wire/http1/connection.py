@@ -294,7 +294,7 @@ class Http1Connection(asyncio.Protocol):
         self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self.transport.is_closing() or self._streams:
+        if self._has_ended or self.transport.is_closing() or self._streams:
             return  # the pending requests are answered first; the last response ends it
         if self._parser.is_in_head or not self.is_busy():
             self.linger()

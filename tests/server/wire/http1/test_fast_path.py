@@ -450,6 +450,26 @@ async def test_a_request_on_its_way_is_answered_in_a_drain_and_told_to_be_the_la
     await drain
 
 
+@pytest.mark.parametrize("request_sent", [post(BODY), get("/health/live")])
+async def test_a_connection_that_a_drain_has_ended_is_not_ended_again(
+    slow: OurServer, request_sent: bytes
+) -> None:
+    """Its client closes late. What lingered first was never forgotten, and the drain waited."""
+    reader, writer = await slow.open()
+    writer.write(post(BODY))
+    await read_answer(reader)
+    connection = slow.connection
+    connection.drain()
+    writer.write(request_sent)
+    await read_answer(reader)
+    await until(lambda: connection not in slow.wire.connections)
+    (lingering,) = slow.wire.connections
+    connection._close_if_idle()
+    assert slow.wire.connections == {lingering}
+    writer.close()
+    await until(lambda: not slow.wire.connections)
+
+
 async def test_a_request_of_a_connection_that_waits_to_be_accepted_is_answered(
     slow: OurServer,
 ) -> None:
