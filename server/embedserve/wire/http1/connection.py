@@ -242,7 +242,10 @@ class Http1Connection(asyncio.Protocol):
         self._advance()
 
     def linger(self) -> None:
-        """Starts a lingering close: ends the connection after the client has read the output."""
+        """Starts a lingering close: ends the connection after the client has read the output. Does
+        nothing if the connection has ended."""
+        if self._has_ended:
+            return
         self._held.clear()
         self._has_ended = True
         LingeringClose(self.transport, self, self._manager)
@@ -294,7 +297,7 @@ class Http1Connection(asyncio.Protocol):
         self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self._has_ended or self.transport.is_closing() or self._streams:
+        if self.transport.is_closing() or self._streams:
             return  # the pending requests are answered first; the last response ends it
         if self._parser.is_in_head or not self.is_busy():
             self.linger()
