@@ -217,6 +217,11 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "prune": "embedserve prune store dlrm --keep 5 --dry-run",
         "delete": "embedserve delete store dlrm 3",
     },
+    "Deltas": {
+        "deltas list": "embedserve deltas store dlrm",
+        "deltas verify": "embedserve deltas verify store dlrm",
+        "deltas compact": "embedserve deltas compact store dlrm --seq 1200",
+    },
 }
 """An example of each command, by the headings of the page."""
 
@@ -227,7 +232,7 @@ def cli_page() -> str:
     Raises:
         ValueError: a command has no example, or an example has no command.
     """
-    commands: Mapping[str, Any] = get_group(app).commands
+    commands = dict(_commands(get_group(app)))
     listed = {name for examples in COMMANDS.values() for name in examples}
     if listed != set(commands):
         raise ValueError(f"COMMANDS and the commands differ: {listed ^ set(commands)}")
@@ -237,6 +242,15 @@ def cli_page() -> str:
         for name, example in examples.items():
             parts += _command(name, commands[name], example)
     return _joined(parts)
+
+
+def _commands(group: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the commands of a group and of the groups in it, by their words."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from ((f"{name} {inner}", one) for inner, one in _commands(command))
+        else:
+            yield name, command
 
 
 def _command(name: str, command: Any, example: str) -> Iterator[str]:

@@ -13,6 +13,9 @@
 Importing this package does not import torch; publishing does.
 """
 
+from embedserve_store.deltas.compact import compact_deltas
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.delta_writer import DeltaWriter, WriterFencedError
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.alias import Alias
 from embedserve_store.format.id_rule import IdRule
@@ -40,6 +43,8 @@ from embedserve_store.verification import verify
 __all__ = [
     "Alias",
     "Bags",
+    "DeltaLine",
+    "DeltaWriter",
     "Description",
     "Goldens",
     "IdRule",
@@ -60,7 +65,9 @@ __all__ = [
     "TablePlan",
     "TableSpec",
     "TablesFile",
+    "WriterFencedError",
     "add_note",
+    "compact_deltas",
     "prune",
     "publish",
     "publish_sharded",

@@ -172,6 +172,14 @@ class ModelStore:
             return int(version)
         return self.alias(model, version).version
 
+    def files_beside(self, model: str, what: str) -> list[str]:
+        """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``."""
+        return self._store.files_beside(model, what)
+
+    def read_beside(self, model: str, what: str, path: str) -> bytes:
+        """Reads the file at ``path``, one of ``files_beside``."""
+        return self._store.read_beside(model, what, path)
+
     def alias_changes(self, model: str) -> dict[str, list[int]]:
         """Returns the numbers of all changes by alias name, without reading a file."""
         changes: dict[str, list[int]] = {}

@@ -38,7 +38,7 @@ def verify(version: ModelVersion, progress: Progress | None = None) -> None:
     bytes_before = 0
     for name in version.tables.offsets:
         table = version.tables.tables[name]
-        found = _table_sha256(version.tables, table, bytes_before, progress)
+        found = table_sha256(version.tables, table, bytes_before, progress)
         check_sha256(found, table.sha256, f"{version.tables.path}: table {name!r}")
         bytes_before += table.nbytes
 
@@ -79,9 +79,14 @@ def _read_header(path: Path) -> bytes:
         raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
-def _table_sha256(
-    tables: TablesFile, table: TableSpec, bytes_before: int, progress: Progress | None
+def table_sha256(
+    tables: TablesFile, table: TableSpec, bytes_before: int = 0, progress: Progress | None = None
 ) -> str:
+    """Returns the hexadecimal sha256 of a table's rows, reading them in blocks.
+
+    Args:
+        bytes_before: bytes of the tables before this one, for ``progress``.
+    """
     digest = hashlib.sha256()
     rows = tables.rows(table.name)
     step = max(1, BLOCK_BYTES // table.row_bytes)

@@ -6,7 +6,7 @@ import os
 from datetime import UTC, datetime
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.note import Note, file_name
+from embedserve_store.format.note import FOLDER, Note, file_name
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import ATTEMPTS, check_texts, user, writer
 
@@ -37,7 +37,7 @@ def add_note(
     models = ModelStore(store)
     number = models.manifest(model, version).version
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    write = writer(models.where)
+    write = writer(models.where, f"{model}/{FOLDER}")
     for _ in range(ATTEMPTS):
         last = max(models.note_numbers(model, number), default=0)
         note = Note(model, number, last + 1, who, when, text)

@@ -1,4 +1,4 @@
-"""Adds small files beside the versions of a model, such as alias changes and notes.
+"""Adds small files beside the versions of a model, such as alias changes, notes and deltas.
 
 A file appears whole or not at all, and never changes. In a folder, the file is written under a
 temporary name and then hard-linked to its final name. The link fails for the second of two writers,
@@ -54,17 +54,59 @@ Write = Callable[[str, bytes], bool]
 """Writes a new file below the store. Returns False if a file of that name exists."""
 
 
-def writer(store: str) -> Write:
-    """Returns the function that writes new files into ``store``.
+def writer(store: str, folder: str) -> Write:
+    """Returns the function that writes new files into subfolders of ``folder`` of ``store``.
 
-    file:// URLs use the local writer, because a file that fsspec writes there can be seen
-    half-written.
+    Removes what killed writers left in these subfolders. file:// URLs use the local writer, because
+    a file that fsspec writes there can be seen half-written.
     """
+    where = _folder_or_remote(store)
+    if isinstance(where, RemoteFolder):
+        return where.write_new
+    _remove_stale(Path(where) / folder)
+    return _local_writer(where)
+
+
+def check_exclusive(store: str, folder: str) -> None:
+    """Raises StoreError unless only the first of two writers can create a file in ``folder``.
+
+    Raises StoreError also if the store cannot be written.
+    """
+    probe = f"{folder}/{ASIDE_PREFIX}{secrets.token_hex(8)}"
+    where = _folder_or_remote(store)
+    if isinstance(where, RemoteFolder):
+        is_exclusive = where.refuses_second(probe)
+    else:
+        is_exclusive = _has_links(Path(where) / probe)
+    if not is_exclusive:
+        raise StoreError(
+            f"{store}/{folder}: the store does not refuse a second file of one name, so two "
+            "writers could overwrite each other"
+        )
+
+
+def _folder_or_remote(store: str) -> str | RemoteFolder:
     if not is_url(store):
-        return _local_writer(store)
+        return store
     remote = RemoteFolder(store)
-    is_local = store.startswith(("file://", "local://"))
-    return _local_writer(remote.root) if is_local else remote.write_new
+    return remote.root if store.startswith(("file://", "local://")) else remote
+
+
+def _has_links(probe: Path) -> bool:
+    """Returns whether the file system of the new file ``probe`` has hard links."""
+    linked = probe.with_name(f"{probe.name}-2")
+    try:
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        write_synced(probe, b"")
+        os.link(probe, linked)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise StoreError(f"{probe}: cannot be written: {error.strerror}") from error
+        return False
+    finally:
+        linked.unlink(missing_ok=True)
+        probe.unlink(missing_ok=True)
+    return True
 
 
 def _local_writer(store: str) -> Write:
@@ -80,7 +122,6 @@ def _local_writer(store: str) -> Write:
 
 def _write_new(path: Path, data: bytes) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path.parent.parent)
     aside = path.with_name(f"{ASIDE_PREFIX}{secrets.token_hex(8)}")
     try:
         write_synced(aside, data)
@@ -96,7 +137,8 @@ def _write_new(path: Path, data: bytes) -> bool:
 def _remove_stale(folder: Path) -> None:
     """Removes temporary files of killed writers from the subfolders of ``folder``.
 
-    ``folder`` holds all aliases or all notes of a model. Only files older than STALE_S are removed.
+    ``folder`` holds all aliases, notes or deltas of a model. Only files older than STALE_S are
+    removed.
     """
     oldest_s = time.time() - STALE_S
     for aside in folder.glob(f"*/{ASIDE_PREFIX}*"):

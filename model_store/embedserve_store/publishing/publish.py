@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -108,9 +108,14 @@ def publish(
     draft = _with_provenance(draft, source, Path(where) / model, options.get("meta") or {})
     if not options.get("layout_changed"):
         _check_layout(draft.manifest, where)
-    if is_url(where):
-        return _publish_remote(draft, where, options.get("upload_progress"))
-    return _publish(draft, Path(where) / model)
+    nbytes = draft.manifest.nbytes + sum(one.nbytes for one in draft.id_maps.values())
+    return publish_files(
+        where,
+        model,
+        nbytes,
+        lambda staging: write_version(draft, staging),
+        options.get("upload_progress"),
+    )
 
 
 def make_draft(
@@ -146,10 +151,9 @@ def make_draft(
     }
     specs, id_maps = resolve_ids(made.tables, options.get("ids") or {}, vocabularies)
     _check_description(specs, model)
-    provenance = _provenance(made.kind) | {
-        GOLDENS: FROM_TRAINING if made.ebc is not None else FROM_DESCRIPTION
-    }
-    manifest = Manifest(model, 0, specs, made.is_weighted, provenance)
+    goldens = FROM_TRAINING if made.ebc is not None else FROM_DESCRIPTION
+    source = provenance(made.kind) | {GOLDENS: goldens}
+    manifest = Manifest(model, 0, specs, made.is_weighted, source)
     return Draft(
         made,
         manifest,
@@ -239,27 +243,43 @@ def _version_before(store: str, model: str) -> Manifest | None:
     return models.manifest(model) if models.versions(model) else None
 
 
-def _publish_remote(
-    draft: Draft, url: str, upload_progress: TransferProgress | None
+def publish_files(
+    store: str,
+    model: str,
+    nbytes: int,
+    write: Callable[[Path], PublishedVersion],
+    upload_progress: TransferProgress | None,
 ) -> PublishedVersion:
-    model = draft.manifest.model
-    number = RemoteStore(url, default_cache()).next_version(model)
+    """Publishes the next version of ``model``, whose files ``write`` writes into a staging folder.
+
+    A version for a remote store is published into a temporary folder first, then uploaded.
+
+    Args:
+        nbytes: bytes of the rows and id maps, for which the disk must have room.
+        write: writes all files and renames the folder (publish_staged).
+
+    Raises:
+        StoreError: the store cannot be written. It is unchanged then.
+    """
+    if not is_url(store):
+        return _publish_local(Path(store) / model, nbytes, write)
+    number = RemoteStore(store, default_cache()).next_version(model)
     with tempfile.TemporaryDirectory(prefix="embedserve-") as folder:
-        published = _publish(draft, Path(folder) / model)
-        where = upload_version(published.path, url, number, upload_progress)
+        published = _publish_local(Path(folder) / model, nbytes, write)
+        where = upload_version(published.path, store, number, upload_progress)
     manifest = replace(published.manifest, version=number)
     return replace(published, where=where, version=number, manifest=manifest)
 
 
-def _publish(draft: Draft, folder: Path) -> PublishedVersion:
-    maps_bytes = sum(one.nbytes for one in draft.id_maps.values())
+def _publish_local(
+    folder: Path, nbytes: int, write: Callable[[Path], PublishedVersion]
+) -> PublishedVersion:
     with as_store_error(folder):
         check_writable(folder)
-        needed_bytes = draft.manifest.nbytes + maps_bytes
-        spare = f" ({needed_bytes:,} of rows and ids, and {SMALL_FILES_BYTES:,} to spare)"
-        check_room(folder, needed_bytes + SMALL_FILES_BYTES, spare)
+        spare = f" ({nbytes:,} of rows and ids, and {SMALL_FILES_BYTES:,} to spare)"
+        check_room(folder, nbytes + SMALL_FILES_BYTES, spare)
         with staging_folder(folder) as staging:
-            return write_version(draft, staging)
+            return write(staging)
 
 
 def check_options(
@@ -322,7 +342,8 @@ def _check_description(
         raise InvalidModelError(str(error)) from error
 
 
-def _provenance(kind: str) -> dict[str, Any]:
+def provenance(kind: str) -> dict[str, Any]:
+    """Returns the first entries of Manifest.source, for a version that is published now."""
     return {
         "kind": kind,
         "published_at": datetime.now(UTC).isoformat(timespec="seconds"),

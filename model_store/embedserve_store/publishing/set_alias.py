@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.alias import Alias, check_name, file_name
+from embedserve_store.format.alias import FOLDER, Alias, check_name, file_name
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import ATTEMPTS, check_texts, user, writer
 
@@ -55,7 +55,7 @@ def set_alias(
         raise StoreError(f"{models.where}/{model}: no alias {name!r} to remove")
     when = datetime.now(UTC).isoformat(timespec="seconds")
     change = Alias(model, name, 0, number, who, when, why, float(share), float(shadow))
-    write = writer(models.where)
+    write = writer(models.where, f"{model}/{FOLDER}")
     for _ in range(ATTEMPTS):
         numbers = models.alias_changes(model).get(name, [0])
         change = replace(change, change_number=max(numbers) + 1)

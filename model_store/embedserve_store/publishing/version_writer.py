@@ -114,6 +114,21 @@ def write_version(draft: Draft, staging: Path) -> PublishedVersion:
         check_errors(errors, manifest, draft.max_error)
     _write_goldens(draft, manifest, tables, staging)
     write_synced(staging / "plan.json", to_json_bytes(draft.plan.to_json()))
+    return finish_version(manifest, draft.plan, staging, errors, source.skipped)
+
+
+def finish_version(
+    manifest: Manifest,
+    plan: Plan,
+    staging: Path,
+    errors: Mapping[str, PooledError],
+    skipped: tuple[str, ...],
+) -> PublishedVersion:
+    """Writes manifest.json over the other files in ``staging``, and renames it to the next version.
+
+    Raises:
+        OSError: an error of the file system.
+    """
     files = {name: _sha256(staging / name) for name in CHECKED_FILES}
     manifest = replace(manifest, files=files)
     version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
@@ -121,9 +136,9 @@ def write_version(draft: Draft, staging: Path) -> PublishedVersion:
         where=str(staging.parent / str(version)),
         version=version,
         manifest=replace(manifest, version=version),
-        plan=draft.plan,
+        plan=plan,
         errors=errors,
-        skipped=source.skipped,
+        skipped=skipped,
     )
 
 

@@ -157,6 +157,23 @@ class RemoteFolder:
                 raise
         return True
 
+    def refuses_second(self, name: str) -> bool:
+        """Returns whether the store refuses to create a file that exists.
+
+        Creates the file ``name`` twice, and removes it.
+        """
+        with _translated(f"{self.url}/{name}"):
+            path = f"{self.root}/{name}"
+            self._files.pipe_file(path, b"1", mode="create")
+            try:
+                self._files.pipe_file(path, b"2", mode="create")
+            except OSError:
+                content: bytes = self._files.cat_file(path)
+                return content == b"1"
+            finally:
+                self._files.rm_file(path)
+        return False
+
     def remove(self, name: str) -> None:
         """Removes a file."""
         self._call(f"{self.url}/{name}", "rm_file", f"{self.root}/{name}")

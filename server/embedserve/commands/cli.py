@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from embedserve import __version__
+from embedserve.commands.deltas_commands import deltas
 from embedserve.commands.publish_commands import demo, describe, plan, publish
 from embedserve.commands.serve_options import with_settings_as_options
 from embedserve.commands.server_commands import admin, health, serve, shadow, token
@@ -75,3 +76,4 @@ COMMANDS: tuple[Callable[..., Any], ...] = (
 for command in COMMANDS:
     name = "inspect" if command is inspect_store else None
     app.command(name, cls=Command)(command)
+app.add_typer(deltas, name="deltas")

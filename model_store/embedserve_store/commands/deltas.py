@@ -1,0 +1,125 @@
+"""`embedserve deltas`: lists, shows, verifies and compacts the deltas of a version's line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embedserve_store.deltas.compact import compact_deltas
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_manifest import DeltaManifest
+from embedserve_store.model_store import ModelStore
+from embedserve_store.terminal.aligned_columns import grid, plain, show, write
+from embedserve_store.terminal.console import say, table_progress, transfer_progress
+from embedserve_store.terminal.sanitize import sanitize
+from embedserve_store.terminal.sizes import human_bytes
+
+RUN_DIGITS = 8
+"""Digits of a writer's token that a list shows."""
+
+
+def list_deltas(store: str, model: str, seq: int | None, version: str | None, last: int) -> None:
+    """Prints the last deltas of a line, newest last, or the tables of delta ``seq``.
+
+    Args:
+        version: version or alias whose line is meant; None for the newest version.
+        last: number of deltas to print; 0 for all.
+
+    Raises:
+        StoreError: there is no such version or delta, a delta is damaged, or the store cannot be
+            read.
+    """
+    models = ModelStore(store)
+    base = models.manifest(model, version)
+    line = DeltaLine(models, base)
+    if seq is not None:
+        _show_delta(line.manifest(seq)[0])
+        return
+    name = f"line {line.start.line} of {model}"
+    after = f"version {base.version}" + (f" (seq {line.start.seq})" if line.start.seq else "")
+    seqs = line.seqs()
+    if not seqs:
+        write(f"{name}: no deltas after {after}")
+        return
+    columns = "seq", "as of", "step", "rows", "bytes", "writer", "run"
+    table = grid(*columns, numbers=("seq", "step", "rows", "bytes"))
+    for number in seqs[-last:]:
+        table.add_row(*map(plain, _cells(line.manifest(number)[0])))
+    shown = f", the last {last}" if 0 < last < len(seqs) else ""
+    show(f"{name}: {len(seqs):,} deltas after {after}{shown}", table)
+
+
+def verify_deltas(store: str, model: str, version: str | None) -> None:
+    """Reads every byte of the deltas after a version, and checks that they form a chain.
+
+    Raises:
+        StoreError: a delta is missing or damaged, does not continue the delta before it, or holds
+            rows that the version cannot have. The message names the first one.
+    """
+    models = ModelStore(store)
+    base = models.manifest(model, version)
+    line = DeltaLine(models, base)
+    count = rows = nbytes = 0
+    for delta, _ in line.deltas():
+        for _ in line.rows(delta):
+            pass
+        count += 1
+        rows += sum(delta.rows.values())
+        nbytes += delta.nbytes
+    if not count:
+        raise StoreError(
+            f"{store}/{model}: there is no delta after version {base.version} in line "
+            f"{line.start.line}"
+        )
+    say(
+        f"{model}: deltas {line.start.seq + 1} to {line.start.seq + count} of line "
+        f"{line.start.line} are as they were written, {rows:,} rows, {human_bytes(nbytes)}"
+    )
+
+
+def compact(
+    store: str, model: str, version: str | None, seq: int | None, cache: Path | None
+) -> None:
+    """Publishes a version and the deltas after it, up to ``seq``, as the next version.
+
+    Raises:
+        StoreError: as compact_deltas raises it.
+    """
+    with table_progress() as progress, transfer_progress() as uploading:
+        made = compact_deltas(
+            store,
+            model,
+            version=version,
+            seq=seq,
+            cache=cache,
+            progress=progress,
+            upload_progress=uploading,
+        )
+    source = made.manifest.source
+    say(
+        f"published {model} version {made.version}: {human_bytes(made.manifest.nbytes)} with the "
+        f"deltas of line {source['line']} up to {source['line_seq']}, in {made.where}"
+    )
+
+
+def _cells(delta: DeltaManifest) -> tuple[str, ...]:
+    step = "" if delta.step is None else str(delta.step)
+    rows = f"{sum(delta.rows.values()):,}"
+    nbytes = human_bytes(delta.nbytes)
+    return str(delta.seq), delta.as_of, step, rows, nbytes, delta.writer, delta.token[:RUN_DIGITS]
+
+
+def _show_delta(delta: DeltaManifest) -> None:
+    step = "" if delta.step is None else f", after step {delta.step}"
+    write(
+        f"delta {delta.seq} of line {delta.line} of {delta.model}: rows as of {delta.as_of}{step}, "
+        f"{human_bytes(delta.nbytes)} in {len(delta.files)} files"
+    )
+    write(sanitize(f"written by {delta.writer}, run {delta.token}"))
+    table = grid("table", "rows", numbers=("rows",))
+    for name, rows in delta.rows.items():
+        table.add_row(plain(name), f"{rows:,}")
+    if table.row_count:
+        show("changed rows", table)
+    else:
+        write("changed rows: none")

@@ -1,0 +1,142 @@
+"""Publishes a version and the deltas of its line as the next version.
+
+The rows are copied and checked against their checksums, and the deltas are then written over them
+in order. At most one file of a delta is in memory. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.errors import StoreError
+from embedserve_store.format.coverage import COMPARED
+from embedserve_store.format.delta_manifest import LinePosition
+from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS, Manifest
+from embedserve_store.format.manifest_checksum import check_sha256
+from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
+from embedserve_store.goldens.goldens_file import Goldens, save_goldens
+from embedserve_store.goldens.reference_pooling import pool_stored, row_numbers
+from embedserve_store.ids.id_map import IdMaps
+from embedserve_store.model_store import ModelStore
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.publishing.publish import provenance, publish_files
+from embedserve_store.publishing.tables_writer import write_tables
+from embedserve_store.publishing.version_writer import PublishedVersion, finish_version
+from embedserve_store.remote.remote_files import TransferProgress
+from embedserve_store.verification import table_sha256
+from embedserve_store.writing.staging import sync
+
+TABLES = "tables.safetensors"
+IDS = "ids.safetensors"
+
+
+def compact_deltas(
+    store: str | os.PathLike[str],
+    model: str,
+    *,
+    version: int | str | None = None,
+    seq: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    upload_progress: TransferProgress | None = None,
+) -> PublishedVersion:
+    """Publishes a version with the deltas after it as the next version of ``model``.
+
+    The line continues: later deltas apply to both versions. Plan, vocabularies and the bags of the
+    goldens are those of the version. The goldens' results are pooled from the new rows.
+
+    Args:
+        store: a folder or a URL.
+        version: version or alias to begin with. Default: the newest.
+        seq: last delta to include. Default: the last of the line.
+        cache: folder into which the version of a remote store is pulled. Default: that of
+            ModelStore.
+        progress: callback for each block of rows that is copied.
+
+    Raises:
+        StoreError: there is no such version or delta, or nothing to compact. Or the version or a
+            delta is damaged, or the store cannot be written. The store is unchanged then.
+    """
+    models = ModelStore(store, cache)
+    base = models.load(model, version)
+    line = DeltaLine(models, base.manifest)
+    if not line.seqs():
+        raise StoreError(
+            f"{models.where}/{model}: there is no delta after version {base.manifest.version}: "
+            "nothing to compact"
+        )
+    nbytes = base.manifest.nbytes + sum(one.nbytes for one in base.id_maps.values())
+    return publish_files(
+        models.where,
+        model,
+        nbytes,
+        lambda staging: _write(base, line, seq, staging, progress),
+        upload_progress,
+    )
+
+
+def _write(
+    base: ModelVersion,
+    line: DeltaLine,
+    seq: int | None,
+    staging: Path,
+    progress: Progress | None,
+) -> PublishedVersion:
+    path = staging / TABLES
+    _copy_tables(base, path, progress)
+    position = _apply(line, seq, path, base.manifest)
+    tables = TablesFile.open(path, base.manifest.tables)
+    specs = tuple(replace(one, sha256=table_sha256(tables, one)) for one in base.manifest.tables)
+    source = {key: value for key, value in base.manifest.source.items() if key != COMPARED}
+    source |= provenance("deltas") | {GOLDENS: FROM_DESCRIPTION} | position.to_source()
+    manifest = replace(base.manifest, tables=specs, source=source)
+    if base.id_maps:
+        shutil.copyfile(base.path / IDS, staging / IDS)
+        IdMaps.open(staging / IDS, specs).verify()
+    shutil.copyfile(base.path / "plan.json", staging / "plan.json")
+    _write_goldens(base, manifest, tables, staging / "goldens.safetensors")
+    return finish_version(manifest, base.plan, staging, {}, ())
+
+
+def _copy_tables(base: ModelVersion, path: Path, progress: Progress | None) -> None:
+    """Copies the rows, and raises StoreError if they have changed since they were published."""
+    tables = base.manifest.tables
+
+    def blocks(name: str, row_bytes: int) -> list[np.ndarray]:
+        rows = base.tables.rows(name)
+        step = max(1, BLOCK_BYTES // row_bytes)
+        return [rows[start : start + step] for start in range(0, len(rows), step)]
+
+    found = write_tables(path, tables, lambda one: blocks(one.name, one.row_bytes), progress)
+    for table in tables:
+        check_sha256(found[table.name], table.sha256, f"{base.tables.path}: table {table.name!r}")
+
+
+def _apply(line: DeltaLine, seq: int | None, path: Path, manifest: Manifest) -> LinePosition:
+    """Writes the rows of the deltas up to ``seq`` into the file, and returns the position there."""
+    data = np.memmap(path, np.uint8, "r+", offset=len(header_bytes(manifest.tables)))
+    offsets = TablesFile.open(path, manifest.tables).offsets
+    position = line.start
+    for delta, after in line.deltas(seq):
+        for changes in line.rows(delta):
+            for change in changes:
+                start, table = offsets[change.table.name], change.table
+                rows = data[start : start + table.nbytes].reshape(-1, table.row_bytes)
+                rows[change.numbers] = change.values
+        position = after
+    data.flush()
+    sync(path)
+    return position
+
+
+def _write_goldens(base: ModelVersion, manifest: Manifest, tables: TablesFile, path: Path) -> None:
+    bags = base.goldens().bags
+    answers = pool_stored(manifest, bags, row_numbers(bags, base.translator), tables)
+    save_goldens(Goldens(bags, answers, answers), path)
+    sync(path)

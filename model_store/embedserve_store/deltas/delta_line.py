@@ -1,0 +1,139 @@
+"""Reads a line of deltas, and checks that every delta continues the one before it.
+
+Never imports torch, never writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_file import ChangedRows, decode
+from embedserve_store.format.delta_manifest import (
+    FOLDER,
+    DeltaManifest,
+    LinePosition,
+    check_tables,
+    manifest_name,
+    parse_delta,
+    parse_manifest_name,
+    position_of,
+)
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.model_store import ModelStore
+
+
+class DeltaLine:
+    """The line of deltas that continues a published version.
+
+    Attributes:
+        start: position of the version's rows.
+    """
+
+    def __init__(self, models: ModelStore, base: Manifest) -> None:
+        """
+        Args:
+            base: manifest of the version.
+
+        Raises:
+            StoreError: the version's fields of compaction are wrong.
+        """
+        self.start = position_of(base)
+        self._models = models
+        self._base = base
+        self._tables = {table.name: table for table in base.tables}
+
+    def seqs(self) -> list[int]:
+        """Returns the seqs of the deltas after the version, ascending, without reading one.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        prefix = f"{self.start.line}/"
+        names = self._models.files_beside(self._base.model, FOLDER)
+        found = (parse_manifest_name(n.removeprefix(prefix)) for n in names if n.startswith(prefix))
+        return sorted(seq for seq in found if seq is not None and seq > self.start.seq)
+
+    def manifest(self, seq: int) -> tuple[DeltaManifest, LinePosition]:
+        """Reads the manifest of a delta, and returns it with the position after the delta.
+
+        Raises:
+            StoreError: the delta does not exist, is damaged or belongs elsewhere, or changes a
+                table that the version does not have.
+        """
+        line, model = self.start.line, self._base.model
+        where = self._where(manifest_name(seq))
+        text = self._models.read_beside(model, FOLDER, f"{line}/{manifest_name(seq)}")
+        delta = parse_delta(text, model, line, seq, where)
+        check_tables(delta, self._base, where)
+        return delta, LinePosition(line, seq, hashlib.sha256(text).hexdigest())
+
+    def deltas(self, last: int | None = None) -> Iterator[tuple[DeltaManifest, LinePosition]]:
+        """Yields the manifests of the deltas after the version in order, as ``manifest`` does.
+
+        Args:
+            last: the last seq to yield. Default: the last one that is stored.
+
+        Raises:
+            StoreError: a delta is missing or damaged, or does not continue the delta before it.
+                The deltas before it have been yielded.
+        """
+        stored = self.seqs()
+        if last is None:
+            last = stored[-1] if stored else self.start.seq
+        there = set(stored)
+        position = self.start
+        for seq in range(self.start.seq + 1, last + 1):
+            if seq not in there:
+                raise self._missing(seq, stored)
+            delta, after = self.manifest(seq)
+            if delta.previous != position.checksum:
+                what = f"delta {position.seq}" if position.seq else f"version {position.line}"
+                raise StoreError(
+                    f"{self._where(manifest_name(seq))}: does not continue {what}: previous is "
+                    f"{delta.previous}, expected {position.checksum}"
+                )
+            position = after
+            yield delta, after
+
+    def rows(self, delta: DeltaManifest) -> Iterator[list[ChangedRows]]:
+        """Yields the changed rows of each file of ``delta``; one file at a time is in memory.
+
+        Raises:
+            StoreError: a file is missing or damaged, or holds rows that the version cannot have.
+                Or two files hold the same row.
+        """
+        seen: dict[str, NDArray[np.int64]] = {}
+        for file in delta.files:
+            where = self._where(file.name)
+            path = f"{self.start.line}/{file.name}"
+            data = self._models.read_beside(self._base.model, FOLDER, path)
+            changes = decode(data, file, self._tables, where)
+            for change in changes:
+                name = change.table.name
+                before = seen.get(name, change.numbers[:0])
+                numbers = np.concatenate((before, change.numbers))
+                numbers.sort()
+                twice = np.flatnonzero(np.diff(numbers) == 0)
+                if len(twice):
+                    raise StoreError(
+                        f"{where}: table {name!r}: row {numbers[twice[0]]} is in another file of "
+                        "the delta, too"
+                    )
+                seen[name] = numbers
+            yield changes
+
+    def _where(self, name: str) -> str:
+        return f"{self._models.where}/{self._base.model}/{FOLDER}/{self.start.line}/{name}"
+
+    def _missing(self, seq: int, stored: list[int]) -> StoreError:
+        where = f"{self._models.where}/{self._base.model}"
+        has = f"it has {stored[0]} to {stored[-1]}" if stored else "it has none"
+        return StoreError(
+            f"{where}: delta {seq} of line {self.start.line} does not exist; after version "
+            f"{self._base.version} {has}"
+        )

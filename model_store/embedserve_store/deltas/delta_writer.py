@@ -1,0 +1,274 @@
+"""Appends deltas to the line of a published version, from the job that trains the model.
+
+Every rank writes the files of its own rows. Rank 0 then writes the manifest, which makes the delta
+visible. The manifest is created only where there is none, so the second of two writers is fenced
+off. Imports torch when called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.encode_changes import Changes, encode_changes
+from embedserve_store.deltas.ranks import Ranks
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.delta_file import ChangedRows, encode, split
+from embedserve_store.format.delta_manifest import (
+    DELTA_BYTES_MAX,
+    FILES_MAX,
+    FOLDER,
+    DeltaFile,
+    DeltaManifest,
+    LinePosition,
+    file_name,
+    manifest_name,
+)
+from embedserve_store.model_store import ModelStore
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.publishing.added_file import check_exclusive, user, writer
+
+Result = TypeVar("Result")
+
+_NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
+
+
+class WriterFencedError(StoreError):
+    """Another writer has appended to the line. This writer has stopped and appends nothing more."""
+
+
+class DeltaWriter:
+    """Appends rows that changed in training to the line of a version, one delta for each push.
+
+        with DeltaWriter("s3://bucket/store", model="dlrm") as writer:
+            seq = writer.push_rows({"user": (ids, rows)}, step=100)
+
+    All ranks of the process group make the same calls in the same order. A delta holds the rows of
+    all ranks, and appears whole or not at all. If a push fails, no delta appears, and the rows may
+    be pushed again.
+
+    Attributes:
+        seq: last delta of the line that this writer knows; 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        model: str,
+        version: int | None = None,
+        is_alone: bool = False,
+    ) -> None:
+        """Finds the end of the line; a collective of all ranks.
+
+        Args:
+            store: a folder that all ranks see, or a URL.
+            version: version that the deltas change. Default: the newest.
+            is_alone: whether no other writer can exist. Required where two writers could overwrite
+                each other: in an object store without conditional writes, or a file system without
+                hard links.
+
+        Raises:
+            StoreError: on all ranks: there is no such version, the end of its line is damaged, or
+                the store cannot be read or written.
+        """
+        self._ranks = Ranks()
+        self._models = ModelStore(store)
+        self._is_fenced = False
+        self._opened: ModelVersion | None = None
+        self._token: str = self._ranks.from_first(secrets.token_hex(8))
+        self._on_all(lambda: self._open(model, version))
+        self._position = self._on_first(lambda: self._find_end(is_alone))
+
+    @property
+    def seq(self) -> int:
+        return self._position.seq
+
+    def push_rows(self, changes: Changes, *, step: int | None = None) -> int:
+        """Appends a delta with the given rows, and returns its seq; a collective of all ranks.
+
+        Args:
+            changes: row numbers [n] and rows [n, dim] by table; rows are float32, float16 or
+                bfloat16, on any device. For a table with a vocabulary (id rule map), ids of the
+                vocabulary replace the row numbers. No row may occur twice, on one rank or on two.
+                Without rows the delta is empty: a sign of life.
+            step: number of the training step, for people.
+
+        Raises:
+            InvalidModelError: on all ranks: a table, id or row cannot be stored.
+            WriterFencedError: on all ranks: another writer has appended to the line.
+            StoreError: on all ranks: the store cannot be written.
+        """
+        as_of = datetime.now(UTC).isoformat(timespec="microseconds")
+        if self._is_fenced:
+            raise WriterFencedError(f"{self._where}: this writer was fenced off and has stopped")
+        encoded = self._on_all(lambda: self._encode(changes))
+        self._check_apart(encoded)
+        is_appended = False
+        while not is_appended:
+            files = self._written(encoded)
+            self._position, is_appended = self._on_first(partial(self._append, files, step, as_of))
+        return self._position.seq
+
+    def close(self) -> None:
+        """Ends the writer; a collective of all ranks."""
+        self._ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:  # the other ranks may never come to close
+            self.close()
+
+    @property
+    def _where(self) -> str:
+        return f"{self._models.where}/{self._folder}"
+
+    def _open(self, model: str, version: int | None) -> None:
+        base = self._models.manifest(model, version)
+        self._model, self._version = base.model, base.version
+        self._tables = {table.name: table for table in base.tables}
+        self._line = DeltaLine(self._models, base)
+        self._folder = f"{model}/{FOLDER}/{self._line.start.line}"
+        self._write = writer(self._models.where, f"{model}/{FOLDER}")
+
+    def _find_end(self, is_alone: bool) -> LinePosition:
+        if not is_alone:
+            try:
+                check_exclusive(self._models.where, self._folder)
+            except StoreError as error:
+                raise StoreError(f"{error}: is_alone=True says that there is no other") from error
+        stored = self._line.seqs()
+        return self._line.manifest(stored[-1])[1] if stored else self._line.start
+
+    def _encode(self, changes: Changes) -> dict[str, ChangedRows]:
+        rules = [self._tables[name].ids.rule for name in changes if name in self._tables]
+        if "map" in rules and self._opened is None:  # a remote version is pulled
+            self._opened = self._models.load(self._model, self._version)
+        id_maps = self._opened.id_maps if self._opened else {}
+        return encode_changes(changes, self._tables, id_maps)
+
+    def _check_apart(self, changes: Mapping[str, ChangedRows]) -> None:
+        """Raises InvalidModelError on all ranks if two have the same row; a collective."""
+        if self._ranks.count == 1:
+            return
+        ours = {name: change.numbers for name, change in changes.items()}
+        every = self._ranks.from_all(ours)
+        for name in self._tables:
+            numbers = np.concatenate([one[name] for one in every if name in one] or [_NO_ROWS])
+            numbers.sort()
+            twice = np.flatnonzero(np.diff(numbers) == 0)
+            if len(twice):
+                raise InvalidModelError(
+                    f"table {name!r}: row {numbers[twice[0]]} is pushed by two ranks"
+                )
+
+    def _written(self, changes: Mapping[str, ChangedRows]) -> tuple[DeltaFile, ...]:
+        """Writes the files of this rank, and returns those of all ranks; a collective."""
+        own = self._on_all(lambda: list(self._write_files(changes)))
+        return tuple(file for files in self._ranks.from_all(own) for file in files)
+
+    def _write_files(self, changes: Mapping[str, ChangedRows]) -> list[DeltaFile]:
+        token = secrets.token_hex(8)
+        files = []
+        for number, part in enumerate(split(changes)):
+            name = file_name(self._position.seq + 1, token, self._ranks.rank, number)
+            file, data = encode(part, name)
+            if not self._write(f"{self._folder}/{name}", data):
+                raise StoreError(f"{self._where}/{name}: exists already")
+            files.append(file)
+        return files
+
+    def _append(
+        self, files: tuple[DeltaFile, ...], step: int | None, as_of: str
+    ) -> tuple[LinePosition, bool]:
+        """Writes the manifest. Returns the end of the line, and whether it is the new delta.
+
+        It is not if the store already has a delta of this writer there: an earlier push, which
+        failed because the store's response was lost. The files must then be written for the next
+        seq.
+
+        Raises:
+            WriterFencedError: another writer has appended.
+            StoreError: the delta exceeds a limit, or the store cannot be written.
+        """
+        delta = DeltaManifest(
+            model=self._model,
+            line=self._position.line,
+            seq=self._position.seq + 1,
+            previous=self._position.checksum,
+            writer=user(),
+            token=self._token,
+            step=step,
+            as_of=as_of,
+            files=files,
+        )
+        where = f"{self._where}/{manifest_name(delta.seq)}"
+        if delta.nbytes > DELTA_BYTES_MAX or len(files) > FILES_MAX:
+            raise InvalidModelError(
+                f"{where}: {delta.nbytes} bytes in {len(files)} files, the limits are "
+                f"{DELTA_BYTES_MAX} and {FILES_MAX}: push more often"
+            )
+        data = delta.to_bytes()
+        if self._write(f"{self._folder}/{manifest_name(delta.seq)}", data):
+            checksum = hashlib.sha256(data).hexdigest()
+            return LinePosition(delta.line, delta.seq, checksum), True
+        there, position = self._line.manifest(delta.seq)
+        if there.token != self._token:
+            raise WriterFencedError(
+                f"{where}: {there.writer} wrote it, with rows as of {there.as_of}: this writer "
+                "stops"
+            )
+        return position, False
+
+    def _on_all(self, call: Callable[[], Result]) -> Result:
+        """Calls ``call`` on every rank, and returns its result; a collective.
+
+        If it raises on a rank, all ranks raise: their own error, else that of the first rank.
+        """
+        result, error = _outcome(call)
+        errors = [one for one in self._ranks.from_all(error) if one is not None]
+        return self._checked(result, error or next(iter(errors), None))
+
+    def _on_first(self, call: Callable[[], Result]) -> Result:
+        """Calls ``call`` on rank 0, and returns or raises its outcome on all; a collective."""
+        outcome: tuple[Result | None, StoreError | None] = None, None
+        if self._ranks.rank == 0:
+            outcome = _outcome(call)
+        outcome = self._ranks.from_first(outcome)
+        return self._checked(*outcome)
+
+    def _checked(self, result: Result | None, error: StoreError | None) -> Result:
+        """Returns ``result``, or raises ``error``; a fenced writer stays fenced."""
+        if error is not None:
+            self._is_fenced = isinstance(error, WriterFencedError)
+            raise error
+        return cast(Result, result)
+
+
+def _outcome(call: Callable[[], Result]) -> tuple[Result | None, StoreError | None]:
+    """Returns the result of ``call``, or its error, which other ranks can receive."""
+    try:
+        return call(), None
+    except StoreError as error:
+        return None, error
+    except Exception as error:
+        other = StoreError(f"{type(error).__name__}: {error}")
+        other.__cause__ = error
+        return None, other

@@ -1,0 +1,54 @@
+"""Exchanges small Python objects between the ranks of a training job. Imports torch when called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Ranks:
+    """All ranks of the default process group, with a gloo group of their own.
+
+    A group of its own keeps these collectives apart from those of training, which run at the same
+    time in another thread. Without a process group there is one rank.
+
+    Attributes:
+        rank: number of this rank.
+        count: number of ranks.
+    """
+
+    def __init__(self) -> None:
+        """Creates the group; a collective of all ranks."""
+        from torch import distributed
+
+        is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
+        self.rank = 0 if is_alone else distributed.get_rank()
+        self.count = 1 if is_alone else distributed.get_world_size()
+        self._group = None if is_alone else distributed.new_group(backend="gloo")
+
+    def from_all(self, value: Any) -> list[Any]:
+        """Returns the ``value`` of each rank, on every rank; a collective."""
+        if self._group is None:
+            return [value]
+        from torch import distributed
+
+        values = [None] * self.count
+        distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Returns the ``value`` of rank 0, on every rank; a collective."""
+        if self._group is None:
+            return value
+        from torch import distributed
+
+        values = [value]
+        distributed.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def close(self) -> None:
+        """Ends the group; a collective."""
+        if self._group is not None:
+            from torch import distributed
+
+            distributed.destroy_process_group(self._group)
+            self._group = None

@@ -1,0 +1,275 @@
+"""Defines the manifest of a delta: the rows that changed in one push, as frozen values and as JSON.
+
+A line is the sequence of deltas that begins at a published version. It lies beside the versions:
+
+    STORE/MODEL/deltas/7/00000000000000001234.json                     sealed manifest, written last
+    STORE/MODEL/deltas/7/00000000000000001234.5f0c….0.0.safetensors    rows that rank 0 wrote
+
+Each manifest has the checksum of the manifest before it, so that a gap or a fork is found. The
+first has a checksum of the version's rows. Never reads a file of rows (delta_line.py does). Never
+imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.json_fields import typed
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
+from embedserve_store.format.version_folder import to_json_bytes
+
+FORMAT_VERSION = 2
+"""Format version of delta manifests, the same as that of notes: both have a seal."""
+FOLDER = "deltas"
+LINE = "line"
+LINE_SEQ = "line_seq"
+LINE_CHECKSUM = "line_checksum"
+"""Keys in Manifest.source of a compacted version: its LinePosition."""
+MANIFEST_BYTES_MAX = 16 << 20
+FILES_MAX = 10_000
+FILE_BYTES_MAX = 128 << 20
+"""Maximum bytes of a file of rows, which is read whole; 128 MiB. Writers begin a new file earlier
+(delta_file.py)."""
+DELTA_BYTES_MAX = 4 << 30
+_MANIFEST_PATTERN = re.compile(r"([0-9]{20})\.json")
+_FILE_PATTERN = re.compile(r"([0-9]{20})\.[0-9a-f]{16}\.[0-9]{1,6}\.[0-9]{1,6}\.safetensors")
+_SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
+_TOKEN_PATTERN = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class DeltaFile:
+    """File with rows of one or more tables."""
+
+    name: str
+    nbytes: int
+    sha256: str
+    rows: Mapping[str, int]
+    """Number of rows of each table, in the order of the file."""
+
+
+@dataclass(frozen=True)
+class DeltaManifest:
+    """Content of a delta."""
+
+    model: str
+    line: int
+    """Version at which the line begins."""
+    seq: int
+    """Position in the line, from 1."""
+    previous: str
+    """sha256 of the manifest before; of the first delta, ``base_checksum`` of the version."""
+    writer: str
+    """User and host of the training job."""
+    token: str
+    """Random name of the writer, 16 hexadecimal digits: each training job that starts has a new
+    one."""
+    step: int | None
+    """Training step after which the rows were read, as the writer counts them."""
+    as_of: str
+    """Time at which the rows were read: ISO 8601 with microseconds, UTC."""
+    files: tuple[DeltaFile, ...]
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Returns the number of rows of each table that has some."""
+        rows: Counter[str] = Counter()
+        for file in self.files:
+            rows.update(file.rows)
+        return dict(rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        return sealed_json(
+            {
+                "format_version": FORMAT_VERSION,
+                "model": self.model,
+                "line": self.line,
+                "seq": self.seq,
+                "previous": self.previous,
+                "writer": self.writer,
+                "token": self.token,
+                "step": self.step,
+                "as_of": self.as_of,
+                "files": [
+                    {
+                        "name": file.name,
+                        "bytes": file.nbytes,
+                        "sha256": file.sha256,
+                        "rows": dict(file.rows),
+                    }
+                    for file in self.files
+                ],
+            }
+        )
+
+
+@dataclass(frozen=True)
+class LinePosition:
+    """Position in a line: the state of the rows after one of its deltas."""
+
+    line: int
+    seq: int
+    """Last delta in the rows; 0 for the version at which the line begins."""
+    checksum: str
+    """Value of ``previous`` in the next delta."""
+
+    def to_source(self) -> dict[str, Any]:
+        """Returns the fields that a version compacted up to here adds to Manifest.source."""
+        return {LINE: self.line, LINE_SEQ: self.seq, LINE_CHECKSUM: self.checksum}
+
+
+def base_checksum(manifest: Manifest) -> str:
+    """Returns the sha256 that stands for the rows and vocabularies at which a line begins.
+
+    It is the same for a copy of the version in another store.
+    """
+    tables = {table.name: [table.sha256, table.ids.sha256] for table in manifest.tables}
+    return hashlib.sha256(to_json_bytes(tables)).hexdigest()
+
+
+def position_of(manifest: Manifest) -> LinePosition:
+    """Returns the position of a version's rows in its line.
+
+    A version that was not compacted begins a line of its own.
+
+    Raises:
+        StoreError: the version's fields of compaction are wrong.
+    """
+    source = manifest.source
+    if LINE not in source:
+        return LinePosition(manifest.version, 0, base_checksum(manifest))
+    where = f"version {manifest.version} of {manifest.model!r}: source"
+    line, seq = typed(source, LINE, int, where), typed(source, LINE_SEQ, int, where)
+    if line < 1 or seq < 1:
+        raise StoreError(f"{where}: {LINE} is {line} and {LINE_SEQ} is {seq}, expected 1 or more")
+    return LinePosition(line, seq, _sha256(source, LINE_CHECKSUM, where))
+
+
+def manifest_name(seq: int) -> str:
+    """Returns the file name of a delta's manifest.
+
+    >>> manifest_name(1234)
+    '00000000000000001234.json'
+    """
+    return f"{seq:020d}.json"
+
+
+def file_name(seq: int, token: str, rank: int, part: int) -> str:
+    """Returns the name of a file of rows.
+
+    ``token`` is drawn for each push and rank, so that a file of a push that failed, or of a writer
+    that died, is never taken for another.
+    """
+    return f"{seq:020d}.{token}.{rank}.{part}.safetensors"
+
+
+def parse_manifest_name(name: str) -> int | None:
+    """Returns the seq of a manifest's file name; None for any other name."""
+    match = _MANIFEST_PATTERN.fullmatch(name)
+    return int(match[1]) if match and int(match[1]) else None
+
+
+def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> DeltaManifest:
+    """Parses the manifest of delta ``seq`` of a line.
+
+    Args:
+        where: name of the file in errors.
+
+    Raises:
+        StoreError: the manifest is damaged, exceeds a limit, or belongs elsewhere.
+    """
+    if len(text) > MANIFEST_BYTES_MAX:
+        raise StoreError(f"{where}: {len(text)} bytes, the limit is {MANIFEST_BYTES_MAX}")
+    data = parse_sealed(text, where, FORMAT_VERSION)
+    files = typed(data, "files", list, where)
+    if len(files) > FILES_MAX:
+        raise StoreError(f"{where}: files has {len(files)} entries, the limit is {FILES_MAX}")
+    delta = DeltaManifest(
+        model=typed(data, "model", str, where),
+        line=typed(data, "line", int, where),
+        seq=typed(data, "seq", int, where),
+        previous=_sha256(data, "previous", where),
+        writer=typed(data, "writer", str, where),
+        token=_matching(_TOKEN_PATTERN, data, "token", "16", where),
+        step=None if data.get("step") is None else typed(data, "step", int, where),
+        as_of=_time(data, "as_of", where),
+        files=tuple(_file(file, seq, f"{where}: files[{i}]") for i, file in enumerate(files)),
+    )
+    if (delta.model, delta.line, delta.seq) != (model, line, seq):
+        raise StoreError(
+            f"{where}: is delta {delta.seq} of line {delta.line} of model {delta.model!r}, but "
+            f"lies where delta {seq} of line {line} of {model!r} does"
+        )
+    if delta.nbytes > DELTA_BYTES_MAX:
+        raise StoreError(
+            f"{where}: its files have {delta.nbytes} bytes, the limit is {DELTA_BYTES_MAX}"
+        )
+    return delta
+
+
+def check_tables(delta: DeltaManifest, base: Manifest, where: str) -> None:
+    """Raises StoreError unless every table of ``delta`` is one of ``base``, with no more rows."""
+    tables = {table.name: table for table in base.tables}
+    for name, rows in delta.rows.items():
+        if name not in tables:
+            raise StoreError(
+                f"{where}: table {name!r} is not one of version {base.version}; tables are "
+                f"{', '.join(tables)}"
+            )
+        if rows > tables[name].num_embeddings:
+            raise StoreError(
+                f"{where}: table {name!r}: {rows} rows, the table has {tables[name].num_embeddings}"
+            )
+
+
+def _file(data: Any, seq: int, where: str) -> DeltaFile:
+    if not isinstance(data, dict):
+        raise StoreError(f"{where}: expected a JSON object")
+    name = typed(data, "name", str, where)
+    match = _FILE_PATTERN.fullmatch(name)
+    if match is None or int(match[1]) != seq:
+        raise StoreError(f"{where}: name is {name!r:.120}, not that of a file of delta {seq}")
+    nbytes = typed(data, "bytes", int, where)
+    if not 0 < nbytes <= FILE_BYTES_MAX:
+        raise StoreError(f"{where}: bytes is {nbytes}, expected 1 to {FILE_BYTES_MAX}")
+    rows = typed(data, "rows", dict, where)
+    for table in rows:
+        if typed(rows, table, int, f"{where}: rows") < 1:
+            raise StoreError(f"{where}: rows: {table} is {rows[table]}, expected 1 or more")
+    return DeltaFile(name, nbytes, _sha256(data, "sha256", where), rows)
+
+
+def _sha256(data: dict[str, Any], key: str, where: str) -> str:
+    return _matching(_SHA256_PATTERN, data, key, "64", where)
+
+
+def _matching(
+    pattern: re.Pattern[str], data: dict[str, Any], key: str, length: str, where: str
+) -> str:
+    digits: str = typed(data, key, str, where)
+    if not pattern.fullmatch(digits):
+        raise StoreError(f"{where}: {key} is {digits!r:.80}, expected {length} hexadecimal digits")
+    return digits
+
+
+def _time(data: dict[str, Any], key: str, where: str) -> str:
+    time: str = typed(data, key, str, where)
+    try:
+        is_utc = datetime.fromisoformat(time).utcoffset() == timedelta(0)
+    except ValueError:
+        is_utc = False
+    if not is_utc:
+        raise StoreError(f"{where}: {key} is {time!r:.80}, expected a time in UTC by ISO 8601")
+    return time

@@ -1,0 +1,79 @@
+"""Commands for the deltas of a model: rows that changed since a version was published.
+
+Nothing heavy is imported at the top, so that --help responds immediately.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from embedserve.commands.cli_errors import cli_errors
+from embedserve.commands.store_commands import Cache, Model, Store
+from embedserve.commands.switch import Command, Group
+
+DEFAULT = "list"
+
+OfVersion = Annotated[
+    str | None,
+    typer.Option(help="Number or alias of the version that they follow. Default: the newest."),
+]
+
+
+class DeltasGroup(Group):
+    """A group whose command ``list`` runs if the first argument names no command."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            args = [DEFAULT, *args]
+        return super().resolve_command(ctx, args)
+
+
+deltas = typer.Typer(
+    cls=DeltasGroup,
+    help="List, verify or compact the deltas that training pushed: rows that changed since a "
+    "version was published.",
+    no_args_is_help=True,
+)
+
+
+@deltas.command(DEFAULT, cls=Command)
+def list_deltas(
+    store: Store,
+    model: Model,
+    seq: Annotated[int | None, typer.Argument(help="Show the tables of this delta.")] = None,
+    version: OfVersion = None,
+    last: Annotated[int, typer.Option(help="Number of deltas to list; 0 lists all.", min=0)] = 20,
+) -> None:
+    """List the last deltas, or the tables of one delta. The word list may be left out."""
+    with cli_errors():
+        from embedserve_store.commands.deltas import list_deltas as run
+
+        run(store, model, seq, version, last)
+
+
+@deltas.command(cls=Command)
+def verify(store: Store, model: Model, version: OfVersion = None) -> None:
+    """Read every byte of the deltas, and check that each continues the one before it."""
+    with cli_errors():
+        from embedserve_store.commands.deltas import verify_deltas as run
+
+        run(store, model, version)
+
+
+@deltas.command(cls=Command)
+def compact(
+    store: Store,
+    model: Model,
+    version: OfVersion = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Last delta to include. Default: the last one.", min=1)
+    ] = None,
+    cache: Cache = None,
+) -> None:
+    """Publish a version and the deltas after it as the next version."""
+    with cli_errors():
+        from embedserve_store.commands.deltas import compact as run
+
+        run(store, model, version, seq, cache)

@@ -1,0 +1,94 @@
+"""`embedserve deltas`: lists, shows, verifies and compacts what training pushed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from embedserve.commands.cli import app
+from embedserve_store import DeltaWriter, ModelStore
+
+
+@pytest.fixture
+def own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A test's own copy of the store, with version 1 of "shop" and 25 deltas."""
+    monkeypatch.setenv("COLUMNS", "200")
+    own = shutil.copytree(store, tmp_path / "own")
+    table = ModelStore(own).manifest("shop").tables[0]
+    with DeltaWriter(own, model="shop") as writer:
+        for seq in range(1, 26):
+            rows = np.full((2, table.embedding_dim), seq, np.float32)
+            writer.push_rows({table.name: ([0, 1 + seq % 6], rows)}, step=10 * seq)
+    return own
+
+
+def run(*arguments: str | Path | int) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_last_deltas_are_listed(own: Path) -> None:
+    code, out, _ = run("deltas", own, "shop")
+    title, head, *lines = out.splitlines()
+    assert code == 0
+    assert title == "line 1 of shop: 25 deltas after version 1, the last 20"
+    assert head.split() == ["seq", "as", "of", "step", "rows", "bytes", "writer", "run"]
+    assert [line.split()[0] for line in lines] == [str(seq) for seq in range(6, 26)]
+    assert lines[-1].split()[2:4] == ["250", "2"]
+    assert run("deltas", "list", own, "shop", "--last", "0")[1].count("\n") == 27
+
+
+def test_one_delta_is_shown(own: Path) -> None:
+    code, out, _ = run("deltas", own, "shop", 7)
+    assert code == 0
+    assert out.startswith("delta 7 of line 1 of shop: rows as of 20")
+    assert ", after step 70, " in out
+    table = ModelStore(own).manifest("shop").tables[0].name
+    assert out.splitlines()[-1].split() == [table, "2"]
+    code, _, said = run("deltas", own, "shop", 26)
+    assert code == 1
+    assert "00000000000000000026.json: cannot be read: No such file" in said
+
+
+def test_deltas_are_verified_and_compacted(own: Path) -> None:
+    verified = run("deltas", "verify", own, "shop")
+    assert verified[0] == 0
+    assert "shop: deltas 1 to 25 of line 1 are as they were written, 50 rows, " in verified[2]
+    code, _, said = run("deltas", "compact", own, "shop", "--seq", 24)
+    assert code == 0
+    assert "published shop version 2: " in said
+    assert " with the deltas of line 1 up to 24, in " in said
+    title = run("deltas", own, "shop")[1].splitlines()[0]
+    assert title == "line 1 of shop: 1 deltas after version 2 (seq 24)"
+    assert run("verify", own, "shop", 2)[0] == 0
+    assert "line 1 of shop: no deltas after version 3 (seq 25)" in (
+        run("deltas", "compact", own, "shop") and run("deltas", own, "shop")[1]
+    )
+
+
+def test_a_damaged_delta_is_one_line(own: Path) -> None:
+    path = next((own / "shop/deltas/1").glob("*13.*.safetensors"))
+    path.unlink()
+    code, _, said = run("deltas", "verify", own, "shop")
+    assert code == 1
+    (line,) = said.splitlines()
+    assert f"{path.name}: cannot be read" in line
+    assert run("deltas", "compact", own, "shop")[0] == 1
+    assert ModelStore(own).versions("shop") == [1]
+
+
+def test_a_version_without_deltas(store: Path) -> None:
+    assert run("deltas", store, "shop")[1] == "line 1 of shop: no deltas after version 1\n"
+    code, _, said = run("deltas", "verify", store, "shop")
+    assert (code, "there is no delta after version 1" in said) == (1, True)
+
+
+def test_help_names_the_commands() -> None:
+    code, out, _ = run("deltas", "--help")
+    assert code == 0
+    for name in ("list", "verify", "compact"):
+        assert f" {name} " in out

@@ -1,0 +1,60 @@
+"""Pushes rows from several ranks over gloo; prints what each call returned or raised.
+
+python pushing_ranks.py STORE WORLD_SIZE
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+
+import numpy as np
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from numpy.typing import NDArray
+
+from embedserve_store import DeltaWriter, StoreError
+
+DIM = 16
+
+
+def rows(ids: list[int]) -> NDArray[np.float32]:
+    return np.repeat(np.array(ids, np.float32)[:, None], DIM, axis=1)
+
+
+def run(rank: int, world_size: int, store: str, meeting: str) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size
+    )
+    said = []
+    with DeltaWriter(store, model="m") as writer:
+        own = [rank, 10 + rank]
+        pushes: tuple[dict[str, tuple[list[int], NDArray[np.float32]]], ...] = (
+            {"user": (own, rows(own))},
+            {"user": ([7], rows([7]))} if rank == world_size - 1 else {},
+            {"user": ([rank + 290], rows([rank])) if rank else ([300], rows([300]))},
+            {"user": ([50], rows([50]))},
+            {},
+        )
+        for push in pushes:
+            try:
+                said.append(str(writer.push_rows(push)))
+            except StoreError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    everyone: list[list[str] | None] = [None] * world_size
+    dist.all_gather_object(everyone, said)
+    if rank == 0:
+        assert all(one == said for one in everyone), everyone
+        print("\n".join(said))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    store, world_size = sys.argv[1], int(sys.argv[2])
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world_size, store, os.path.join(folder, "meeting"))
+        # forked, not spawned: what is imported already need not be imported by each rank
+        mp.start_processes(run, arguments, nprocs=world_size, start_method="fork")

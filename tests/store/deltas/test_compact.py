@@ -1,0 +1,148 @@
+"""Compaction: a version and its deltas become the next version, which has the same rows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from store.deltas.conftest import rows
+from writable import writable
+
+from embedserve_store import (
+    DeltaLine,
+    DeltaWriter,
+    IdRule,
+    ModelStore,
+    StoreError,
+    compact_deltas,
+    publish,
+    remove_version,
+    verify,
+)
+
+COUNTS = {"user": 300, "item": 77, "tag": 16}
+
+
+def push_some(store: Path, pushes: int, seed: int = 0) -> None:
+    random = np.random.default_rng(seed)
+    with DeltaWriter(store, model="m") as writer:
+        for push in range(pushes):
+            chosen = {
+                name: random.choice(count, random.integers(1, 9), replace=False)
+                for name, count in COUNTS.items()
+            }
+            writer.push_rows(
+                {
+                    name: (ids, rows(name, len(ids), 100 * seed + push))
+                    for name, ids in chosen.items()
+                }
+            )
+
+
+def replayed(store: Path, base: int, seq: int) -> dict[str, NDArray[np.uint8]]:
+    """The rows of version ``base`` with its deltas up to ``seq``, one row after the other."""
+    models = ModelStore(store)
+    version = models.load("m", base)
+    found = {name: version.tables.rows(name).copy() for name in COUNTS}
+    line = DeltaLine(models, version.manifest)
+    for delta, _ in line.deltas(seq):
+        for changes in line.rows(delta):
+            for change in changes:
+                for number, value in zip(change.numbers, change.values, strict=True):
+                    found[change.table.name][number] = value
+    return found
+
+
+def rows_of(store: Path, version: int) -> dict[str, NDArray[np.uint8]]:
+    opened = ModelStore(store).load("m", version)
+    return {name: opened.tables.rows(name) for name in COUNTS}
+
+
+def test_the_compacted_version_has_the_rows_of_its_deltas(store: Path) -> None:
+    push_some(store, 5)
+    expected = replayed(store, 1, 5)
+    made = compact_deltas(store, "m")
+    assert (made.version, made.manifest.source["line"], made.manifest.source["line_seq"]) == (
+        2,
+        1,
+        5,
+    )
+    opened = ModelStore(store).load("m")
+    verify(opened)
+    np.testing.assert_equal(rows_of(store, 2), expected)
+    assert opened.plan == ModelStore(store).load("m", 1).plan
+    assert not np.array_equal(
+        opened.goldens().stored_answers, ModelStore(store).load("m", 1).goldens().stored_answers
+    )
+
+
+@pytest.mark.parametrize("seq", [1, 3])
+def test_compacting_then_applying_is_applying(store: Path, seq: int) -> None:
+    push_some(store, 5)
+    compact_deltas(store, "m", seq=seq)
+    push_some(store, 2, seed=1)  # continues the line after delta 5, from version 2
+    assert DeltaLine(ModelStore(store), ModelStore(store).manifest("m")).seqs() == [
+        *range(seq + 1, 8)
+    ]
+    expected = replayed(store, 1, 7)
+    np.testing.assert_equal(replayed(store, 2, 7), expected)
+    compact_deltas(store, "m")
+    np.testing.assert_equal(rows_of(store, 3), expected)
+    remove_version(store, "m", 1)
+    np.testing.assert_equal(replayed(store, 2, 7), expected)
+
+
+def test_vocabularies_go_along(tmp_path: Path, make_ebc: Callable[..., Any]) -> None:
+    store = tmp_path / "own"
+    rules = {"user": IdRule("map", id_type="string"), "tag": IdRule("modulo")}
+    words = [f"w{i}" for i in range(300)]
+    # "tag" and "item" share a feature, so they have one rule.
+    rules["item"] = rules["tag"] = IdRule("modulo", modulus=16)
+    publish(make_ebc(), store, model="m", ids=rules, vocabularies={"user": words})
+    with DeltaWriter(store, model="m") as writer:
+        writer.push_rows({"user": (["w7"], rows("user", 1)), "tag": ([3], rows("tag", 1))})
+    compact_deltas(store, "m")
+    opened = ModelStore(store).load("m")
+    verify(opened)
+    np.testing.assert_array_equal(
+        opened.tables.rows("user")[7].view(np.float32), rows("user", 1)[0]
+    )
+
+
+def test_nothing_to_compact(store: Path) -> None:
+    with pytest.raises(StoreError, match="no delta after version 1: nothing to compact"):
+        compact_deltas(store, "m")
+    push_some(store, 1)
+    compact_deltas(store, "m")
+    with pytest.raises(StoreError, match="no delta after version 2: nothing to compact"):
+        compact_deltas(store, "m")
+    with pytest.raises(StoreError, match="delta 2 of line 1 does not exist"):
+        compact_deltas(store, "m", version=1, seq=2)
+    assert ModelStore(store).versions("m") == [1, 2]
+
+
+def test_a_damaged_version_or_delta_is_not_compacted(store: Path, tmp_path: Path) -> None:
+    """A damaged byte must not get a new checksum that makes it right."""
+    push_some(store, 2)
+    models = ModelStore(store)
+    for damaged in (
+        "m/1/tables.safetensors",
+        next((store / "m/deltas/1").glob("*2.*.safetensors")),
+    ):
+        other = writable(shutil.copytree(store, tmp_path / "damaged"))
+        path = other / (damaged if isinstance(damaged, str) else damaged.relative_to(store))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.chmod(0o644)
+        path.write_bytes(data)
+        with pytest.raises(StoreError, match="sha256 is"):
+            compact_deltas(other, "m")
+        assert ModelStore(other).versions("m") == [1]
+        assert not [*other.glob("m/.staging*")]
+        shutil.rmtree(other)
+    assert models.versions("m") == [1]

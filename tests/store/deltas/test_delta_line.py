@@ -1,0 +1,140 @@
+"""DeltaLine: deltas are read in order, and one that is missing, damaged or foreign is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from store.deltas.conftest import rows
+
+from embedserve_store import DeltaLine, DeltaWriter, ModelStore, StoreError
+from embedserve_store.format.delta_manifest import manifest_name
+from embedserve_store.format.manifest_checksum import sealed_json
+
+
+@pytest.fixture
+def folder(store: Path, writer: DeltaWriter) -> Path:
+    """The folder of a line with three deltas."""
+    for seq in (1, 2, 3):
+        writer.push_rows({"tag": ([seq, 9], rows("tag", 2, seq))}, step=seq)
+    return store / "m/deltas/1"
+
+
+def line_of(folder: Path) -> DeltaLine:
+    models = ModelStore(folder.parents[2])
+    return DeltaLine(models, models.manifest("m"))
+
+
+def read_all(folder: Path) -> list[int]:
+    """Reads every byte of the line, and returns the seqs."""
+    line = line_of(folder)
+    seqs = []
+    for delta, position in line.deltas():
+        for _ in line.rows(delta):
+            pass
+        assert position.seq == delta.seq
+        seqs.append(delta.seq)
+    return seqs
+
+
+def rows_file(folder: Path, seq: int) -> Path:
+    (path,) = folder.glob(f"{seq:020d}.*.safetensors")
+    return path
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    data = json.loads(path.read_bytes())
+    change(data)
+    path.unlink()
+    path.write_bytes(sealed_json(data))
+
+
+def test_deltas_come_in_order(folder: Path) -> None:
+    assert line_of(folder).seqs() == [1, 2, 3]
+    assert read_all(folder) == [1, 2, 3]
+    line = line_of(folder)
+    assert [delta.step for delta, _ in line.deltas(last=2)] == [1, 2]
+
+
+def test_other_files_are_ignored(folder: Path) -> None:
+    (folder / ".new-0123").write_bytes(b"half")
+    shutil.copy(rows_file(folder, 1), folder / rows_file(folder, 1).name.replace("1.", "4.", 1))
+    shutil.copytree(folder, folder.parent / "2")
+    assert read_all(folder) == [1, 2, 3]
+
+
+def test_a_missing_delta_is_a_gap(folder: Path) -> None:
+    (folder / manifest_name(2)).unlink()
+    with pytest.raises(StoreError, match=r"delta 2 of line 1 does not exist; .* it has 1 to 3"):
+        read_all(folder)
+
+
+def test_a_delta_past_the_end_is_missing(folder: Path) -> None:
+    with pytest.raises(StoreError, match="delta 4 of line 1 does not exist"):
+        [*line_of(folder).deltas(last=4)]
+
+
+def test_a_fork_is_found(folder: Path) -> None:
+    """A delta that was replaced by another one of the same seq does not continue the first."""
+    edit(folder / manifest_name(2), lambda data: data.update(step=7))
+    with pytest.raises(StoreError, match=r"0003\.json: does not continue delta 2: previous is"):
+        read_all(folder)
+
+
+def test_a_delta_of_other_rows_is_found(folder: Path) -> None:
+    """The first delta names the rows at which its line begins."""
+    edit(folder / manifest_name(1), lambda data: data.update(previous="0" * 64))
+    with pytest.raises(StoreError, match=r"0001\.json: does not continue version 1"):
+        read_all(folder)
+
+
+@pytest.mark.parametrize("at", [0, 9, 5000, -1])
+def test_a_damaged_file_is_named(folder: Path, at: int) -> None:
+    path = rows_file(folder, 2)
+    data = bytearray(path.read_bytes())
+    data[min(at, len(data) - 1)] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=rf"{path.name}: sha256 is"):
+        read_all(folder)
+
+
+def test_a_missing_or_short_file_is_named(folder: Path) -> None:
+    path = rows_file(folder, 3)
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[:-1])
+    with pytest.raises(StoreError, match=rf"{path.name}: {len(data) - 1} bytes, the manifest has"):
+        read_all(folder)
+    path.unlink()
+    with pytest.raises(StoreError, match=rf"{path.name}: cannot be read: No such file"):
+        read_all(folder)
+
+
+def test_a_row_in_two_files_is_refused(folder: Path) -> None:
+    """The rows of a delta have no order, so a row that occurs twice has no value."""
+    path = folder / manifest_name(3)
+    first = json.loads(path.read_bytes())["files"][0]
+    again = folder / first["name"].replace(".0.0.", ".1.0.")
+    shutil.copy(rows_file(folder, 3), again)
+
+    def twice(data: Any) -> None:
+        digest = hashlib.sha256(again.read_bytes()).hexdigest()
+        data["files"].append(first | {"name": again.name, "sha256": digest})
+
+    edit(path, twice)
+    with pytest.raises(StoreError, match=f"{again.name}: table 'tag': row 3 is in another file"):
+        read_all(folder)
+
+
+def test_rows_are_those_pushed(folder: Path) -> None:
+    line = line_of(folder)
+    delta, _ = line.manifest(2)
+    ((tag,),) = line.rows(delta)
+    np.testing.assert_array_equal(tag.numbers, [2, 9])

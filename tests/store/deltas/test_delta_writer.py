@@ -1,0 +1,258 @@
+"""DeltaWriter: a push is one delta, whole or not at all, and never overwrites another writer's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forkserver import PYTHON, run_warm
+from store.deltas.conftest import rows
+
+from embedserve_store import (
+    DeltaLine,
+    DeltaWriter,
+    IdRule,
+    InvalidModelError,
+    ModelStore,
+    StoreError,
+    WriterFencedError,
+    publish,
+)
+from embedserve_store.format.delta_manifest import DeltaManifest
+from embedserve_store.format.row_layout import dequantize_rows
+from embedserve_store.publishing import added_file
+
+TIMEOUT_S = 300
+
+
+def line_of(store: Path) -> DeltaLine:
+    models = ModelStore(store)
+    return DeltaLine(models, models.manifest("m"))
+
+
+def deltas_in(store: Path) -> list[DeltaManifest]:
+    return [delta for delta, _ in line_of(store).deltas()]
+
+
+def files_in(store: Path) -> set[str]:
+    return {path.name for path in (store / "m/deltas/1").iterdir()}
+
+
+def test_a_push_is_a_delta(store: Path, writer: DeltaWriter) -> None:
+    assert writer.seq == 0
+    pushed = {"user": ([7, 3], rows("user", 2)), "item": (np.array([5]), rows("item", 1))}
+    assert writer.push_rows(pushed, step=12) == 1
+    assert writer.push_rows({}) == 2
+    assert writer.seq == 2
+    first, second = deltas_in(store)
+    assert (first.rows, first.step, second.rows, second.step) == (
+        {"user": 2, "item": 1},
+        12,
+        {},
+        None,
+    )
+    ((user, item),) = line_of(store).rows(first)
+    np.testing.assert_array_equal(user.numbers, [3, 7])
+    values = dequantize_rows(user.values, "float32", 16)
+    np.testing.assert_array_equal(values, rows("user", 2)[::-1])
+    near = dequantize_rows(item.values, "int8", 8)
+    np.testing.assert_allclose(near, rows("item", 1), atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_may_be_tensors(store: Path, writer: DeltaWriter, dtype: torch.dtype) -> None:
+    values = torch.from_numpy(rows("user", 2)).to(dtype).requires_grad_()
+    writer.push_rows({"user": (torch.tensor([3, 7]), values)})
+    (delta,) = deltas_in(store)
+    (((user,)),) = [tuple(changes) for changes in line_of(store).rows(delta)]
+    expected = values.detach().float().numpy()
+    np.testing.assert_array_equal(dequantize_rows(user.values, "float32", 16), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"shop": ([1], rows("user", 1))}, "table 'shop' is not in the model; tables are user,"),
+        ({"user": ([1, 2], rows("user", 1))}, "table 'user': 2 ids for 1 rows"),
+        ({"user": ([1, 1], rows("user", 2))}, "table 'user': row 1 is pushed twice"),
+        ({"user": ([300], rows("user", 1))}, r"rows\[0\] is 300, the table has 300 rows"),
+        ({"user": ([-1], rows("user", 1))}, r"rows\[0\] is -1, the table has 300 rows"),
+        ({"user": (["a"], rows("user", 1))}, r"ids are <U1 \[1\], expected row numbers"),
+        ({"user": ([1.5], rows("user", 1))}, r"ids are float64 \[1\], expected row numbers"),
+        ({"user": ([[1]], rows("user", 1))}, r"ids are int64 \[1, 1\], expected row numbers"),
+        ({"user": (np.array([1 << 63], np.uint64), rows("user", 1))}, "no row number"),
+        ({"user": ([1], rows("item", 1))}, r"rows are float32 \[1, 8\], expected \[n, 16\]"),
+        ({"user": ([1], rows("user", 1)[0])}, r"rows are float32 \[16\], expected"),
+        ({"user": ([1], np.ones((1, 16)))}, r"rows are float64 \[1, 16\], expected"),
+        ({"user": ([1], rows("user", 1) * np.nan)}, "table 'user': row 1 holds a value"),
+        ({"item": ([1], np.full((1, 8), 1e9, np.float32))}, "row 1 holds .*too large for int8"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(
+    store: Path, writer: DeltaWriter, changes: Any, said: str
+) -> None:
+    with pytest.raises(InvalidModelError, match=said):
+        writer.push_rows({"tag": ([1], rows("tag", 1)), **changes})
+    assert files_in(store) == set()
+    assert writer.push_rows({"tag": ([1], rows("tag", 1))}) == 1
+
+
+@pytest.mark.parametrize(("ids", "new"), [([10, -5, 1 << 62], 11), (["a", "b", "ü"], "c")])
+def test_ids_of_a_vocabulary_are_those_of_callers(
+    tmp_path: Path, make_ebc: Callable[..., Any], ids: list[Any], new: Any
+) -> None:
+    store = tmp_path / "own"
+    rule = IdRule("map", id_type="int64" if isinstance(new, int) else "string")
+    publish(make_ebc(), store, model="m", ids={"user": rule}, vocabularies={"user": ids})
+    with DeltaWriter(store, model="m") as writer:
+        writer.push_rows({"user": ([ids[2], ids[0]], rows("user", 2))})
+        with pytest.raises(InvalidModelError, match=f"id {new!r} is not in the vocabulary"):
+            writer.push_rows({"user": ([new], rows("user", 1))})
+        kinds = "expected row numbers" if isinstance(new, int) else "id 3 is not a string"
+        with pytest.raises(InvalidModelError, match=kinds):
+            writer.push_rows({"user": (["a"] if isinstance(new, int) else [3], rows("user", 1))})
+    (delta,) = deltas_in(store)
+    ((user,),) = line_of(store).rows(delta)
+    np.testing.assert_array_equal(user.numbers, [0, 2])
+    values = dequantize_rows(user.values, "float32", 16)
+    np.testing.assert_array_equal(values, rows("user", 2)[::-1])
+
+
+def test_the_next_writer_goes_on_after_the_last_delta(store: Path) -> None:
+    for seq in (1, 2, 3):
+        with DeltaWriter(store, model="m") as writer:
+            assert writer.seq == seq - 1
+            assert writer.push_rows({"tag": ([seq], rows("tag", 1))}) == seq
+    assert len({delta.token for delta in deltas_in(store)}) == 3
+
+
+def test_of_two_writers_the_second_is_fenced(store: Path, writer: DeltaWriter) -> None:
+    with DeltaWriter(store, model="m") as other:
+        assert other.push_rows({"tag": ([1], rows("tag", 1))}) == 1
+        for _ in range(2):
+            with pytest.raises(WriterFencedError, match="stop"):
+                writer.push_rows({"tag": ([2], rows("tag", 1))})
+        assert other.push_rows({}) == 2
+    assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}, {}]
+
+
+def test_of_writers_at_once_one_gets_each_seq(store: Path) -> None:
+    writers = [DeltaWriter(store, model="m") for _ in range(4)]
+    start = threading.Barrier(len(writers))
+    outcomes: list[int | str] = []
+
+    def push(writer: DeltaWriter, row: int) -> None:
+        start.wait()
+        try:
+            outcomes.append(writer.push_rows({"tag": ([row], rows("tag", 1))}))
+        except WriterFencedError:
+            outcomes.append("fenced")
+
+    threads = [threading.Thread(target=push, args=(one, row)) for row, one in enumerate(writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(str, outcomes)) == ["1", "fenced", "fenced", "fenced"]
+    assert len(deltas_in(store)) == 1
+
+
+def test_a_response_that_was_lost_is_no_other_writer(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has the delta, but the writer gets an error: it continues after its own delta."""
+    real = writer._write
+
+    def lose(name: str, data: bytes) -> bool:
+        assert real(name, data)
+        if name.endswith(".json"):
+            raise StoreError("connection reset")
+        return True
+
+    monkeypatch.setattr(writer, "_write", lose)
+    with pytest.raises(StoreError, match="connection reset"):
+        writer.push_rows({"tag": ([1], rows("tag", 1))})
+    monkeypatch.setattr(writer, "_write", real)
+    assert writer.push_rows({"tag": ([2], rows("tag", 1))}) == 2
+    assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}, {"tag": 1}]
+
+
+def test_a_push_that_fails_leaves_no_delta(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file fails, no reader sees the push, and the same push succeeds afterwards."""
+    real = writer._write
+    pushed = {"tag": ([1], rows("tag", 1))}
+    for failing in (".safetensors", ".json"):
+
+        def fail(name: str, data: bytes, failing: str = failing) -> bool:
+            if name.endswith(failing):
+                raise StoreError(f"{name}: disk is full")
+            return real(name, data)
+
+        monkeypatch.setattr(writer, "_write", fail)
+        with pytest.raises(StoreError, match="disk is full"):
+            writer.push_rows(pushed)
+        assert deltas_in(store) == []
+    monkeypatch.setattr(writer, "_write", real)
+    assert writer.push_rows(pushed) == 1
+    assert len(deltas_in(store)) == 1
+
+
+def test_a_store_where_two_could_overwrite_each_other_is_refused(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*paths: Any) -> None:
+        raise OSError(next(iter(added_file.NO_LINKS)), "no hard links")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(StoreError, match=r"two writers could overwrite .* is_alone=True"):
+        DeltaWriter(store, model="m")
+    with DeltaWriter(store, model="m", is_alone=True) as writer:
+        assert writer.push_rows({"tag": ([1], rows("tag", 1))}) == 1
+    assert len(deltas_in(store)) == 1
+
+
+def test_no_such_version(store: Path) -> None:
+    with pytest.raises(StoreError, match="version 2 does not exist"):
+        DeltaWriter(store, model="m", version=2)
+    with pytest.raises(StoreError, match="no model 'other'"):
+        DeltaWriter(store, model="other")
+
+
+def test_killed_writers_leave_only_what_the_next_removes(store: Path) -> None:
+    folder = store / "m/deltas/1"
+    folder.mkdir(parents=True)
+    aside = folder / f"{added_file.ASIDE_PREFIX}0123"
+    aside.write_bytes(b"half")
+    old_s = aside.stat().st_mtime - added_file.STALE_S - 60
+    os.utime(aside, (old_s, old_s))
+    with DeltaWriter(store, model="m") as writer:
+        writer.push_rows({"tag": ([1], rows("tag", 1))})
+    assert not aside.exists()
+    assert len(files_in(store)) == 2
+
+
+def test_ranks_push_one_delta_together(store: Path) -> None:
+    """Every rank returns the same seq or raises the same error, and a delta has all their rows."""
+    script = Path(__file__).with_name("pushing_ranks.py")
+    done = run_warm([*PYTHON, script, store, "2"], timeout=TIMEOUT_S, has_warm_children=True)
+    assert done.returncode == 0, done.stderr
+    outside = "changes: table 'user': rows[0] is 300, the table has 300 rows"
+    assert done.stdout.splitlines() == [
+        "1",
+        "2",
+        f"InvalidModelError: {outside}",
+        "InvalidModelError: table 'user': row 50 is pushed by two ranks",
+        "3",
+    ]
+    assert [delta.rows for delta in deltas_in(store)] == [{"user": 4}, {"user": 1}, {}]
+    first = deltas_in(store)[0]
+    changed = [user for (user,) in line_of(store).rows(first)]
+    assert [[*one.numbers] for one in changed] == [[0, 10], [1, 11]]

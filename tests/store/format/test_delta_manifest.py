@@ -1,0 +1,152 @@
+"""Delta manifests: what is written is what is read, and everything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_manifest import (
+    DELTA_BYTES_MAX,
+    FILE_BYTES_MAX,
+    FILES_MAX,
+    DeltaFile,
+    DeltaManifest,
+    LinePosition,
+    base_checksum,
+    check_tables,
+    file_name,
+    manifest_name,
+    parse_delta,
+    parse_manifest_name,
+    position_of,
+)
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.manifest_checksum import sealed_json
+from embedserve_store.format.table_spec import TableSpec
+
+SHA = "a" * 64
+TOKEN = "0123456789abcdef"
+FILE = DeltaFile(file_name(5, TOKEN, 0, 0), 1000, SHA, {"user": 3, "item": 2})
+DELTA = DeltaManifest(
+    "m", 7, 5, SHA, "me@host", TOKEN, 40, "2026-01-02T03:04:05.000006+00:00", (FILE,)
+)
+USER = TableSpec("user", 10, 4, ("user",), "sum", "float32", SHA)
+BASE = Manifest("m", 7, (USER, replace(USER, name="item", feature_names=("item",))), False)
+
+
+def parse(data: bytes) -> DeltaManifest:
+    return parse_delta(data, "m", 7, 5, "here")
+
+
+def test_round_trip() -> None:
+    assert parse(DELTA.to_bytes()) == DELTA
+    without_step = replace(DELTA, step=None, files=())
+    assert parse(without_step.to_bytes()) == without_step
+    assert (DELTA.rows, DELTA.nbytes) == ({"user": 3, "item": 2}, 1000)
+
+
+def test_names_sort_by_seq_and_are_found_again() -> None:
+    names = [manifest_name(seq) for seq in (1, 9, 10, 12345)]
+    assert names == sorted(names)
+    assert [parse_manifest_name(name) for name in names] == [1, 9, 10, 12345]
+    for other in (FILE.name, "5.json", manifest_name(0), f".new-{TOKEN}", f"{manifest_name(5)}.x"):
+        assert parse_manifest_name(other) is None
+
+
+def edited(change: Callable[[dict[str, Any]], None]) -> bytes:
+    data = json.loads(DELTA.to_bytes())
+    change(data)
+    return sealed_json(data)
+
+
+def in_file(**fields: Any) -> bytes:
+    return edited(lambda data: data["files"][0].update(fields))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (edited(lambda data: data.update(model="other")), "is delta 5 of line 7 of model 'other'"),
+        (edited(lambda data: data.update(line=8)), "is delta 5 of line 8"),
+        (edited(lambda data: data.update(seq=6)), "is delta 6 of line 7"),
+        (edited(lambda data: data.update(seq=True)), "seq is True, expected int"),
+        (edited(lambda data: data.update(format_version=1)), "format_version is 1"),
+        (edited(lambda data: data.update(previous="a")), "previous is 'a', expected 64 hex"),
+        (edited(lambda data: data.update(token="x")), "token is 'x', expected 16 hex"),
+        (edited(lambda data: data.update(step="4")), "step is '4', expected int"),
+        (edited(lambda data: data.update(as_of="now")), "as_of is 'now', expected a time in UTC"),
+        (edited(lambda data: data.update(as_of="2026-01-02T03:04:05+01:00")), "a time in UTC"),
+        (edited(lambda data: data.update(files={})), "files is {}, expected list"),
+        (edited(lambda data: data.update(files=[3])), "files[0]: expected a JSON object"),
+        (in_file(name="../5.json"), "files[0]: name is '../5.json', not that of a file of delta 5"),
+        (in_file(name=file_name(6, TOKEN, 0, 0)), "not that of a file of delta 5"),
+        (in_file(bytes=0), "files[0]: bytes is 0"),
+        (in_file(bytes=FILE_BYTES_MAX + 1), f"expected 1 to {FILE_BYTES_MAX}"),
+        (in_file(sha256="A" * 64), "expected 64 hexadecimal digits"),
+        (in_file(rows={"user": 0}), "rows: user is 0, expected 1 or more"),
+        (in_file(rows={"user": 1.5}), "user is 1.5, expected int"),
+        (b"{}", "format_version is None"),
+        (b"[" * 100_000, "not JSON"),
+        (DELTA.to_bytes()[:-10], "not JSON, or half-written"),
+        (DELTA.to_bytes().replace(b'"step": 40', b'"step": 41'), "changed since it was published"),
+        (b" " * ((16 << 20) + 1), "the limit is 16777216"),
+    ],
+)
+def test_anything_else_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(StoreError, match=r"^here") as caught:
+        parse(data)
+    assert said in str(caught.value)
+
+
+def test_sizes_are_refused_by_the_manifest_alone() -> None:
+    largest = replace(FILE, nbytes=FILE_BYTES_MAX)
+    too_large = replace(DELTA, files=(largest,) * (DELTA_BYTES_MAX // FILE_BYTES_MAX + 1))
+    with pytest.raises(StoreError, match=f"the limit is {DELTA_BYTES_MAX}"):
+        parse(too_large.to_bytes())
+    with pytest.raises(StoreError, match=f"files has 10001 entries, the limit is {FILES_MAX}"):
+        parse(replace(DELTA, files=(FILE,) * 10001).to_bytes())
+
+
+@settings(max_examples=300, deadline=None)
+@given(at=st.integers(0, len(DELTA.to_bytes()) - 1), byte=st.integers(0, 255))
+def test_any_changed_byte_is_found(at: int, byte: int) -> None:
+    data = bytearray(DELTA.to_bytes())
+    if data[at] == byte:
+        return
+    data[at] = byte
+    with pytest.raises(StoreError, match=r"^here"):
+        parse(bytes(data))
+
+
+def test_tables_are_those_of_the_version() -> None:
+    check_tables(DELTA, BASE, "here")
+    unknown = replace(DELTA, files=(replace(FILE, rows={"shop": 1}),))
+    with pytest.raises(StoreError, match=r"here: table 'shop' is not one of version 7; tables are"):
+        check_tables(unknown, BASE, "here")
+    too_many = replace(DELTA, files=(replace(FILE, rows={"user": 11}),))
+    with pytest.raises(StoreError, match=r"table 'user': 11 rows, the table has 10"):
+        check_tables(too_many, BASE, "here")
+
+
+def test_a_line_begins_at_a_version_and_goes_through_compacted_ones() -> None:
+    assert position_of(BASE) == LinePosition(7, 0, base_checksum(BASE))
+    position = LinePosition(7, 1234, SHA)
+    compacted = replace(BASE, version=9, source={"kind": "deltas"} | position.to_source())
+    assert position_of(compacted) == position
+    for wrong in ({"line": 0}, {"line_seq": "1"}, {"line_checksum": "?"}):
+        source = position.to_source() | wrong
+        with pytest.raises(StoreError, match="version 9 of 'm': source: "):
+            position_of(replace(compacted, source=source))
+
+
+def test_the_base_checksum_tells_rows_apart_not_numbers() -> None:
+    assert base_checksum(replace(BASE, version=8)) == base_checksum(BASE)
+    other = (replace(USER, sha256="b" * 64), BASE.tables[1])
+    assert base_checksum(replace(BASE, tables=other)) != base_checksum(BASE)

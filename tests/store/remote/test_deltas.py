@@ -1,0 +1,59 @@
+"""Deltas in an object store: appended by conditional writes, read and compacted as in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import s3fs
+from store.remote.conditional_s3 import serve_conditional
+
+from embedserve_store import (
+    DeltaLine,
+    DeltaWriter,
+    ModelStore,
+    StoreError,
+    WriterFencedError,
+    compact_deltas,
+    verify,
+)
+
+CHANGE = {"t": ([3, 5], np.ones((2, 16), np.float32))}
+
+
+@pytest.fixture
+def conditional(uploaded: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sends requests through a server with conditional writes."""
+    with serve_conditional(endpoint) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_a_line_in_an_object_store(conditional: None, url: str, tmp_path: Path) -> None:
+    with DeltaWriter(url, model="m") as writer, DeltaWriter(url, model="m") as other:
+        assert writer.push_rows(CHANGE, step=4) == 1
+        with pytest.raises(WriterFencedError, match="stops"):
+            other.push_rows(CHANGE)
+        assert writer.push_rows({}) == 2
+    models = ModelStore(url, tmp_path / "cache")
+    line = DeltaLine(models, models.manifest("m"))
+    assert [delta.rows for delta, _ in line.deltas()] == [{"t": 2}, {}]
+    made = compact_deltas(url, "m", cache=tmp_path / "cache")
+    assert (made.version, made.where) == (2, f"{url}/m/2")
+    opened = models.load("m")
+    verify(opened)
+    rows = opened.tables.rows("t").view(np.float32)
+    np.testing.assert_array_equal(rows[[3, 5]], np.ones((2, 16)))
+    np.testing.assert_array_equal(rows[4], np.full(16, 4))
+    assert models.versions("m") == [1, 2]
+
+
+def test_a_store_without_conditional_writes_is_refused(uploaded: Path, url: str) -> None:
+    with pytest.raises(StoreError, match=r"two writers could overwrite .* is_alone=True"):
+        DeltaWriter(url, model="m")
+    with DeltaWriter(url, model="m", is_alone=True) as writer:
+        assert writer.push_rows(CHANGE) == 1
