@@ -56,10 +56,11 @@ class ColumnExchange:
         self._group: Any = distributed.new_group(backend="gloo")
 
     def close(self) -> None:
-        """Destroys the process group."""
+        """Destroys the process group, unless all were destroyed before."""
         from torch import distributed
 
-        distributed.destroy_process_group(self._group)
+        if distributed.is_initialized():
+            distributed.destroy_process_group(self._group)
 
     def whole_rows(
         self, pieces: dict[str, list[Piece]], problem: str = ""

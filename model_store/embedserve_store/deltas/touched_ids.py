@@ -24,8 +24,8 @@ class TouchedIds:
 
     TorchRec records an id before the optimizer updates its row. A pipeline that looks up a batch
     ahead so has ids recorded whose rows change only later: the ids of the last ``overlap_steps``
-    training steps before ``mark_taken`` are therefore returned once more after it. Forwards of an
-    evaluation (``eval()`` or ``no_grad``) count as no step.
+    training steps before ``mark_taken`` are therefore returned once more after it, and as long as
+    no further step follows. Forwards of an evaluation (``eval()`` or ``no_grad``) count as no step.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class TrackedRows:
             raise ValueError(f"overlap_steps is {overlap_steps}, expected 0 or more")
         self._tables, _, path = describe_sharded(module, prefix)
         self._collection = collection_of(module, prefix)
-        self._whole: frozenset[str] = frozenset()
+        self._is_closed = False
         world_size = self._collection._env.world_size
         if world_size != distributed.get_world_size():
             raise InvalidModelError(
@@ -74,7 +74,7 @@ class TrackedRows:
                     f"table {table.name!r}: touched rows of {plan[table.name].sharding_type} "
                     f"tables cannot be taken, but those of {', '.join(_SHARDINGS)} tables"
                 )
-        self._check_dtypes()
+        self._check_shards()
         self._ids = TouchedIds(module, self._collection, path, overlap_steps)
         try:
             self._whole = self._untracked(plan)
@@ -114,9 +114,11 @@ class TrackedRows:
         return rows
 
     def close(self) -> None:
-        """Stops tracking. Not a collective."""
-        self._ids.close()
-        self._exchange.close()
+        """Stops tracking. Not a collective; may be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._ids.close()
+            self._exchange.close()
 
     def _read(self) -> dict[str, list[Piece]]:
         """Returns the touched rows of this rank's shards, by table."""
@@ -141,13 +143,16 @@ class TrackedRows:
         state = self._collection.state_dict()  # writes back what is cached on a device
         return {key.name: list(own_shards(key.name, state[key.key])) for key in table_keys(state)}
 
-    def _check_dtypes(self) -> None:
+    def _check_shards(self) -> None:
+        import torch
+
         for table, shards in self._shards().items():
             for _, _, shard in shards:
                 dtype = str(shard.dtype).removeprefix("torch.")
-                if dtype not in SOURCE_DTYPES:
+                if not isinstance(shard, torch.Tensor) or dtype not in SOURCE_DTYPES:
                     raise InvalidModelError(
-                        f"table {table!r} is {dtype}: expected {', '.join(SOURCE_DTYPES)}"
+                        f"table {table!r} has a {type(shard).__name__} of {dtype}: expected a "
+                        f"tensor of {', '.join(SOURCE_DTYPES)}"
                     )
 
     def _untracked(self, plan: Any) -> frozenset[str]:

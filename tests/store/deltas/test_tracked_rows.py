@@ -259,6 +259,18 @@ def test_forwards_of_an_evaluation_count_as_no_step() -> None:
     assert lost_rows(served, dmp) == 0
 
 
+def test_ids_are_taken_again_until_a_step_follows_their_lookup() -> None:
+    dmp = ranker(tables=USER)
+    tracked, step = TrackedRows(dmp), stepper(dmp)
+    record(dmp, "user", [9])  # as a pipeline that begins
+    for _ in range(2):
+        assert tracked.take()["user"][0].tolist() == [9]
+    step(ids_of({"user": [5], "friend": []}))
+    assert tracked.take()["user"][0].tolist() == [5, 9]
+    for _ in range(2):
+        assert tracked.take()["user"][0].tolist() == [5]
+
+
 def test_lookups_between_a_take_and_the_next_forward_are_taken() -> None:
     dmp = ranker(tables=USER)
     tracked = TrackedRows(dmp)
@@ -342,6 +354,7 @@ def test_after_close_nothing_is_recorded_and_another_can_begin() -> None:
         tracked.close()
         step()
         assert not tracker.store.per_fqn_lookups
+        tracked.close()
         assert dmp.get_delta_tracker() is None
 
 
@@ -375,6 +388,21 @@ def test_others_may_read_the_same_tracker(
             assert lost_rows(served, dmp) == 0
     tracked.close()
     assert (dmp.get_delta_tracker() is None) == auto_compact
+
+
+def test_batches_that_the_tracker_merged_are_taken_once_more() -> None:
+    dmp = ranker(tables=USER)
+    dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=[OURS], auto_compact=True))
+    tracked, step = TrackedRows(dmp, overlap_steps=2), stepper(dmp)
+    for id_ in (1, 2, 3, 4):
+        step(ids_of({"user": [id_], "friend": []}))
+    assert tracked.take()["user"][0].tolist() == [1, 2, 3, 4]
+    step(ids_of({"user": [5], "friend": []}))
+    assert set(tracked.take()["user"][0]) >= {3, 4, 5}
+    for id_ in (6, 7):
+        step(ids_of({"user": [id_], "friend": []}))
+    tracked.take()
+    assert not {1, 2, 3, 4}.intersection(tracked.take()["user"][0])
 
 
 def test_two_collections_of_a_model_are_tracked_apart() -> None:
@@ -493,6 +521,19 @@ def test_other_shardings_are_refused(kind: str) -> None:
     dmp.module.ebc.module_sharding_plan["user"].sharding_type = kind
     with pytest.raises(InvalidModelError, match=f"table 'user': touched rows of {kind} tables"):
         TrackedRows(dmp)
+
+
+def test_a_model_over_some_of_the_ranks_is_refused() -> None:
+    dmp = ranker(tables=USER)
+    dmp.module.ebc._env.world_size = 2
+    with pytest.raises(InvalidModelError, match="the model is sharded over 2 of 1 ranks"):
+        TrackedRows(dmp)
+
+
+def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracked_rows, "SOURCE_DTYPES", ("float32", "float16"))
+    with pytest.raises(InvalidModelError, match=r"table .user. has a .* of bfloat16: expected a"):
+        TrackedRows(ranker(tables=USER, dtype="bfloat16"))
 
 
 def test_a_negative_overlap_is_refused() -> None:
