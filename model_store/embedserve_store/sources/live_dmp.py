@@ -77,6 +77,7 @@ def asked_apart(module: torch.nn.Module, prefix: str = "") -> Iterator[Any]:
         _input_dists=[],
         _feature_splits=[],
         _features_order=[],
+        post_lookup_tracker_fn=None,  # TorchRec's delta tracker records training
     )
     counts = [
         (kernel, name, copy.deepcopy(getattr(kernel, name)))
@@ -99,7 +100,7 @@ def collection_of(module: torch.nn.Module, prefix: str = "") -> Any:
 
 def is_sharded(module: torch.nn.Module) -> bool:
     """Returns whether ``module`` is or holds a sharded collection."""
-    return any(True for _ in _collections(module))
+    return any(True for _ in sharded_collections(module))
 
 
 def rank() -> int:
@@ -149,7 +150,7 @@ def checksums_of(module: torch.nn.Module, prefix: str = "") -> dict[str, NDArray
     found = {}
     for one in sorted(table_keys(state, prefix), key=lambda key: key.name):
         sums = np.zeros(state[one.key].shape[0], np.uint64)
-        for row, column, shard in _own_shards(one.name, state[one.key]):
+        for row, column, shard in own_shards(one.name, state[one.key]):
             own = sums[row : row + shard.shape[0]]
             own += checksums_of_rows(TensorRows(shard), column)
         if distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -160,8 +161,17 @@ def checksums_of(module: torch.nn.Module, prefix: str = "") -> dict[str, NDArray
     return found
 
 
-def _own_shards(table: str, value: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yields first row, first column and values of each shard that this rank sums up."""
+def own_shards(table: str, value: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yields first row, first column and values of each shard that this rank reads.
+
+    Replicated tables are read on rank 0.
+
+    Args:
+        value: the table in the model's state dict.
+
+    Raises:
+        InvalidModelError: ``value`` is of another tensor type.
+    """
     import torch
     from torch.distributed._shard.sharded_tensor import ShardedTensor
     from torch.distributed.tensor import DTensor
@@ -171,12 +181,12 @@ def _own_shards(table: str, value: Any) -> Iterator[tuple[int, int, torch.Tensor
             row, column = shard.metadata.shard_offsets
             yield row, column, shard.tensor
     elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-        if rank() == 0:  # every rank has a replica
+        if rank() == 0:
             yield 0, 0, value
     else:
         raise InvalidModelError(
             f"table {table!r}: the shards of a {type(value).__name__} cannot be read: write "
-            "expected answers without rows='all'"
+            "expected answers without rows='all', and deltas with push_rows"
         )
 
 
@@ -200,7 +210,7 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _chosen(module: torch.nn.Module, prefix: str) -> tuple[str, Any]:
-    everywhere = dict(_collections(module))
+    everywhere = dict(sharded_collections(module))
     found = at_prefix(everywhere, prefix)
     if len(found) != 1:
         where = f" under {prefix!r}" if prefix else ""
@@ -212,7 +222,8 @@ def _chosen(module: torch.nn.Module, prefix: str) -> tuple[str, Any]:
     return found[0], everywhere[found[0]]
 
 
-def _collections(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def sharded_collections(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the path and the module of each sharded collection in ``module``."""
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 

@@ -1,0 +1,202 @@
+"""Takes the rows that training changed from a sharded model, as a collective of all ranks.
+
+Changes nothing in the model. Imports torch and torchrec only when called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.deltas.column_exchange import ColumnExchange, Piece
+from embedserve_store.deltas.touched_ids import TouchedIds
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.sources.checkpoint import table_keys
+from embedserve_store.sources.live_dmp import collection_of, describe_sharded, own_shards, rank
+from embedserve_store.sources.rows import SOURCE_DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+WHOLE_ROWS_MAX = 10_000
+"""Most rows of a table that is taken whole each time, as its changes cannot be tracked."""
+_SHARDINGS = ("data_parallel", "table_wise", "column_wise", "table_column_wise", "row_wise")
+_UNTRACKED_KERNEL = "dense"
+"""Compute kernel whose optimizer may update rows that were not looked up."""
+
+
+class TrackedRows:
+    """Rows of a sharded model that training touched since they were last taken.
+
+    Until they are taken, tracking keeps 8 bytes on the model's device for each id that this rank
+    looks up (4 if ids are int32), repeated ids included; those of the last ``overlap_steps`` steps
+    are kept until the take after. If the tracker has other consumers or ``auto_compact``, those of
+    the whole last interval are kept and taken once more instead. A model whose rows are no longer
+    taken must be closed, else its ids accumulate.
+    """
+
+    def __init__(self, module: torch.nn.Module, prefix: str = "", overlap_steps: int = 1) -> None:
+        """Starts tracking. A collective of all ranks, to be called before the first step.
+
+        Args:
+            module: a DistributedModelParallel that holds a sharded EmbeddingBagCollection or
+                EmbeddingCollection. One TrackedRows at a time tracks a collection.
+            prefix: selects the collection if there are several.
+            overlap_steps: training steps whose lookups are taken once more, as many as the
+                training pipeline looks up ahead.
+
+        Raises:
+            InvalidModelError: on all ranks. The model cannot be tracked: a table's sharding, dtype
+                or name is not supported, or it is not tracked and has more than WHOLE_ROWS_MAX
+                rows, or TorchRec's delta tracker cannot be used.
+            ValueError: ``overlap_steps`` is negative.
+        """
+        from torch import distributed
+
+        if overlap_steps < 0:
+            raise ValueError(f"overlap_steps is {overlap_steps}, expected 0 or more")
+        self._tables, _, path = describe_sharded(module, prefix)
+        self._collection = collection_of(module, prefix)
+        self._is_closed = False
+        world_size = self._collection._env.world_size
+        if world_size != distributed.get_world_size():
+            raise InvalidModelError(
+                f"the model is sharded over {world_size} of {distributed.get_world_size()} ranks: "
+                "touched rows are taken from models that are sharded over all"
+            )
+        plan = self._collection.module_sharding_plan
+        for table in self._tables:
+            if plan[table.name].sharding_type not in _SHARDINGS:
+                raise InvalidModelError(
+                    f"table {table.name!r}: touched rows of {plan[table.name].sharding_type} "
+                    f"tables cannot be taken, but those of {', '.join(_SHARDINGS)} tables"
+                )
+        self._check_shards()
+        self._ids = TouchedIds(module, self._collection, path, overlap_steps)
+        try:
+            self._whole = self._untracked(plan)
+        except InvalidModelError:
+            self._ids.close()
+            raise
+        self._exchange = ColumnExchange({table.name: plan[table.name] for table in self._tables})
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """Tables of the collection, in its order, as float32."""
+        return self._tables
+
+    def take(self) -> dict[str, tuple[NDArray[np.int64], torch.Tensor]]:
+        """Returns the rows that this rank is to write, by table. A collective of all ranks.
+
+        Ranks exchange by a process group of their own (gloo). Weights are read as they are, so this
+        is called between two steps, on the thread and CUDA stream that train.
+
+        Returns:
+            Row numbers in the table, int64 [n], unique and ascending, and the whole rows [n, dim]
+            on the CPU, after the optimizer. Rows are in the dtype of training, except that bfloat16
+            becomes float32. No row is returned on two ranks. Tables without touched rows are left
+            out.
+
+        Raises:
+            InvalidModelError: on all ranks. A recorded id is outside of its table's shard, or ranks
+                recorded different ids of a column-wise table. Nothing counts as taken.
+        """
+        problem, pieces = "", {}
+        try:
+            pieces = self._read()
+        except InvalidModelError as error:
+            problem = str(error)
+        rows = self._exchange.whole_rows(pieces, problem)
+        self._ids.mark_taken()
+        return rows
+
+    def close(self) -> None:
+        """Stops tracking. Not a collective; may be called twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._ids.close()
+            self._exchange.close()
+
+    def _read(self) -> dict[str, list[Piece]]:
+        """Returns the touched rows of this rank's shards, by table."""
+        import torch
+
+        ids, found = self._ids.read(), {}
+        for table, shards in self._shards().items():
+            own = ids.get(table)
+            if table in self._whole:
+                own = torch.arange(shards[0][2].shape[0] if shards else 0)
+            if own is None or not len(own):
+                continue
+            _check_ids(table, own, shards)
+            found[table] = [
+                Piece(own.cpu().numpy().astype(np.int64) + row, column, _rows(shard, own))
+                for row, column, shard in sorted(shards, key=lambda shard: shard[1])
+            ]
+        return found
+
+    def _shards(self) -> dict[str, list[tuple[int, int, torch.Tensor]]]:
+        """Returns first row, first column and weights of this rank's shards, by table."""
+        state = self._collection.state_dict()  # writes back what is cached on a device
+        return {key.name: list(own_shards(key.name, state[key.key])) for key in table_keys(state)}
+
+    def _check_shards(self) -> None:
+        import torch
+
+        for table, shards in self._shards().items():
+            for _, _, shard in shards:
+                dtype = str(shard.dtype).removeprefix("torch.")
+                if not isinstance(shard, torch.Tensor) or dtype not in SOURCE_DTYPES:
+                    raise InvalidModelError(
+                        f"table {table!r} has a {type(shard).__name__} of {dtype}: expected a "
+                        f"tensor of {', '.join(SOURCE_DTYPES)}"
+                    )
+
+    def _untracked(self, plan: Any) -> frozenset[str]:
+        """Returns the tables that are taken whole each time.
+
+        Raises:
+            InvalidModelError: one of them has more than WHOLE_ROWS_MAX rows.
+        """
+        whole = set()
+        for table in self._tables:
+            sharding = plan[table.name]
+            if sharding.sharding_type == "data_parallel":
+                reason = "is data_parallel"
+            elif sharding.compute_kernel == _UNTRACKED_KERNEL:
+                reason = "has a dense kernel"
+            elif table.name not in self._ids.tables:
+                reason = "shares a feature with another table, or is skipped by the tracker"
+            else:
+                continue
+            if table.num_embeddings > WHOLE_ROWS_MAX:
+                raise InvalidModelError(
+                    f"table {table.name!r} {reason}, so which of its rows training touched is not "
+                    f"tracked, and its {table.num_embeddings} rows are more than the "
+                    f"{WHOLE_ROWS_MAX} that are taken whole each time"
+                )
+            whole.add(table.name)
+        return frozenset(whole)
+
+
+def _check_ids(table: str, ids: torch.Tensor, shards: list[tuple[int, int, torch.Tensor]]) -> None:
+    """Raises InvalidModelError if one of ``ids`` (ascending) is not a row of this rank's shards."""
+    rows = min((shard.shape[0] for _, _, shard in shards), default=0)
+    for id_ in (int(ids[0]), int(ids[-1])) if len(ids) else ():
+        if not 0 <= id_ < rows:
+            first = shards[0][0] if shards else 0
+            raise InvalidModelError(
+                f"table {table!r}: id {id_} was looked up on rank {rank()}, whose shard has {rows} "
+                f"rows from row {first} on"
+            )
+
+
+def _rows(shard: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of the rows ``ids`` of ``shard`` on the CPU; bfloat16 as float32."""
+    import torch
+
+    rows = shard.detach().index_select(0, ids.to(shard.device)).cpu()
+    return rows.float() if rows.dtype == torch.bfloat16 else rows

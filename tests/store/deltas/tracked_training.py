@@ -1,0 +1,213 @@
+"""Trains small sharded models over gloo processes, and takes the rows that training touched.
+
+    python tracked_training.py WORLD_SIZE OUT_FOLDER
+
+OUT_FOLDER gets, for each rank, ``rank-RANK.pt``: by run, the tables whole (rank 0 only) before and
+after each take, and what this rank took.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import trainer
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import get_default_sharders
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from embedserve_store.deltas.tracked_rows import TrackedRows
+from embedserve_store.errors import InvalidModelError
+
+DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType.BF16}
+TABLES: dict[str, tuple[int, int, list[str], str]] = {
+    "user": (103, 16, ["user", "friend"], "row_wise"),
+    "item": (77, 8, ["item"], "table_wise"),
+    "tag": (51, 16, ["tag"], "column_wise"),
+    "tiny": (7, 4, ["tiny"], "row_wise"),  # three ranks: the last has one row
+    "country": (12, 4, ["country"], "data_parallel"),
+}
+"""Rows, columns, features and sharding."""
+RUNS = {
+    "adagrad": (EmbOptimType.EXACT_ADAGRAD, "float32"),
+    "rowwise adagrad": (EmbOptimType.EXACT_ROWWISE_ADAGRAD, "float16"),
+}
+STEPS = (3, 1, 2, 0, 0)
+"""Training steps before each take."""
+
+
+class Ranker(nn.Module):
+    """Dense layers over ``tables``; returns loss and logits."""
+
+    def __init__(self, dtype: str = "float32", tables: Any = None) -> None:
+        super().__init__()
+        tables = tables or TABLES
+        configs = [
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=features,
+                pooling=PoolingType.SUM,
+                data_type=DTYPES[dtype],
+            )
+            for name, (rows, dim, features, _) in tables.items()
+        ]
+        self.ebc = EmbeddingBagCollection(tables=configs)
+        self.over = nn.Linear(sum(dim * len(f) for _, dim, f, _ in tables.values()), 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits: torch.Tensor = self.over(self.ebc(features).values().float())
+        return (logits - 1).square().mean(), logits
+
+
+def shard(
+    model: nn.Module,
+    sharding: dict[str, str],
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD,
+    kernels: dict[str, str] | None = None,
+) -> DistributedModelParallel:
+    """Shards ``model`` as ``sharding`` requests, over all ranks; column shards have 4 columns."""
+    constraints = {
+        name: ParameterConstraints(sharding_types=[kind], min_partition=4)
+        for name, kind in sharding.items()
+    }
+    fused = {"optimizer": optimizer, "learning_rate": 0.05, "eps": 1e-4}
+    sharders = [trainer.CpuSharder(fused), *get_default_sharders()[1:]]
+    world_size = dist.get_world_size()
+    topology = Topology(world_size=world_size, compute_device="cpu", local_world_size=world_size)
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    for tables in plan.plan.values():
+        for name, kernel in (kernels or {}).items():
+            tables[name].compute_kernel = kernel
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=sharders,
+    )
+
+
+def ranker(
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD,
+    dtype: str = "float32",
+    tables: Any = None,
+) -> DistributedModelParallel:
+    tables = tables or TABLES
+    sharding = {name: kind for name, (_, _, _, kind) in tables.items()}
+    return shard(Ranker(dtype, tables), sharding, optimizer)
+
+
+def batch(rng: np.random.Generator, tables: Any = None) -> KeyedJaggedTensor:
+    """Two examples with 0 to 2 ids of each feature, so that a step leaves most rows alone."""
+    tables = tables or TABLES
+    rows = {f: rows for rows, _, features, _ in tables.values() for f in features}
+    lengths = rng.integers(0, 3, (len(rows), 2))
+    ids = [rng.integers(0, n, k) for n, k in zip(rows.values(), lengths.sum(1), strict=True)]
+    return KeyedJaggedTensor(
+        keys=list(rows),
+        values=torch.from_numpy(np.concatenate(ids)),
+        lengths=torch.from_numpy(lengths.reshape(-1).astype(np.int32)),
+    )
+
+
+def dense_optimizer(dmp: DistributedModelParallel) -> KeyedOptimizerWrapper:
+    dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
+    return KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=0.05))
+
+
+def stepper(dmp: DistributedModelParallel, seed: int = 0) -> Callable[..., None]:
+    """Returns a function that trains one step on the next batch, or on the one that is passed."""
+    rng, optimizer = np.random.default_rng(seed), dense_optimizer(dmp)
+
+    def step(features: KeyedJaggedTensor | None = None) -> None:
+        optimizer.zero_grad()
+        loss, _ = dmp(batch(rng) if features is None else features)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def gathered(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """Every table by name, whole, on rank 0; bfloat16 as float32."""
+    whole = trainer.gathered(dmp, dist.get_rank())
+    return {
+        key.split(".")[-2]: (table.float() if table.dtype == torch.bfloat16 else table).clone()
+        for key, table in whole.items()
+    }
+
+
+def run(dmp: DistributedModelParallel, tracked: TrackedRows) -> list[Any]:
+    step = stepper(dmp, dist.get_rank())
+    found: list[Any] = [gathered(dmp)]
+    for steps in STEPS:
+        for _ in range(steps):
+            step()
+        found += [tracked.take(), gathered(dmp)]
+    return found
+
+
+def record(dmp: DistributedModelParallel, table: str, ids: list[int]) -> None:
+    """Makes TorchRec's tracker record ``ids`` of this rank's shard, as a lookup would."""
+    tracker = dmp.get_delta_tracker()
+    fqn = tracker.table_to_fqn[table]
+    tracker.store.append(tracker.curr_batch_idx, fqn, torch.tensor(ids))
+
+
+def refusals(dmp: DistributedModelParallel, tracked: TrackedRows) -> list[str]:
+    """Takes after rank 1 recorded ids that cannot be: a wrong one, then one that is its own."""
+    found = []
+    for table, id_ in (("user", 52), ("tag", 7)):
+        if dist.get_rank() == 1:
+            record(dmp, table, [id_])
+        try:
+            tracked.take()
+        except InvalidModelError as error:
+            found.append(str(error))
+        tracked.close()
+        tracked = TrackedRows(dmp)
+    return found
+
+
+def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    found: dict[str, Any] = {}
+    for name, (optimizer, dtype) in RUNS.items():
+        dmp = ranker(optimizer, dtype)
+        tracked = TrackedRows(dmp)
+        found[name] = run(dmp, tracked)
+    found["refusals"] = refusals(dmp, tracked)
+    torch.save(found, out / f"rank-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # torch's own threads may outlive what they use in an orderly end
+
+
+if __name__ == "__main__":
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    with tempfile.TemporaryDirectory() as meeting:
+        arguments = (size, folder, f"file://{meeting}/rendezvous")
+        # Forked, the ranks need not import torch again.
+        mp.start_processes(main, arguments, nprocs=size, start_method="fork")
