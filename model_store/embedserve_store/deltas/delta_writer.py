@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.encode_changes import Changes, encode_changes
 from embedserve_store.deltas.ranks import Ranks
+from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.delta_file import ChangedRows, encode, split
 from embedserve_store.format.delta_manifest import (
@@ -37,6 +38,10 @@ from embedserve_store.format.delta_manifest import (
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.added_file import check_exclusive, user, writer
+from embedserve_store.sources.live_dmp import describe_sharded
+
+if TYPE_CHECKING:
+    import torch
 
 Result = TypeVar("Result")
 
@@ -50,8 +55,12 @@ class WriterFencedError(StoreError):
 class DeltaWriter:
     """Appends rows that changed in training to the line of a version, one delta for each push.
 
-        with DeltaWriter("s3://bucket/store", model="dlrm") as writer:
-            seq = writer.push_rows({"user": (ids, rows)}, step=100)
+        writer = DeltaWriter("s3://bucket/store", model="dlrm", module=dmp)
+        for step, batch in enumerate(batches):
+            train(batch)
+            if step % 20 == 0:
+                writer.push(step=step)
+        writer.close()
 
     All ranks of the process group make the same calls in the same order. A delta holds the rows of
     all ranks, and appears whole or not at all. If a push fails, no delta appears, and the rows may
@@ -67,21 +76,32 @@ class DeltaWriter:
         *,
         model: str,
         version: int | None = None,
+        module: torch.nn.Module | None = None,
+        prefix: str = "",
+        overlap_steps: int = 1,
         is_alone: bool = False,
     ) -> None:
-        """Finds the end of the line; a collective of all ranks.
+        """Finds the end of the line, and tracks ``module``; a collective before the first step.
 
         Args:
             store: a folder that all ranks see, or a URL.
             version: version that the deltas change. Default: the newest.
+            module: the DistributedModelParallel that is trained, for ``push``. Its tables must be
+                those of the version.
+            prefix: selects the collection in ``module`` if there are several.
+            overlap_steps: number of training steps whose rows are pushed once more, as many as the
+                training pipeline looks up ahead of the optimizer.
             is_alone: whether no other writer can exist. Required where two writers could overwrite
                 each other: in an object store without conditional writes, or a file system without
                 hard links.
 
         Raises:
+            InvalidModelError: on all ranks: ``module`` has other tables than the version, or what
+                it trains cannot be tracked (tracked_rows.py).
             StoreError: on all ranks: there is no such version, the end of its line is damaged, or
                 the store cannot be read or written.
         """
+        self._tracked: TrackedRows | None = None
         self._ranks = Ranks()
         self._models = ModelStore(store)
         self._is_fenced = False
@@ -89,10 +109,38 @@ class DeltaWriter:
         self._token: str = self._ranks.from_first(secrets.token_hex(8))
         self._on_all(lambda: self._open(model, version))
         self._position = self._on_first(lambda: self._find_end(is_alone))
+        if module is not None:
+            self._on_all(lambda: self._check_tables(module, prefix))
+            self._tracked = TrackedRows(module, prefix, overlap_steps)
 
     @property
     def seq(self) -> int:
         return self._position.seq
+
+    def push(self, *, step: int | None = None) -> int:
+        """Appends a delta with the rows that training touched since the last push; a collective.
+
+        It is called between two steps, on the thread and CUDA stream that train. Rows are as they
+        are after the optimizer. If it fails, the next push has these rows, too.
+
+        Returns:
+            The seq of the delta. A delta without rows is a sign of life.
+
+        Raises:
+            InvalidModelError: on all ranks: a row cannot be stored, or an id was looked up that its
+                table does not have.
+            WriterFencedError, StoreError: as in ``push_rows``.
+            ValueError: the writer was made without ``module``.
+        """
+        if self._tracked is None:
+            raise ValueError("push needs DeltaWriter(…, module=…); rows of your own: push_rows")
+        self._check_not_fenced()
+        as_of = _now()
+        rows = self._tracked.take()
+        encoded = self._on_all(lambda: encode_changes(rows, self._tables, {}))
+        seq = self._append(encoded, step, as_of)
+        self._tracked.mark_taken()
+        return seq
 
     def push_rows(self, changes: Changes, *, step: int | None = None) -> int:
         """Appends a delta with the given rows, and returns its seq; a collective of all ranks.
@@ -109,19 +157,16 @@ class DeltaWriter:
             WriterFencedError: on all ranks: another writer has appended to the line.
             StoreError: on all ranks: the store cannot be written.
         """
-        as_of = datetime.now(UTC).isoformat(timespec="microseconds")
-        if self._is_fenced:
-            raise WriterFencedError(f"{self._where}: this writer was fenced off and has stopped")
+        self._check_not_fenced()
+        as_of = _now()
         encoded = self._on_all(lambda: self._encode(changes))
         self._check_apart(encoded)
-        is_appended = False
-        while not is_appended:
-            files = self._written(encoded)
-            self._position, is_appended = self._on_first(partial(self._append, files, step, as_of))
-        return self._position.seq
+        return self._append(encoded, step, as_of)
 
     def close(self) -> None:
-        """Ends the writer; a collective of all ranks."""
+        """Ends the writer and the tracking; a collective of all ranks."""
+        if self._tracked is not None:
+            self._tracked.close()
         self._ranks.close()
 
     def __enter__(self) -> Self:
@@ -133,12 +178,33 @@ class DeltaWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:  # the other ranks may never come to close
+        if error is None:
             self.close()
+        elif self._tracked is not None:  # the other ranks may never come to close their groups
+            self._tracked.close()
 
     @property
     def _where(self) -> str:
         return f"{self._models.where}/{self._folder}"
+
+    def _check_not_fenced(self) -> None:
+        if self._is_fenced:
+            raise WriterFencedError(f"{self._where}: this writer was fenced off and has stopped")
+
+    def _check_tables(self, module: torch.nn.Module, prefix: str) -> None:
+        """Raises InvalidModelError unless ``module`` has the tables of the version."""
+        trained = {table.name: table for table in describe_sharded(module, prefix)[0]}
+        for name in self._tables.keys() | trained.keys():
+            stored, own = self._tables.get(name), trained.get(name)
+            shapes = [
+                f"[{one.num_embeddings}, {one.embedding_dim}]" if one else "missing"
+                for one in (own, stored)
+            ]
+            if shapes[0] != shapes[1]:
+                raise InvalidModelError(
+                    f"table {name!r} is {shapes[0]} in training and {shapes[1]} in version "
+                    f"{self._version} of {self._model!r}"
+                )
 
     def _open(self, model: str, version: int | None) -> None:
         base = self._models.manifest(model, version)
@@ -179,6 +245,16 @@ class DeltaWriter:
                     f"table {name!r}: row {numbers[twice[0]]} is pushed by two ranks"
                 )
 
+    def _append(self, changes: Mapping[str, ChangedRows], step: int | None, as_of: str) -> int:
+        """Writes the delta and returns its seq; a collective."""
+        is_appended = False
+        while not is_appended:
+            files = self._written(changes)
+            self._position, is_appended = self._on_first(
+                partial(self._append_manifest, files, step, as_of)
+            )
+        return self._position.seq
+
     def _written(self, changes: Mapping[str, ChangedRows]) -> tuple[DeltaFile, ...]:
         """Writes the files of this rank, and returns those of all ranks; a collective."""
         own = self._on_all(lambda: list(self._write_files(changes)))
@@ -195,7 +271,7 @@ class DeltaWriter:
             files.append(file)
         return files
 
-    def _append(
+    def _append_manifest(
         self, files: tuple[DeltaFile, ...], step: int | None, as_of: str
     ) -> tuple[LinePosition, bool]:
         """Writes the manifest. Returns the end of the line, and whether it is the new delta.
@@ -260,6 +336,10 @@ class DeltaWriter:
             self._is_fenced = isinstance(error, WriterFencedError)
             raise error
         return cast(Result, result)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def _outcome(call: Callable[[], Result]) -> tuple[Result | None, StoreError | None]:

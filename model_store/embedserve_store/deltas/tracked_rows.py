@@ -92,7 +92,8 @@ class TrackedRows:
         """Returns the rows that this rank is to write, by table. A collective of all ranks.
 
         Ranks exchange by a process group of their own (gloo). Weights are read as they are, so this
-        is called between two steps, on the thread and CUDA stream that train.
+        is called between two steps, on the thread and CUDA stream that train. Until ``mark_taken``
+        the same rows are returned again.
 
         Returns:
             Row numbers in the table, int64 [n], unique and ascending, and the whole rows [n, dim]
@@ -102,16 +103,21 @@ class TrackedRows:
 
         Raises:
             InvalidModelError: on all ranks. A recorded id is outside of its table's shard, or ranks
-                recorded different ids of a column-wise table. Nothing counts as taken.
+                recorded different ids of a column-wise table.
         """
         problem, pieces = "", {}
         try:
             pieces = self._read()
         except InvalidModelError as error:
             problem = str(error)
-        rows = self._exchange.whole_rows(pieces, problem)
+        return self._exchange.whole_rows(pieces, problem)
+
+    def mark_taken(self) -> None:
+        """Forgets the rows that ``take`` returned, once they are written. Not a collective.
+
+        To be called before the next training step.
+        """
         self._ids.mark_taken()
-        return rows
 
     def close(self) -> None:
         """Stops tracking. Not a collective; may be called twice."""

@@ -63,14 +63,15 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         self._files, self.root = _open(self.url)
 
-    def folders(self) -> list[str]:
-        """Returns the names of the folders in this folder.
+    def folders(self, folder: str = "") -> list[str]:
+        """Returns the names of the folders in ``folder``, by default in this folder.
 
         Raises:
             StoreError: the folder does not exist.
             UnreachableError: the store cannot be reached. This applies to every method here.
         """
-        entries = self._call(self.url, "ls", self.root, detail=True)
+        where, path = f"{self.url}/{folder}".rstrip("/"), f"{self.root}/{folder}".rstrip("/")
+        entries = self._call(where, "ls", path, detail=True)
         folders = (entry["name"] for entry in entries if entry["type"] == "directory")
         return [name.rstrip("/").rpartition("/")[2] for name in folders]
 

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from embedserve_store.errors import StoreError, missing_model, missing_version
+from embedserve_store.format.delta_manifest import FOLDER as DELTAS
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
@@ -173,11 +174,32 @@ class RemoteStore:
         """
         _check_model(model, self._remote.url)
         folders: dict[int, dict[str, int]] = {}
-        for path, size in self._remote.sizes(model).items():
+        for path, size in self._version_files(model).items():
             number, _, name = path.partition("/")
             if VERSION_PATTERN.fullmatch(number):
                 folders.setdefault(int(number), {})[name] = size
         return dict(sorted(folders.items()))
+
+    def _version_files(self, model: str) -> dict[str, int]:
+        """Returns the bytes of the files in the version folders of ``model``, by their paths.
+
+        Files beside the versions may be listed, too. Deltas are not: there may be many thousands,
+        and one request lists a thousand files.
+        """
+        try:
+            folders = self._remote.folders(model)
+        except UnreachableError:
+            raise
+        except StoreError:  # does not exist
+            return {}
+        if DELTAS not in folders:
+            return self._remote.sizes(model)
+        numbers = [name for name in folders if VERSION_PATTERN.fullmatch(name)]
+        return {
+            f"{number}/{name}": size
+            for number in numbers
+            for name, size in self._remote.sizes(f"{model}/{number}").items()
+        }
 
     def _find(self, model: str, version: int | None) -> RemoteVersion:
         """Returns ``version``, or the highest version if it is None, with its manifest."""

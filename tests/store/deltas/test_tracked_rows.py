@@ -19,6 +19,7 @@ from server.python import run_warm_python
 from store.deltas.tracked_training import (
     RUNS,
     TABLES,
+    USER,
     Ranker,
     batch,
     dense_optimizer,
@@ -28,6 +29,7 @@ from store.deltas.tracked_training import (
     run,
     shard,
     stepper,
+    take,
 )
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -41,7 +43,7 @@ from embedserve_store.errors import InvalidModelError
 from embedserve_store.sources.live_dmp import asked_apart, describe_sharded
 
 OURS = "embedserve:ebc"
-USER = {"user": TABLES["user"]}
+
 TRACKED = {name: table for name, table in TABLES.items() if name != "country"}
 TIMEOUT_S = 120
 
@@ -130,7 +132,7 @@ def test_bfloat16_rows_are_taken_as_float32() -> None:
     tracked = TrackedRows(dmp)
     record(dmp, "user", [7, 3])
     record(dmp, "tag", [9])
-    now, taken = gathered(dmp), tracked.take()
+    now, taken = gathered(dmp), take(tracked)
     for name, expected in (("user", [3, 7]), ("tag", [9])):
         numbers, rows = taken[name]
         assert numbers.tolist() == expected
@@ -142,7 +144,7 @@ def test_taken_rows_are_copies() -> None:
     dmp = ranker()
     tracked, step = TrackedRows(dmp), stepper(dmp)
     step()
-    taken = tracked.take()
+    taken = take(tracked)
     kept = {name: rows.clone() for name, (_, rows) in taken.items()}
     for _ in range(4):
         step()
@@ -159,7 +161,7 @@ def test_an_embedding_collection_is_tracked() -> None:
     )
     tracked = TrackedRows(dmp)
     dmp.module["ec"](ids_of({"word": [3, 30, 3]}))["word"].values()
-    numbers, rows = tracked.take()["word"]
+    numbers, rows = take(tracked)["word"]
     assert numbers.tolist() == [3, 30]
     weights = dmp.state_dict()["ec.embeddings.word.weight"].local_shards()[0].tensor
     assert torch.equal(rows, weights[numbers])
@@ -199,7 +201,7 @@ def test_a_pipeline_that_looks_ahead_loses_no_update(monkeypatch: pytest.MonkeyP
     for at in range(30):
         pipeline.progress(batches)
         if at % 3 != 1:
-            apply(served, tracked.take())
+            apply(served, take(tracked))
             assert lost_rows(served, dmp) == 0
 
 
@@ -212,7 +214,7 @@ def test_without_overlap_a_pipeline_that_looks_ahead_loses_updates(
     batches = iter([batch(rng, TRACKED) for _ in range(6)])
     for _ in range(6):
         pipeline.progress(batches)
-        apply(served, tracked.take())
+        apply(served, take(tracked))
     assert lost_rows(served, dmp) > 0
 
 
@@ -238,7 +240,7 @@ def test_the_ids_of_the_last_steps_are_taken_once_more(overlap_steps: int) -> No
         step(features)
         ids.append(set(features.values().tolist()))
         expected = set().union(*ids[-1 - overlap_steps :])
-        found = tracked.take().get("user", (np.empty(0),))[0]
+        found = take(tracked).get("user", (np.empty(0),))[0]
         assert set(found.tolist()) == expected, at
 
 
@@ -252,10 +254,10 @@ def test_forwards_of_an_evaluation_count_as_no_step() -> None:
     dmp.eval()
     dmp(batch(rng, USER))
     dmp.train()
-    apply(served, tracked.take())
+    apply(served, take(tracked))
     ahead.backward()
     assert lost_rows(served, dmp) > 0
-    apply(served, tracked.take())
+    apply(served, take(tracked))
     assert lost_rows(served, dmp) == 0
 
 
@@ -264,19 +266,19 @@ def test_ids_are_taken_again_until_a_step_follows_their_lookup() -> None:
     tracked, step = TrackedRows(dmp), stepper(dmp)
     record(dmp, "user", [9])  # as a pipeline that begins
     for _ in range(2):
-        assert tracked.take()["user"][0].tolist() == [9]
+        assert take(tracked)["user"][0].tolist() == [9]
     step(ids_of({"user": [5], "friend": []}))
-    assert tracked.take()["user"][0].tolist() == [5, 9]
+    assert take(tracked)["user"][0].tolist() == [5, 9]
     for _ in range(2):
-        assert tracked.take()["user"][0].tolist() == [5]
+        assert take(tracked)["user"][0].tolist() == [5]
 
 
 def test_lookups_between_a_take_and_the_next_forward_are_taken() -> None:
     dmp = ranker(tables=USER)
     tracked = TrackedRows(dmp)
-    tracked.take()
+    take(tracked)
     dmp.module.ebc(ids_of({"user": [9], "friend": [8]}))
-    assert tracked.take()["user"][0].tolist() == [8, 9]
+    assert take(tracked)["user"][0].tolist() == [8, 9]
 
 
 def test_torchrec_loses_lookups_between_a_read_and_the_next_forward() -> None:
@@ -295,10 +297,10 @@ def test_torchrec_loses_lookups_between_a_read_and_the_next_forward() -> None:
 def test_nothing_looked_up_is_an_empty_result() -> None:
     dmp = ranker(tables=USER)
     tracked, step = TrackedRows(dmp, overlap_steps=0), stepper(dmp)
-    assert tracked.take() == {}
+    assert take(tracked) == {}
     step()
-    assert list(tracked.take()) == ["user"]
-    assert tracked.take() == {}
+    assert list(take(tracked)) == ["user"]
+    assert take(tracked) == {}
 
 
 def test_torchrec_raises_where_nothing_was_looked_up() -> None:
@@ -317,7 +319,7 @@ def test_ids_outside_of_the_table_are_refused_and_nothing_counts_as_taken(id_: i
     record(dmp, "user", [5, id_])
     for _ in range(2):
         with pytest.raises(InvalidModelError, match=rf"table 'user': id {id_} was looked up on"):
-            tracked.take()
+            take(tracked)
 
 
 def test_goldens_of_the_training_model_are_not_taken() -> None:
@@ -325,7 +327,7 @@ def test_goldens_of_the_training_model_are_not_taken() -> None:
     tracked = TrackedRows(dmp)
     with torch.no_grad(), asked_apart(dmp) as twin:
         twin(batch(np.random.default_rng(0), USER)).values()
-    assert tracked.take() == {}
+    assert take(tracked) == {}
 
 
 # What is kept
@@ -338,7 +340,7 @@ def test_taken_ids_are_freed() -> None:
     for _ in range(10):
         for _ in range(3):
             step(batch(np.random.default_rng(0), TRACKED))
-        tracked.take()
+        take(tracked)
         assert not any(tracker.store.per_fqn_lookups.values())
         kept = tracked._ids._again
         assert all(len(lookups) <= 2 for lookups in kept.values())  # "tag" has one for each step
@@ -350,7 +352,7 @@ def test_after_close_nothing_is_recorded_and_another_can_begin() -> None:
     for _ in range(2):
         tracked, tracker = TrackedRows(dmp), dmp.get_delta_tracker()
         step()
-        assert tracked.take()
+        assert take(tracked)
         tracked.close()
         step()
         assert not tracker.store.per_fqn_lookups
@@ -384,7 +386,7 @@ def test_others_may_read_the_same_tracker(
         if not auto_compact and at % 2:
             tracker.get_unique_ids("own")
         if at % 5 in (0, 1, 3):
-            apply(served, tracked.take())
+            apply(served, take(tracked))
             assert lost_rows(served, dmp) == 0
     tracked.close()
     assert (dmp.get_delta_tracker() is None) == auto_compact
@@ -396,13 +398,13 @@ def test_batches_that_the_tracker_merged_are_taken_once_more() -> None:
     tracked, step = TrackedRows(dmp, overlap_steps=2), stepper(dmp)
     for id_ in (1, 2, 3, 4):
         step(ids_of({"user": [id_], "friend": []}))
-    assert tracked.take()["user"][0].tolist() == [1, 2, 3, 4]
+    assert take(tracked)["user"][0].tolist() == [1, 2, 3, 4]
     step(ids_of({"user": [5], "friend": []}))
-    assert set(tracked.take()["user"][0]) >= {3, 4, 5}
+    assert set(take(tracked)["user"][0]) >= {3, 4, 5}
     for id_ in (6, 7):
         step(ids_of({"user": [id_], "friend": []}))
-    tracked.take()
-    assert not {1, 2, 3, 4}.intersection(tracked.take()["user"][0])
+    take(tracked)
+    assert not {1, 2, 3, 4}.intersection(take(tracked)["user"][0])
 
 
 def test_two_collections_of_a_model_are_tracked_apart() -> None:
@@ -414,8 +416,8 @@ def test_two_collections_of_a_model_are_tracked_apart() -> None:
     first, second = TrackedRows(dmp, "a"), TrackedRows(dmp, "b")
     record(dmp, "user", [3])
     record(dmp, "word", [4])
-    assert [(name, taken[0].tolist()) for name, taken in first.take().items()] == [("user", [3])]
-    assert [(name, taken[0].tolist()) for name, taken in second.take().items()] == [("word", [4])]
+    assert [(name, taken[0].tolist()) for name, taken in take(first).items()] == [("user", [3])]
+    assert [(name, taken[0].tolist()) for name, taken in take(second).items()] == [("word", [4])]
 
 
 # Models that cannot be tracked
@@ -433,7 +435,7 @@ def test_a_model_without_dense_parameters_is_refused_with_the_way_out() -> None:
     dmp = shard(held, {"user": "row_wise"})
     tracked = TrackedRows(dmp)
     record(dmp, "user", [3])
-    assert tracked.take()["user"][0].tolist() == [3]
+    assert take(tracked)["user"][0].tolist() == [3]
 
 
 def test_a_module_that_is_no_dmp_is_refused() -> None:
@@ -475,7 +477,7 @@ def test_tables_that_share_a_feature_are_taken_whole() -> None:
     recorded = [fqn for fqn, found in tracker.store.per_fqn_lookups.items() if len(found[0].ids)]
     assert recorded == ["ebc.embedding_bags.first"], "TorchRec has all ids for the first"
     for _ in range(2):
-        counts = {name: len(numbers) for name, (numbers, _) in tracked.take().items()}
+        counts = {name: len(numbers) for name, (numbers, _) in take(tracked).items()}
         assert counts == {"first": 20, "second": 30}
 
 
@@ -492,7 +494,7 @@ def test_data_parallel_tables_are_taken_whole_up_to_a_limit(
     dmp = ranker()
     tracked = TrackedRows(dmp)
     for _ in range(2):
-        numbers, rows = tracked.take()["country"]
+        numbers, rows = take(tracked)["country"]
         assert numbers.tolist() == list(range(12))
         assert torch.equal(rows, gathered(dmp)["country"])
     tracked.close()
@@ -509,7 +511,7 @@ def test_tables_of_a_dense_kernel_are_taken_whole() -> None:
     for _ in range(2):
         features = batch(np.random.default_rng(1), tables)
         step(features)
-        taken = tracked.take()
+        taken = take(tracked)
         assert taken["item"][0].tolist() == list(range(77))
         apply(served, taken)
         assert lost_rows(served, dmp) == 0

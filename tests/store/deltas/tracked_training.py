@@ -44,6 +44,7 @@ TABLES: dict[str, tuple[int, int, list[str], str]] = {
     "country": (12, 4, ["country"], "data_parallel"),
 }
 """Rows, columns, features and sharding."""
+USER = {"user": TABLES["user"]}
 RUNS = {
     "adagrad": (EmbOptimType.EXACT_ADAGRAD, "float32"),
     "rowwise adagrad": (EmbOptimType.EXACT_ROWWISE_ADAGRAD, "float16"),
@@ -156,13 +157,20 @@ def gathered(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
     }
 
 
+def take(tracked: TrackedRows) -> Any:
+    """The touched rows, which then count as taken."""
+    rows = tracked.take()
+    tracked.mark_taken()
+    return rows
+
+
 def run(dmp: DistributedModelParallel, tracked: TrackedRows) -> list[Any]:
     step = stepper(dmp, dist.get_rank())
     found: list[Any] = [gathered(dmp)]
     for steps in STEPS:
         for _ in range(steps):
             step()
-        found += [tracked.take(), gathered(dmp)]
+        found += [take(tracked), gathered(dmp)]
     return found
 
 
@@ -180,7 +188,7 @@ def refusals(dmp: DistributedModelParallel, tracked: TrackedRows) -> list[str]:
         if dist.get_rank() == 1:
             record(dmp, table, [id_])
         try:
-            tracked.take()
+            take(tracked)
         except InvalidModelError as error:
             found.append(str(error))
         tracked.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,3 +58,23 @@ def test_a_store_without_conditional_writes_is_refused(uploaded: Path, url: str)
         DeltaWriter(url, model="m")
     with DeltaWriter(url, model="m", is_alone=True) as writer:
         assert writer.push_rows(CHANGE) == 1
+
+
+def test_versions_are_listed_without_the_deltas(
+    uploaded: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server lists the versions at each poll, and a model may have thousands of deltas."""
+    with DeltaWriter(url, model="m", is_alone=True) as writer:
+        writer.push_rows(CHANGE)
+    listed: list[str] = []
+    real = s3fs.S3FileSystem._find
+
+    async def find(self: Any, path: str, **options: Any) -> Any:
+        found = await real(self, path, **options)
+        listed.extend(found)
+        return found
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_find", find)
+    assert ModelStore(url, tmp_path / "cache").versions("m") == [1]
+    assert listed
+    assert not [path for path in listed if "/deltas/" in path]

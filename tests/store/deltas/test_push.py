@@ -1,0 +1,75 @@
+"""DeltaWriter.push: what the store has after each push is what training has, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from server.python import run_warm_python
+from store.deltas.tracked_training import USER, ranker
+
+from embedserve_store import (
+    DeltaLine,
+    DeltaWriter,
+    InvalidModelError,
+    ModelStore,
+    compact_deltas,
+)
+from embedserve_store.format.row_layout import dequantize_rows
+
+TIMEOUT_S = 300
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning"),
+]
+
+
+def test_the_store_follows_training(tmp_path: Path) -> None:
+    """Two ranks, all shardings; one push fails, and its rows come with the next one."""
+    script, store = Path(__file__).with_name("training_pushes.py"), tmp_path / "store"
+    done = run_warm_python(script, "2", store, tmp_path, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    models = ModelStore(store)
+    base = models.load("m", 1)
+    line = DeltaLine(models, base.manifest)
+    tables = {name: base.tables.rows(name).copy() for name in base.tables.tables}
+    pushed = 0
+    for delta, _ in line.deltas():
+        before = {name: table.copy() for name, table in tables.items()}
+        for changes in line.rows(delta):
+            for change in changes:
+                tables[change.table.name][change.numbers] = change.values
+        trained = torch.load(tmp_path / f"{delta.seq}.pt", weights_only=True)
+        for name, spec in base.tables.tables.items():
+            found = dequantize_rows(tables[name], spec.dtype, spec.embedding_dim)
+            np.testing.assert_array_equal(found, trained[name].numpy())
+        assert any((before[name] != tables[name]).any() for name in tables) == (delta.step != 2)
+        pushed += 1
+    assert pushed == 4
+    compacted = compact_deltas(store, "m")
+    for name, table in tables.items():
+        np.testing.assert_array_equal(models.load("m", compacted.version).tables.rows(name), table)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    meeting = tmp_path / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_of_other_tables_is_refused(store: Path, one_rank: None) -> None:
+    dmp = ranker(tables=USER)
+    with pytest.raises(InvalidModelError, match=r"table '(user|item|tag)' is .* in version 1"):
+        DeltaWriter(store, model="m", module=dmp)
+
+
+def test_push_needs_a_module(store: Path) -> None:
+    with DeltaWriter(store, model="m") as writer, pytest.raises(ValueError, match="module="):
+        writer.push()
