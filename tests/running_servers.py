@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import time
@@ -10,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ READY_S_MAX = 300
 STOPPED_S_MAX = 60
 COMMAND_S_MAX = 300
 COMMANDS_AT_ONCE = 4
+PORTS = (10_000, 30_000)
+RANDOM = random.SystemRandom()
 WIDE = {"COLUMNS": "200"}
 """No line is wrapped."""
 
@@ -35,10 +38,16 @@ class Running:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """Returns a port that nobody listens on.
+
+    It is below the ports from which the kernel takes those of outgoing connections: one of these
+    could be taken before the server listens on it.
+    """
+    while True:
+        port = RANDOM.randrange(*PORTS)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 def command(*arguments: object) -> list[str]:
