@@ -136,7 +136,7 @@ def test_kustomize_takes_the_patch(store: Path, tmp_path: Path, overlay: str) ->
     ours = tmp_path / "kubernetes" / "ours"
     ours.mkdir()
     (ours / "pod.yaml").write_text(done.stdout)
-    kustomization = {"bases": [f"../overlays/{overlay}"], "patchesStrategicMerge": ["pod.yaml"]}
+    kustomization = {"resources": [f"../overlays/{overlay}"], "patches": [{"path": "pod.yaml"}]}
     (ours / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     command = ["kubectl", "kustomize", str(ours)]
     rendered = subprocess.run(command, capture_output=True, text=True, timeout=60)
