@@ -196,8 +196,8 @@ def test_the_patch_never_lowers_what_the_manifests_have(component: str, gigabyte
     for name, amount in amounts(container(before)).items():
         assert figures[name] >= amount, name
     for kind in ("requests", "limits"):
-        for name, amount in pod_figures(rows, PodOptions(), gpus)[kind].items():
-            assert figures.get((kind, name), 0) >= amount
+        for resource, amount in pod_figures(rows, PodOptions(), gpus)[kind].items():
+            assert figures.get((kind, resource), 0) >= amount
     assert cache_bytes(after) >= max(cache_bytes(before), 3 * rows.mapped if rows.is_pulled else 0)
     deadline_s = "progressDeadlineSeconds"
     assert after["spec"][deadline_s] >= before["spec"][deadline_s]
