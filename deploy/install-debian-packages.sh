@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Installs from Debian what the tests run and this host lacks: kubectl renders the manifests; curl,
+# Installs from Debian what the tests run and this host lacks: kubectl (1.24) renders the manifests; curl,
 # nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it, Prometheus
 # scrapes it, and Chromium shows its console. It does nothing where all are there, never touches a cluster, and leaves no
 # service running or enabled.
 set -euo pipefail
 
+OS_RELEASE=${OS_RELEASE:-/etc/os-release}
 # Debian's servers are there, which is not on every user's PATH.
 SBIN=${SBIN:-/usr/sbin}
 PATH=$PATH:$SBIN
 
 declare -A package_of=(
-    [kubectl]=kubernetes-client
     [curl]=curl
     [nghttp]=nghttp2-client
     [h2load]=nghttp2-client
@@ -33,9 +33,39 @@ has_grpc_go() {
     GO111MODULE=off GOFLAGS='' GOPATH=/usr/share/gocode go list -find google.golang.org/grpc
 }
 
+# Before 1.24 kubectl renders no components that change hidden resources.
+has_old_kubectl() {
+    [[ $(kubectl version --client --output json) =~ \"minor\":\ \"(1?[0-9]|2[0-3])\" ]]
+}
+
+is_debian_12() {
+    grep -qx VERSION_CODENAME=bookworm "$OS_RELEASE"
+}
+
+# Debian 12's is 1.20. Debian 13's, from the same mirror, needs only the C library of 12; the host's list
+# of sources stays as it is.
+install_kubectl_of_debian_13() {
+    local folder options mirror
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Codename: bookworm' | head -n 1)
+    folder=$(mktemp -d)
+    chmod 755 "$folder"
+    mkdir -p "$folder/lists/partial"
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" >"$folder/sources.list"
+    options=(-o Dir::Etc::sourcelist="$folder/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists="$folder/lists")
+    "${as_root[@]}" apt-get "${options[@]}" update -qq || fail "apt-get update failed (its output is above)"
+    "${as_root[@]}" apt-get "${options[@]}" install -qq -y --no-install-recommends kubectl ||
+        fail "apt-get could not install Debian 13's kubectl (its output is above)"
+    "${as_root[@]}" rm -rf "$folder"
+}
+
 missing=()
 packages=()
-for command in kubectl curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium; do
+needs_kubectl=no
+if ! command -v kubectl >/dev/null || has_old_kubectl; then
+    missing+=(kubectl)
+    if is_debian_12; then needs_kubectl=yes; else packages+=(kubernetes-client); fi
+fi
+for command in curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium; do
     if ! command -v "$command" >/dev/null; then
         missing+=("$command")
         package=${package_of[$command]}
@@ -61,9 +91,12 @@ if [ ! -e "$policy" ]; then
     "${as_root[@]}" sh -c 'printf "#!/bin/sh\nexit 101\n" >"$1" && chmod 755 "$1"' sh "$policy"
     trap '"${as_root[@]}" rm -f "$policy"' EXIT
 fi
-"${as_root[@]}" apt-get update -qq || fail "apt-get update failed (its output is above)"
-"${as_root[@]}" apt-get install -qq -y --no-install-recommends "${packages[@]}" ||
-    fail "apt-get could not install ${packages[*]} (its output is above)"
+if [ "$needs_kubectl" = yes ]; then install_kubectl_of_debian_13; fi
+if [ ${#packages[@]} -gt 0 ]; then
+    "${as_root[@]}" apt-get update -qq || fail "apt-get update failed (its output is above)"
+    "${as_root[@]}" apt-get install -qq -y --no-install-recommends "${packages[@]}" ||
+        fail "apt-get could not install ${packages[*]} (its output is above)"
+fi
 # Nor at the next start of the host.
 if command -v systemctl >/dev/null; then
     for service in nginx haproxy prometheus; do

@@ -299,6 +299,8 @@ metadata:
   name: embedserve
   labels:
     app.kubernetes.io/name: embedserve
+  annotations:
+    config.kubernetes.io/local-config: "true"
 spec:
 """
 

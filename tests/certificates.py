@@ -74,13 +74,14 @@ class Authority:
         name: str,
         days: tuple[float, float] = (-1, 30),
         uris: Sequence[str] = (),
+        hosts: Sequence[str] = (),
     ) -> Pair:
-        """For localhost and 127.0.0.1, valid from and until so many ``days`` from now."""
+        """For localhost, 127.0.0.1 and ``hosts``, valid from and until ``days`` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.now(UTC)
         first, last = (now + day * DAY for day in days)
         names: list[x509.GeneralName] = [
-            x509.DNSName("localhost"),
+            *map(x509.DNSName, ("localhost", *hosts)),
             x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
             *map(x509.UniformResourceIdentifier, uris),
         ]

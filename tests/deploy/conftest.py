@@ -3,36 +3,56 @@
 It needs kubectl (deploy/install-debian-packages.sh) and never talks to a cluster.
 """
 
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 import tomllib
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
+
+from embedserve.commands.cli import app
+from embedserve.config import ServeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+COMPONENTS = (
+    *("tls", "mtls", "tokens", "s3"),
+    *("monitoring", "gpu", "management-port", "shared-memory"),
+)
+"""Components that an overlay may list, in any order."""
+PAIRS = tuple(combinations(COMPONENTS, 2))
+COMBINATIONS = ((), *((name,) for name in COMPONENTS), *PAIRS, COMPONENTS)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The manifests that one kustomization renders to."""
+    """The manifests that one kustomization renders to, and the components that it lists."""
 
     name: str
     manifests: list[dict[str, Any]]
+    components: tuple[str, ...] = ()
 
-    def one(self, kind: str, name: str = "") -> dict[str, Any]:
-        """The one of that kind, or of these the one of that name."""
-        found: dict[str, Any]
-        (found,) = [
+    def named(self, kind: str, name: str = "") -> list[dict[str, Any]]:
+        """All of that kind, or of these the one of that name."""
+        return [
             manifest
             for manifest in self.manifests
             if manifest["kind"] == kind and name in ("", manifest["metadata"]["name"])
         ]
+
+    def one(self, kind: str, name: str = "") -> dict[str, Any]:
+        """The one of that kind, or of these the one of that name."""
+        (found,) = self.named(kind, name)
         return found
 
     @property
@@ -46,15 +66,62 @@ class Rendered:
         (container,) = self.pod["containers"]
         return container
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The container's EMBEDSERVE_* variables: of the ConfigMap, and its own, which win."""
+        data: dict[str, str] = self.one("ConfigMap")["data"]
+        return data | {one["name"]: one["value"] for one in self.container.get("env", [])}
 
-def render(name: str) -> Rendered:
+    @cached_property
+    def settings(self) -> ServeSettings:
+        """What `embedserve serve` makes of the container's arguments and variables."""
+        served: list[ServeSettings] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("embedserve.processes.serve.serve", served.append)
+            done = CliRunner().invoke(app, self.container["args"], env=self.variables)
+        assert done.exit_code == 0, done.output
+        return served[0]
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether other pods reach the server's ports."""
+        return "shared-memory" not in self.components
+
+
+def kustomize(folder: Path) -> list[dict[str, Any]]:
+    """Renders a kustomization, about which kubectl must not have anything to say."""
     if shutil.which("kubectl") is None:
         pytest.fail("kubectl is missing: run deploy/install-debian-packages.sh", pytrace=False)
-    folder = DEPLOY / "kubernetes" / name
     command = ["kubectl", "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return Rendered(name, list(yaml.safe_load_all(done.stdout)))
+    assert (done.returncode, done.stderr) == (0, "")
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def kustomize_text(text: str) -> list[dict[str, Any]]:
+    """Renders the text of a kustomization that names deploy/kubernetes as ``KUBERNETES``."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        ours = os.path.relpath(KUBERNETES, folder)
+        (folder / "kustomization.yaml").write_text(text.replace("KUBERNETES", ours))
+        return kustomize(folder)
+
+
+@lru_cache(None)
+def compose(*components: str) -> Rendered:
+    """The base with components, in that order."""
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["KUBERNETES/base"],
+        "components": [f"KUBERNETES/components/{name}" for name in components],
+    }
+    manifests = kustomize_text(yaml.safe_dump(kustomization))
+    return Rendered("+".join(components) or "base", manifests, components)
+
+
+def render(name: str) -> Rendered:
+    return Rendered(name, kustomize(KUBERNETES / name))
 
 
 @pytest.fixture(scope="session")
@@ -64,22 +131,22 @@ def cpu() -> Rendered:
 
 @pytest.fixture(scope="session")
 def gpu() -> Rendered:
-    return render("overlays/gpu")
+    return compose("gpu")
 
 
 @pytest.fixture(scope="session")
 def s3() -> Rendered:
-    return render("overlays/s3")
+    return compose("s3")
 
 
 @pytest.fixture(scope="session")
 def tls() -> Rendered:
-    return render("overlays/tls")
+    return compose("tls")
 
 
 @pytest.fixture(scope="session")
 def mtls() -> Rendered:
-    return render("overlays/mtls")
+    return compose("mtls")
 
 
 @pytest.fixture(scope="session")
@@ -92,10 +159,10 @@ def publish() -> Rendered:
     return render("publish")
 
 
-@pytest.fixture(params=["cpu", "gpu", "s3", "tls", "mtls"])
+@pytest.fixture(params=COMBINATIONS, ids=lambda names: "+".join(names) or "base")
 def rendered(request: pytest.FixtureRequest) -> Rendered:
-    found: Rendered = request.getfixturevalue(request.param)
-    return found
+    """The base with no component, each one, each pair, and all of them."""
+    return compose(*request.param)
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,10 @@ import jsonschema
 import pytest
 import yaml
 
-from .conftest import Rendered, render
+from .conftest import Rendered
 
-OVERLAYS = ("cpu", "gpu", "s3", "tls", "mtls", "kserve")
-KINDS = {"ServingRuntime", "InferenceService", "ServiceMonitor", "PrometheusRule"}
+OPERATORS = {"ServiceMonitor", "PrometheusRule"}
+KINDS = {"ServingRuntime", "InferenceService", *OPERATORS}
 Schemas = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -56,18 +56,26 @@ def closed(schema: Any, *, is_root: bool = True) -> Any:
     return made
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_resources_follow_their_schemas(schemas: Schemas, overlay: str) -> None:
-    rendered: Rendered = render(f"overlays/{overlay}")
+def check(schemas: Schemas, rendered: Rendered) -> set[str]:
+    """Validates the resources of other projects, and returns their kinds."""
     custom = [one for one in rendered.manifests if one["kind"] in KINDS]
-    assert custom
     for one in custom:
         schema = schemas[one["apiVersion"], one["kind"]]
         jsonschema.Draft202012Validator(schema).validate(one)
+    return {one["kind"] for one in custom}
 
 
-def test_an_unknown_field_is_refused(schemas: Schemas) -> None:
-    runtime = render("overlays/kserve").one("ServingRuntime")
+def test_kserves_resources_follow_their_schemas(schemas: Schemas, kserve: Rendered) -> None:
+    assert check(schemas, kserve) == {"ServingRuntime", "InferenceService"}
+
+
+def test_the_operators_resources_follow_their_schemas(schemas: Schemas, rendered: Rendered) -> None:
+    is_scraped = "monitoring" in rendered.components and rendered.is_reachable
+    assert check(schemas, rendered) == (OPERATORS if is_scraped else set())
+
+
+def test_an_unknown_field_is_refused(schemas: Schemas, kserve: Rendered) -> None:
+    runtime = kserve.one("ServingRuntime")
     wrong = {**runtime, "spec": {**runtime["spec"], "terminationGracePeriodSeconds": 30}}
     schema = schemas[wrong["apiVersion"], "ServingRuntime"]
     with pytest.raises(jsonschema.ValidationError, match="terminationGracePeriodSeconds"):

@@ -3,6 +3,7 @@
 The script sees a PATH of stand-ins: nothing is installed by these tests.
 """
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from .conftest import DEPLOY
 
 BASH = shutil.which("bash")
-PLAIN = ("env", "sh", "chmod", "rm")
+PLAIN = ("env", "sh", "chmod", "rm", "grep", "head", "mkdir", "mktemp")
 """Commands that are the host's own."""
 PROGRAMS = (
     *("kubectl", "curl", "nghttp", "h2load", "nginx", "haproxy", "node", "npm", "go"),
@@ -47,11 +48,13 @@ class Host:
     def record(self, name: str, then: str = "") -> None:
         self.command(name, f'echo "{name} $*" >> {self.calls_file}\n{then}')
 
-    def run(self) -> subprocess.CompletedProcess[str]:
+    def run(self, release: str = "trixie") -> subprocess.CompletedProcess[str]:
         assert BASH is not None
+        os_release = self.folder / "os-release"
+        os_release.write_text(f"ID=debian\nVERSION_CODENAME={release}\n")
         return subprocess.run(
             [BASH, DEPLOY / "install-debian-packages.sh"],
-            env={"PATH": str(self.folder), "SBIN": str(self.folder)},
+            env={"PATH": str(self.folder), "SBIN": str(self.folder), "OS_RELEASE": str(os_release)},
             capture_output=True,
             text=True,
             timeout=60,
@@ -103,6 +106,33 @@ def test_only_what_is_missing_is_installed(root: Host, program: str, package: st
     root.record("systemctl")
     assert root.run().returncode == 0
     assert root.calls == [UPDATE, f"{INSTALL} {package}"]
+
+
+def test_an_old_kubectl_is_replaced(root: Host) -> None:
+    have_all(root)
+    root.command("kubectl", """echo '{"clientVersion": {"major": "1", "minor": "20"}}'""")
+    root.record("apt-get")
+    assert root.run().returncode == 0
+    assert root.calls == [UPDATE, f"{INSTALL} kubernetes-client"]
+    root.calls_file.unlink()
+    root.command("kubectl", """echo '{"clientVersion": {"major": "1", "minor": "32"}}'""")
+    assert root.run().returncode == 0
+    assert root.calls == []
+
+
+def test_debian_12_gets_the_kubectl_of_debian_13(root: Host) -> None:
+    have_all(root, "kubectl", "curl")
+    root.record("apt-get", then='[ "$1" != indextargets ] || echo http://mirror.example/debian/')
+    assert root.run("bookworm").returncode == 0
+    asked, update, install, *others = root.calls
+    assert asked.startswith("apt-get indextargets ")
+    own = (
+        r"apt-get -o Dir::Etc::sourcelist=\S+ -o Dir::Etc::sourceparts=/dev/null "
+        r"-o Dir::State::lists=\S+ "
+    )
+    assert re.fullmatch(own + "update -qq", update)
+    assert re.fullmatch(own + "install -qq -y --no-install-recommends kubectl", install)
+    assert others == [UPDATE, f"{INSTALL} curl"]
 
 
 def test_go_without_its_grpc_gets_that(root: Host) -> None:

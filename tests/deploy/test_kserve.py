@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 
 from .conftest import Rendered
-from .test_kubernetes import KUBERNETES
+from .test_kubernetes import SCHEMAS
 from .test_settings import KNOWN
 
 KSERVES = {"minReplicas", "maxReplicas", "deploymentStrategy", "model"}
@@ -53,7 +53,7 @@ def test_containers_and_predictors_are_those_of_pods(
         "metadata": {"name": "one"},
         "spec": {"containers": runtime["containers"], "volumes": runtime["volumes"], **own},
     }
-    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    kubernetes_validate.validate(pod, SCHEMAS, strict=True)
     assert set(predictor["model"]) == MODELS
 
 

@@ -1,6 +1,8 @@
-"""The rendered manifests are valid and agree with each other."""
+"""The manifests of the base, each component, each pair and all at once are valid.
 
-from pathlib import Path
+They agree with each other and with the settings that the server reads from them.
+"""
+
 from typing import Any
 
 import kubernetes_validate
@@ -8,30 +10,33 @@ import pytest
 import yaml
 
 from embedserve.commands.health import TIMEOUT_S
+from embedserve.config_checks import check_device, check_settings
+from embedserve.shared_memory.settings import check_shared_memory
 
 from .conftest import DEPLOY, Rendered
 
-KUBERNETES = "1.34"
+SCHEMAS = "1.37"
+"""Version of Kubernetes: the newest that kubernetes-validate has."""
 LABELS = {"app.kubernetes.io/name": "embedserve"}
 CUSTOM = {"ServiceMonitor", "PrometheusRule"}
 """Resources of the Prometheus Operator."""
-
-
-def service_ports(rendered: Rendered) -> dict[str, dict[str, Any]]:
-    return {port["name"]: port for port in rendered.one("Service", "embedserve")["spec"]["ports"]}
 
 
 def container_ports(rendered: Rendered) -> dict[str, int]:
     return {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
 
 
-def settings(rendered: Rendered) -> dict[str, str]:
-    data: dict[str, str] = rendered.one("ConfigMap")["data"]
-    return data
+def services(rendered: Rendered) -> list[str]:
+    """Names of the Services."""
+    if not rendered.is_reachable:
+        return []
+    more = ["embedserve-management"] if "management-port" in rendered.components else []
+    return ["embedserve", "embedserve-headless", *more]
 
 
-def test_every_kind_is_rendered_once_and_services_twice(rendered: Rendered) -> None:
-    claims = [] if rendered.name == "overlays/s3" else ["PersistentVolumeClaim"]
+def test_every_kind_is_rendered_and_no_more(rendered: Rendered) -> None:
+    claims = [] if "s3" in rendered.components else ["PersistentVolumeClaim"]
+    is_scraped = "monitoring" in rendered.components and rendered.is_reachable
     assert sorted(manifest["kind"] for manifest in rendered.manifests) == [
         "ConfigMap",
         "Deployment",
@@ -39,24 +44,24 @@ def test_every_kind_is_rendered_once_and_services_twice(rendered: Rendered) -> N
         "NetworkPolicy",
         *claims,
         "PodDisruptionBudget",
-        "PrometheusRule",
-        "Service",
-        "Service",
-        "ServiceMonitor",
+        *(["PrometheusRule"] if is_scraped else []),
+        *["Service" for _ in services(rendered)],
+        *(["ServiceMonitor"] if is_scraped else []),
     ]
+    assert [one["metadata"]["name"] for one in rendered.named("Service")] == services(rendered)
 
 
 def test_manifests_follow_the_kubernetes_schema(rendered: Rendered) -> None:
     for manifest in rendered.manifests:
-        if manifest["kind"] not in CUSTOM:  # tested below
-            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        if manifest["kind"] not in CUSTOM:  # test_crds.py
+            kubernetes_validate.validate(manifest, SCHEMAS, strict=True)
 
 
 def test_the_schema_refuses_an_unknown_field(cpu: Rendered) -> None:
     service = cpu.one("Service", "embedserve")
     wrong = {**service, "spec": {**service["spec"], "port": 8000}}
     with pytest.raises(kubernetes_validate.ValidationError, match="port"):
-        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+        kubernetes_validate.validate(wrong, SCHEMAS, strict=True)
 
 
 def test_no_manifest_names_a_namespace(rendered: Rendered) -> None:
@@ -67,7 +72,8 @@ def test_selectors_match_the_labels(rendered: Rendered) -> None:
     deployment = rendered.one("Deployment")
     assert deployment["spec"]["template"]["metadata"]["labels"] == LABELS
     assert deployment["spec"]["selector"] == {"matchLabels": LABELS}
-    assert rendered.one("Service", "embedserve")["spec"]["selector"] == LABELS
+    for service in rendered.named("Service"):
+        assert service["spec"]["selector"] == LABELS
     assert rendered.one("PodDisruptionBudget")["spec"]["selector"] == {"matchLabels": LABELS}
     assert rendered.one("NetworkPolicy")["spec"]["podSelector"] == {"matchLabels": LABELS}
     spread = {one["topologyKey"]: one for one in rendered.pod["topologySpreadConstraints"]}
@@ -76,56 +82,117 @@ def test_selectors_match_the_labels(rendered: Rendered) -> None:
         assert one["labelSelector"] == {"matchLabels": LABELS}
 
 
-def test_service_monitor_scrapes_the_service(rendered: Rendered) -> None:
-    monitor = rendered.one("ServiceMonitor")
-    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
-    assert set(monitor["spec"]) == {"selector", "endpoints"}
-    (endpoint,) = monitor["spec"]["endpoints"]
-    assert {"port", "path", "interval"} <= set(endpoint)
-    assert endpoint["path"] == "/metrics"
-    assert endpoint["port"] == "http"
-    assert endpoint["port"] in service_ports(rendered)
-    wanted = monitor["spec"]["selector"]["matchLabels"]
-    assert wanted.items() <= rendered.one("Service", "embedserve")["metadata"]["labels"].items()
-    headless = rendered.one("Service", "embedserve-headless")["metadata"]["labels"]
-    assert not wanted.items() & headless.items()  # else every pod is scraped twice
+def test_the_server_accepts_the_settings(rendered: Rendered) -> None:
+    settings = rendered.settings
+    check_settings(settings)
+    check_shared_memory(settings)
+    check_device(settings, "cuda" if "gpu" in rendered.components else "cpu")
 
 
-def test_the_operator_gets_the_rules(rendered: Rendered) -> None:
-    resource = rendered.one("PrometheusRule")
-    assert resource["apiVersion"] == "monitoring.coreos.com/v1"
-    rules = yaml.safe_load((DEPLOY / "monitoring" / "rules.yaml").read_text())
-    assert resource["spec"] == rules
-
-
-def test_the_scraped_job_is_named_as_in_the_rules(rendered: Rendered) -> None:
-    """The operator names it after the Service."""
-    config = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yaml").read_text())
-    (scraped,) = config["scrape_configs"]
-    assert rendered.one("Service", "embedserve")["metadata"]["name"] == scraped["job_name"]
-
-
-def test_service_targets_are_the_containers_ports(rendered: Rendered) -> None:
-    ports = service_ports(rendered)
-    assert {port["targetPort"] for port in ports.values()} == set(container_ports(rendered))
-    assert {name: port["port"] for name, port in ports.items()} == container_ports(rendered)
-    is_tls = "EMBEDSERVE_TLS_CERT" in settings(rendered)
-    assert ports["grpc"]["appProtocol"] == ("https" if is_tls else "kubernetes.io/h2c")
+def test_services_lead_to_the_servers_ports(rendered: Rendered) -> None:
+    settings = rendered.settings
+    has_tls = bool(settings.tls_cert)
+    protocols = {
+        "http": "https" if has_tls else "http",
+        "grpc": "https" if has_tls else "kubernetes.io/h2c",
+        "management": "https" if has_tls else "http",
+    }
+    for service in rendered.named("Service"):
+        for port in service["spec"]["ports"]:
+            assert port["port"] == container_ports(rendered)[port["targetPort"]]
+            assert port["name"] == port["targetPort"]
+            assert port["appProtocol"] == protocols[port["name"]]
+    for name in services(rendered):
+        ports = [port["name"] for port in rendered.one("Service", name)["spec"]["ports"]]
+        assert ports == (["management"] if name == "embedserve-management" else ["http", "grpc"])
 
 
 def test_the_server_listens_on_the_containers_ports(rendered: Rendered) -> None:
-    values = settings(rendered)
-    assert container_ports(rendered) == {
-        "http": int(values["EMBEDSERVE_HTTP_PORT"]),
-        "grpc": int(values["EMBEDSERVE_GRPC_PORT"]),
-    }
-    assert values["EMBEDSERVE_HOST"] == "0.0.0.0"
+    settings = rendered.settings
+    ports = {"http": settings.http_port, "grpc": settings.grpc_port}
+    if settings.management_port >= 0:
+        ports["management"] = settings.management_port
+    assert container_ports(rendered) == ports
+    hosts = {settings.host} | ({settings.management_host} if "management" in ports else set())
+    assert hosts == {"0.0.0.0" if rendered.is_reachable else "127.0.0.1"}
+
+
+def test_the_headless_service_has_the_pods_own_addresses(rendered: Rendered) -> None:
+    for service in rendered.named("Service", "embedserve-headless"):
+        spec = service["spec"]
+        assert spec["clusterIP"] == "None"
+        assert not spec.get("publishNotReadyAddresses")
+        assert spec["ports"] == rendered.one("Service", "embedserve")["spec"]["ports"]
+    assert rendered.settings.limits.connection_age_s_max > 0
+
+
+def test_the_scrape_is_what_the_server_serves(rendered: Rendered) -> None:
+    settings = rendered.settings
+    for monitor in rendered.named("ServiceMonitor"):
+        assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["path"] == "/metrics"
+        assert endpoint["port"] == ("management" if settings.management_port >= 0 else "http")
+        assert endpoint["scheme"] == ("https" if settings.tls_cert else "http")
+        assert ("authorization" in endpoint) == bool(settings.tokens)
+        config = endpoint["tlsConfig"]
+        wanted = {"serverName", "ca"} if settings.tls_cert else set()
+        assert set(config) == wanted | ({"cert", "keySecret"} if settings.tls_client_ca else set())
+
+
+def test_each_pod_is_scraped_once_as_the_job_of_the_rules(rendered: Rendered) -> None:
+    config = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yaml").read_text())
+    (scraped,) = config["scrape_configs"]
+    for monitor in rendered.named("ServiceMonitor"):
+        selector = monitor["spec"]["selector"]["matchLabels"].items()
+        port = monitor["spec"]["endpoints"][0]["port"]
+        (service,) = [
+            one
+            for one in rendered.named("Service")
+            if selector <= one["metadata"]["labels"].items()
+            and port in [each["name"] for each in one["spec"]["ports"]]
+        ]
+        job = service["metadata"]["labels"][monitor["spec"]["jobLabel"]]
+        assert job == scraped["job_name"]
+
+
+def test_the_operator_gets_the_rules(rendered: Rendered) -> None:
+    rules = yaml.safe_load((DEPLOY / "monitoring" / "rules.yaml").read_text())
+    for resource in rendered.named("PrometheusRule"):
+        assert resource["apiVersion"] == "monitoring.coreos.com/v1"
+        assert resource["spec"] == rules
+        assert "annotations" not in resource["metadata"]
+
+
+def test_the_network_policy_lets_in_callers_and_the_scrape(rendered: Rendered) -> None:
+    spec = rendered.one("NetworkPolicy")["spec"]
+    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+    callers, prometheus = spec["ingress"]
+    assert callers["from"] == [{"podSelector": {}}]
+    assert [port["port"] for port in callers["ports"]] == ["http", "grpc"]
+    (peer,) = prometheus["from"]
+    namespace = peer["namespaceSelector"]["matchLabels"]
+    assert namespace == {"kubernetes.io/metadata.name": "monitoring"}
+    ports = [port["port"] for port in prometheus["ports"]]
+    assert ports == ["management" if "management" in container_ports(rendered) else "http"]
+
+
+def test_the_network_policy_lets_out_to_a_bucket_and_dns_anywhere(rendered: Rendered) -> None:
+    egress = rendered.one("NetworkPolicy")["spec"]["egress"]
+    if "s3" not in rendered.components:
+        assert egress == []
+        return
+    (rule,) = egress
+    assert set(rule) == {"ports"}  # a DNS cache on the node has no pod labels
+    ports = [(port["protocol"], port["port"]) for port in rule["ports"]]
+    assert ports == [("TCP", 443), ("UDP", 53), ("TCP", 53)]
 
 
 def test_the_config_map_is_the_containers_environment(rendered: Rendered) -> None:
     name = rendered.one("ConfigMap")["metadata"]["name"]
     assert name.startswith("embedserve-")  # the generator's hash follows
-    assert rendered.container["envFrom"][0] == {"configMapRef": {"name": name}}
+    secrets = [{"secretRef": {"name": "embedserve-s3"}}] if "s3" in rendered.components else []
+    assert rendered.container["envFrom"] == [{"configMapRef": {"name": name}}, *secrets]
 
 
 def test_the_container_serves(rendered: Rendered) -> None:
@@ -144,23 +211,27 @@ def test_the_service_adds_nothing_to_the_environment(rendered: Rendered) -> None
         ("readinessProbe", "/health/ready"),
     ],
 )
-def test_probes_ask_the_server(rendered: Rendered, probe: str, path: str) -> None:
-    if "EMBEDSERVE_TLS_CLIENT_CA" in settings(rendered):
+def test_probes_reach_the_server(rendered: Rendered, probe: str, path: str) -> None:
+    """Kubelet has no client certificate, and connects to the pod's address."""
+    settings, found = rendered.settings, rendered.container[probe]
+    if settings.tls_client_ca or not rendered.is_reachable:
         more = ["--ready"] if path == "/health/ready" else []
-        assert rendered.container[probe]["exec"] == {"command": ["embedserve", "health", *more]}
-        assert "httpGet" not in rendered.container[probe]
+        assert found["exec"] == {"command": ["embedserve", "health", *more]}
+        assert "httpGet" not in found
+        assert found["timeoutSeconds"] > TIMEOUT_S  # of the command itself
+        assert settings.http_uds.startswith("/tmp/")
         return
-    scheme = {"scheme": "HTTPS"} if "EMBEDSERVE_TLS_CERT" in settings(rendered) else {}
-    assert rendered.container[probe]["httpGet"] == {"path": path, "port": "http", **scheme}
-    assert "http" in container_ports(rendered)
+    scheme = {"scheme": "HTTPS"} if settings.tls_cert else {}
+    assert found["httpGet"] == {"path": path, "port": "http", **scheme}
+    assert "exec" not in found
 
 
 def test_the_pod_outlives_its_drain(rendered: Rendered) -> None:
     command, seconds = rendered.container["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
     assert int(seconds) > 0
-    drain_s = float(settings(rendered)["EMBEDSERVE_DRAIN_S"])
-    assert rendered.pod["terminationGracePeriodSeconds"] > int(seconds) + drain_s
+    grace_s = rendered.pod["terminationGracePeriodSeconds"]
+    assert grace_s > int(seconds) + rendered.settings.drain_s
 
 
 def test_a_rollout_keeps_every_replica(rendered: Rendered) -> None:
@@ -188,114 +259,20 @@ def test_the_container_has_no_rights_it_does_not_need(rendered: Rendered) -> Non
     assert pod["automountServiceAccountToken"] is False
 
 
-@pytest.mark.parametrize("rendered", ["cpu", "gpu", "tls", "mtls"], indirect=True)
-def test_the_store_is_the_claim_and_read_only(rendered: Rendered) -> None:
-    volumes = {volume["name"]: volume for volume in rendered.pod["volumes"]}
-    mounts = {mount["mountPath"]: mount for mount in rendered.container["volumeMounts"]}
-    store = settings(rendered)["EMBEDSERVE_STORE"]
-    assert mounts[store]["readOnly"] is True
-    claim = volumes[mounts[store]["name"]]["persistentVolumeClaim"]["claimName"]
-    assert claim == rendered.one("PersistentVolumeClaim")["metadata"]["name"]
-    assert "emptyDir" in volumes[mounts["/tmp"]["name"]]
-
-
 def test_resources_bound_memory_but_not_the_processor(rendered: Rendered) -> None:
     resources = rendered.container["resources"]
-    disk = {"ephemeral-storage"} if rendered.name == "overlays/s3" else set()
+    disk = {"ephemeral-storage"} if "s3" in rendered.components else set()
+    gpus = {"nvidia.com/gpu"} if "gpu" in rendered.components else set()
     assert set(resources["requests"]) == {"cpu", "memory"} | disk
+    assert set(resources["limits"]) == {"memory"} | disk | gpus
     assert resources["limits"]["memory"] == resources["requests"]["memory"]
-    assert "cpu" not in resources["limits"]
 
 
-def test_images_are_this_version(cpu: Rendered, gpu: Rendered, pyproject: dict[str, Any]) -> None:
-    version = pyproject["project"]["version"]
-    assert cpu.container["image"] == f"embedserve:{version}-cpu"
-    assert gpu.container["image"] == f"embedserve:{version}-cuda"
-
-
-def test_the_s3_overlay_follows_a_bucket_and_pulls_to_a_volume(s3: Rendered) -> None:
-    values = settings(s3)
-    assert values["EMBEDSERVE_STORE"].startswith("s3://")
-    assert values["EMBEDSERVE_FOLLOW"] == "latest"
-    mounts = {mount["mountPath"]: mount for mount in s3.container["volumeMounts"]}
-    assert set(mounts) == {values["EMBEDSERVE_CACHE"], "/tmp"}
-    assert "readOnly" not in mounts[values["EMBEDSERVE_CACHE"]]
-    volumes = {volume["name"]: set(volume) - {"name"} for volume in s3.pod["volumes"]}
-    assert volumes == {mount["name"]: {"emptyDir"} for mount in mounts.values()}
-
-
-def test_the_s3_overlay_has_its_credentials_from_a_secret(cpu: Rendered, s3: Rendered) -> None:
-    secrets = [{"secretRef": {"name": "embedserve-s3"}}]
-    assert s3.container["envFrom"][1:] == secrets
-    assert cpu.container["envFrom"][1:] == []
-
-
-def test_only_the_gpu_overlay_asks_for_a_gpu(cpu: Rendered, gpu: Rendered) -> None:
-    assert gpu.container["resources"]["limits"]["nvidia.com/gpu"] == "2"
-    assert [toleration["key"] for toleration in gpu.pod["tolerations"]] == ["nvidia.com/gpu"]
-    assert "nvidia.com/gpu" not in cpu.container["resources"]["limits"]
-    assert "tolerations" not in cpu.pod
-
-
-def test_the_gpu_overlay_changes_one_setting(cpu: Rendered, gpu: Rendered) -> None:
-    assert settings(gpu) == {**settings(cpu), "EMBEDSERVE_DEVICES": "cuda"}
-
-
-def test_the_headless_service_has_the_pods_own_addresses(rendered: Rendered) -> None:
-    spec = rendered.one("Service", "embedserve-headless")["spec"]
-    assert spec["clusterIP"] == "None"
-    assert not spec.get("publishNotReadyAddresses")
-    assert spec["selector"] == LABELS
-    own = rendered.one("Service", "embedserve")["spec"]["ports"]
-    assert spec["ports"] == own
-    assert float(settings(rendered)["EMBEDSERVE_CONNECTION_AGE_S_MAX"]) > 0
+def test_the_image_is_this_version(rendered: Rendered, pyproject: dict[str, Any]) -> None:
+    variant = "cuda" if "gpu" in rendered.components else "cpu"
+    assert rendered.container["image"] == f"embedserve:{pyproject['project']['version']}-{variant}"
 
 
 def test_a_store_without_models_is_waited_for(rendered: Rendered) -> None:
-    assert settings(rendered)["EMBEDSERVE_WAIT"] == "true"
-    # Neither may end a pod that waits, or pulls and loads for hours: test_probes_ask_the_server.
-
-
-def test_the_network_policy_lets_in_the_containers_ports(rendered: Rendered) -> None:
-    spec = rendered.one("NetworkPolicy")["spec"]
-    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
-    let_in = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
-    assert let_in == set(container_ports(rendered))
-    out = [port["port"] for rule in spec["egress"] for port in rule["ports"]]
-    assert out == ([443, 53, 53] if rendered.name == "overlays/s3" else [])
-
-
-def test_the_tls_overlay_mounts_what_the_server_is_told_of(cpu: Rendered, tls: Rendered) -> None:
-    more = settings(tls).items() - settings(cpu).items()
-    assert dict(more) == {
-        "EMBEDSERVE_TLS_CERT": "/tls/tls.crt",
-        "EMBEDSERVE_TLS_KEY": "/tls/tls.key",
-    }
-    (mount,) = [one for one in tls.container["volumeMounts"] if one["mountPath"] == "/tls"]
-    assert mount["readOnly"] is True
-    (volume,) = [one for one in tls.pod["volumes"] if one["name"] == mount["name"]]
-    assert volume["secret"] == {"secretName": "embedserve-tls"}
-    (endpoint,) = tls.one("ServiceMonitor")["spec"]["endpoints"]
-    assert endpoint["scheme"] == "https"
-    assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == "embedserve-tls"
-    assert endpoint["tlsConfig"]["serverName"] == "embedserve"
-
-
-def test_the_mtls_overlay_asks_for_certificates_and_probes_from_within(
-    tls: Rendered, mtls: Rendered
-) -> None:
-    more = dict(settings(mtls).items() - settings(tls).items())
-    assert more.pop("EMBEDSERVE_TLS_CLIENT_CA") == "/tls/ca.crt"
-    (name, path), *others = more.items()
-    assert (name, others) == ("EMBEDSERVE_HTTP_UDS", [])
-    folders = {mount["mountPath"]: mount for mount in mtls.container["volumeMounts"]}
-    assert "readOnly" not in folders[str(Path(path).parent)]
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert mtls.container[probe]["timeoutSeconds"] > TIMEOUT_S  # of the command itself
-    (endpoint,) = mtls.one("ServiceMonitor")["spec"]["endpoints"]
-    config = endpoint["tlsConfig"]
-    assert endpoint["scheme"] == "https"
-    assert config["cert"]["secret"]["name"] == config["keySecret"]["name"]
-    shared = ("serverName", "ca")
-    (of_tls,) = tls.one("ServiceMonitor")["spec"]["endpoints"]
-    assert [config[key] for key in shared] == [of_tls["tlsConfig"][key] for key in shared]
+    assert rendered.settings.wait is True
+    # Neither may end a pod that waits, or pulls and loads for hours: test_probes_reach_the_server.

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from embedserve.commands.cli import app
 
 from .conftest import Rendered
-from .test_kubernetes import KUBERNETES
+from .test_kubernetes import SCHEMAS
 
 
 @pytest.fixture
 def job(publish: Rendered) -> dict[str, Any]:
     (job,) = publish.manifests
-    kubernetes_validate.validate(job, KUBERNETES, strict=True)
+    kubernetes_validate.validate(job, SCHEMAS, strict=True)
     assert job["kind"] == "Job"
     spec: dict[str, Any] = job["spec"]
     return spec

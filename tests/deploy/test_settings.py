@@ -13,8 +13,8 @@ KNOWN = {
 }
 
 
-def test_the_config_map_holds_settings_of_the_command(rendered: Rendered) -> None:
-    assert set(rendered.one("ConfigMap")["data"]) - KNOWN == set()
+def test_variables_are_settings_of_the_command(rendered: Rendered) -> None:
+    assert set(rendered.variables) - KNOWN == set()
 
 
 def test_the_image_sets_settings_of_the_command(dockerfile: list[list[str]]) -> None:

@@ -23,7 +23,7 @@ from running_servers import Running, free_port, run_command, running
 from embedserve_client import EmbedClient, GrpcEmbedClient, Unauthenticated
 
 HERE = Path(__file__).parent
-OVERLAY = Path(__file__).parents[2] / "deploy" / "kubernetes" / "overlays" / "mtls"
+COMPONENT = Path(__file__).parents[2] / "deploy" / "kubernetes" / "components" / "exec-probes"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 PASSWORD = b"changeit"
 
@@ -211,8 +211,8 @@ def test_our_clients(secured: Secured) -> None:
 
 
 def test_the_probes_of_kubernetes_pass_without_a_certificate(secured: Secured) -> None:
-    """Those of the overlay mtls, as kubelet runs them; over the port readiness is not told."""
-    deployment = yaml.safe_load((OVERLAY / "deployment.yaml").read_text())
+    """Those of the component mtls, as kubelet runs them; over the port readiness is not told."""
+    deployment = yaml.safe_load((COMPONENT / "deployment.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     environment = {
         "EMBEDSERVE_HOST": "0.0.0.0",

@@ -128,6 +128,16 @@ HotPercent = Annotated[
     float,
     typer.Option(help="Percent of mapped rows that the pod's memory holds.", min=0, max=100),
 ]
+PodFollow = Annotated[
+    str | None, typer.Option(help="The pod's setting `follow`: none, alias or latest.")
+]
+PodStore = Annotated[
+    str,
+    typer.Option(
+        help="Store that the pod reads, if SOURCE is a description or another store. Behind a URL "
+        "the pod has room for pulled versions."
+    ),
+]
 
 
 def demo(
@@ -254,10 +264,9 @@ def plan(
     tables: Annotated[
         str | None, typer.Option(help="The pod's setting `tables`: mapped or resident.")
     ] = None,
-    follow: Annotated[
-        str | None, typer.Option(help="The pod's setting `follow`: none, alias or latest.")
-    ] = None,
+    follow: PodFollow = None,
     hot_percent: HotPercent = 100,
+    store: PodStore = "",
 ) -> None:
     """Show where a sharding plan places tables and whether they fit, without loading a table."""
     with cli_errors():
@@ -270,16 +279,11 @@ def plan(
             asked = server_at(from_metrics, ca, cert, key, token_file)
         elif ca or cert or key or token_file:
             raise ValueError("--ca, --cert, --key and --token-file are of --from-metrics")
-        pod = PodOptions(workers, tables, follow, hot_percent / 100) if kubernetes else None
+        pod = None
+        if kubernetes:
+            pod = PodOptions(workers, tables, follow, hot_percent / 100, store)
         options = PlanOptions(
-            world_size,
-            sharding,
-            constraints,
-            device_memory,
-            device_type,
-            output,
-            asked,
-            pod,
+            world_size, sharding, constraints, device_memory, device_type, output, asked, pod
         )
         if model:
             plan_version(source, cache, model, version, options)

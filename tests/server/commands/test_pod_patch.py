@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import subprocess
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from typer.testing import CliRunner, Result
 
 from embedserve.batching.batcher import AT_ONCE
 from embedserve.commands.cli import app
-from embedserve.commands.planning.pod_patch import CUDA_BYTES, PodOptions, PodRows, pod_patch
+from embedserve.commands.planning.pod_patch import (
+    BASE,
+    CUDA_BYTES,
+    S3,
+    PodOptions,
+    PodRows,
+    pod_figures,
+    pod_patch,
+)
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.processes.memory_bounds import PROCESS_BYTES, WORK_BYTES, memory_bytes_max
 
@@ -32,6 +41,12 @@ def quantity(text: str) -> int:
 def patch(rows: PodRows, options: PodOptions | None = None, gpus: int = 0) -> dict[str, Any]:
     made: dict[str, Any] = yaml.safe_load(pod_patch(rows, options or PodOptions(), gpus))
     return made
+
+
+def needed(
+    rows: PodRows, options: PodOptions | None = None, gpus: int = 0
+) -> dict[str, dict[str, int]]:
+    return pod_figures(rows, options or PodOptions(), gpus)
 
 
 def container(made: dict[str, Any]) -> dict[str, Any]:
@@ -87,9 +102,11 @@ def test_a_pulled_version_has_its_room_on_the_disk() -> None:
 def test_gpus_are_the_plans_ranks() -> None:
     made = patch(LARGE, gpus=8)
     assert container(made)["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert memory(made)[0] == PROCESS_BYTES + WORK_BYTES + CUDA_BYTES
+    figures = needed(LARGE, gpus=8)
+    assert figures["requests"]["memory"] == PROCESS_BYTES + WORK_BYTES + CUDA_BYTES
     of_one = AT_ONCE * 2 * DEFAULT_LIMITS.request_output_bytes_max  # values, and those in order
-    assert memory(made)[1] > memory(patch(LARGE, gpus=1))[1] + 7 * of_one
+    of_one_gpu = needed(LARGE, gpus=1)["limits"]["memory"]
+    assert figures["limits"]["memory"] > of_one_gpu + 7 * of_one
     with pytest.raises(ValueError, match="workers is 4, but the tables go to GPUs"):
         patch(LARGE, PodOptions(workers=4), gpus=8)
 
@@ -127,29 +144,120 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("overlay", ["cpu", "s3"])
-def test_kustomize_takes_the_patch(store: Path, tmp_path: Path, overlay: str) -> None:
-    """Of a published version; over an overlay it changes what it says, and nothing else."""
+def amounts(container: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Requests and limits in units or bytes."""
+    return {
+        (kind, name): number(amount)
+        for kind, by_name in container["resources"].items()
+        for name, amount in by_name.items()
+    }
+
+
+def number(text: str) -> int:
+    units = {"Mi": 1 << 20, "Gi": GIB}
+    return int(text[:-2]) * units[text[-2:]] if text[-2:] in units else int(text)
+
+
+def rendered(*, patch: str, component: str) -> dict[str, Any]:
+    """The Deployment of an overlay with the component, "" for none, and the patch, "" for none."""
+    manifests = ROOT / "deploy" / "kubernetes"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        ours = os.path.relpath(manifests, folder)
+        (folder / "pod.yaml").write_text(patch)
+        kustomization = {
+            "resources": [f"{ours}/base"],
+            "components": [f"{ours}/components/{component}"] if component else [],
+            "patches": [{"path": "pod.yaml"}] if patch else [],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        command = ["kubectl", "kustomize", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    (deployment,) = [one for one in yaml.safe_load_all(done.stdout) if one["kind"] == "Deployment"]
+    kubernetes_validate.validate(deployment, "1.37", strict=True)
+    found: dict[str, Any] = deployment
+    return found
+
+
+def cache_bytes(deployment: dict[str, Any]) -> int:
+    volumes = {one["name"]: one for one in deployment["spec"]["template"]["spec"]["volumes"]}
+    return number(volumes["cache"]["emptyDir"]["sizeLimit"]) if "cache" in volumes else 0
+
+
+@pytest.mark.parametrize("component", ["", "s3", "gpu"])
+@pytest.mark.parametrize("gigabytes", [0.001, 6.9, 100])
+def test_the_patch_never_lowers_what_the_manifests_have(component: str, gigabytes: float) -> None:
+    rows = PodRows("dlrm", int(gigabytes * GIB), is_pulled=component == "s3")
+    gpus = 1 if component == "gpu" else 0
+    before = rendered(patch="", component=component)
+    after = rendered(patch=pod_patch(rows, PodOptions(), gpus), component=component)
+    figures = amounts(container(after))
+    for name, amount in amounts(container(before)).items():
+        assert figures[name] >= amount, name
+    for kind in ("requests", "limits"):
+        for resource, amount in pod_figures(rows, PodOptions(), gpus)[kind].items():
+            assert figures.get((kind, resource), 0) >= amount
+    assert cache_bytes(after) >= max(cache_bytes(before), 3 * rows.mapped if rows.is_pulled else 0)
+    deadline_s = "progressDeadlineSeconds"
+    assert after["spec"][deadline_s] >= before["spec"][deadline_s]
+    assert container(after).get("env") == container(before).get("env")
+
+
+@pytest.mark.parametrize(("component", "figures"), [("gpu", BASE), ("s3", S3)])
+def test_the_known_figures_are_the_manifests(
+    component: str, figures: dict[str, dict[str, int]]
+) -> None:
+    deployment = rendered(patch="", component=component)
+    held = amounts(container(deployment)) | {("limits", "nvidia.com/gpu"): 2}
+    assert held == {
+        (kind, name): amount
+        for kind in ("requests", "limits")
+        for name, amount in figures[kind].items()
+    }
+    deadline_s = deployment["spec"]["progressDeadlineSeconds"]
+    assert figures["rollout"] == {"progressDeadlineSeconds": deadline_s}
+    assert figures.get("cache", {"sizeLimit": 0}) == {"sizeLimit": cache_bytes(deployment)}
+
+
+def test_what_the_manifests_have_enough_of_is_a_comment() -> None:
+    text = pod_patch(PodRows("dlrm", GIB), PodOptions(workers=1))
+    (env,) = container(yaml.safe_load(text)).pop("env")
+    assert env == {"name": "EMBEDSERVE_WORKERS", "value": "1"}
+    assert "#   requests cpu 2\n#   requests memory 2024Mi\n#   limits memory " in text
+
+
+def test_kustomize_takes_the_patch_of_a_published_version(store: Path) -> None:
     done = run(store, "shop", "--kubernetes", "--workers", "3")
     assert done.exit_code == 0, done.stderr
-    shutil.copytree(ROOT / "deploy" / "kubernetes", tmp_path / "kubernetes")
-    ours = tmp_path / "kubernetes" / "ours"
-    ours.mkdir()
-    (ours / "pod.yaml").write_text(done.stdout)
-    kustomization = {"bases": [f"../overlays/{overlay}"], "patchesStrategicMerge": ["pod.yaml"]}
-    (ours / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    command = ["kubectl", "kustomize", str(ours)]
-    rendered = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert rendered.returncode == 0, rendered.stderr
-    manifests = list(yaml.safe_load_all(rendered.stdout))
-    (deployment,) = [one for one in manifests if one["kind"] == "Deployment"]
-    kubernetes_validate.validate(deployment, "1.34", strict=True)
-    pod = container(deployment)
-    wanted = container(yaml.safe_load(done.stdout))
-    for kind, amounts in wanted["resources"].items():
-        assert amounts.items() <= pod["resources"][kind].items()
-    assert {"name": "EMBEDSERVE_WORKERS", "value": "3"} in pod["env"]
-    assert pod["readinessProbe"]["httpGet"]["path"] == "/health/ready"
+    deployment = rendered(patch=done.stdout, component="")
+    assert {"name": "EMBEDSERVE_WORKERS", "value": "3"} in container(deployment)["env"]
+    assert container(deployment)["readinessProbe"]["httpGet"]["path"] == "/health/ready"
+
+
+def test_tables_have_room_in_the_cache_before_they_are_published(tmp_path: Path) -> None:
+    """Those of a store behind a URL, which the description does not name."""
+    size = "num_embeddings: 200000000, embedding_dim: 64"
+    table = f"{{name: t, {size}, feature_names: [t], pooling: sum}}"
+    (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
+    arguments = (tmp_path / "tables.yaml", "--kubernetes")
+    done = run(*arguments, "--store", "s3://bucket/store")
+    assert done.exit_code == 0, done.stderr
+    made = yaml.safe_load(done.stdout)
+    cache = cache_bytes(made)
+    assert cache >= 3 * 200_000_000 * 64 * 4
+    for kind in ("requests", "limits"):
+        assert quantity(container(made)["resources"][kind]["ephemeral-storage"]) > cache + GIB
+    mounted = yaml.safe_load(run(*arguments).stdout)
+    assert "volumes" not in mounted["spec"]["template"]["spec"]
+    assert memory(made)[0] - memory(mounted)[0] > 47 * GIB  # two versions, because it is followed
+
+
+def test_gpus_may_have_a_store_behind_a_url() -> None:
+    """The component gpu switches following off, which s3 switches on."""
+    figures = needed(replace(LARGE, is_pulled=True), gpus=8)
+    assert figures["requests"]["memory"] == needed(LARGE, gpus=8)["requests"]["memory"]
+    assert figures["cache"]["sizeLimit"] == 3 * 100 * GIB
 
 
 def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
@@ -157,8 +265,10 @@ def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
     (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
     done = run(tmp_path / "tables.yaml", "--kubernetes")
     assert done.exit_code == 0, done.stderr
-    request, _ = memory(yaml.safe_load(done.stdout))
-    assert 256_000 < request - PROCESS_BYTES - WORK_BYTES < 2 << 20
+    rows = PodRows("tables.yaml", 256_000)
+    assert done.stdout == pod_patch(replace(rows, name=str(tmp_path / "tables.yaml")), PodOptions())
+    request = needed(rows)["requests"]["memory"]
+    assert request == 256_000 + PROCESS_BYTES + WORK_BYTES
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,9 @@ def _show(
     copied = plan.column_shard_bytes(tables)
     if options.pod is not None:
         gpus = plan.world_size if device_type == "cuda" else 0
-        print(pod_patch(replace(rows, copied=copied), options.pod, gpus), end="")
+        is_pulled = "://" in options.pod.store if options.pod.store else rows.is_pulled
+        rows = replace(rows, copied=copied, is_pulled=is_pulled)
+        print(pod_patch(rows, options.pod, gpus), end="")
     else:
         show_plan(out, tables, plan, device_type=device_type, memory_bytes=memory_bytes)
         show_more(plan)

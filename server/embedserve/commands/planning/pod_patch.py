@@ -1,6 +1,8 @@
 """`embedserve plan --kubernetes`: resources of a pod for a model, as a patch of the Deployment.
 
 Memory is the sum computed by processes/memory_bounds.py; comments in the patch explain each figure.
+The patch leaves out what the manifests of deploy/kubernetes have enough of, so that it never lowers
+a figure.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device, check_settings
@@ -30,6 +34,25 @@ PULLED_BYTES_PER_S = 50e6
 is reported as failed but continues."""
 START_S = 600
 
+GPUS, DISK, DEADLINE = "nvidia.com/gpu", "ephemeral-storage", "progressDeadlineSeconds"
+COUNTS = ("cpu", GPUS, DEADLINE)
+"""Figures that are no bytes."""
+Figures = dict[str, dict[str, int]]
+"""Amounts by kind (requests, limits, rollout, cache) and name; memory and disk in bytes."""
+BASE: Figures = {
+    "requests": {"cpu": 2, "memory": 8 << 30},
+    "limits": {"memory": 8 << 30, GPUS: 2},
+    "rollout": {DEADLINE: 1800},
+}
+"""Figures of deploy/kubernetes: the base, with the GPUs of the component gpu."""
+S3: Figures = {
+    "requests": BASE["requests"] | {DISK: 22 << 30},
+    "limits": BASE["limits"] | {DISK: 22 << 30},
+    "rollout": {DEADLINE: 3600},
+    "cache": {"sizeLimit": 20 << 30},
+}
+"""Figures of the base with the component s3."""
+
 
 @dataclass(frozen=True)
 class PodOptions:
@@ -38,14 +61,16 @@ class PodOptions:
     Attributes:
         workers, tables, follow: options of `serve`. None keeps what the Deployment says; memory is
             then computed for the defaults of `serve`, or for `--follow latest` if the store is
-            behind a URL.
+            behind a URL and the tables are not on GPUs.
         hot: fraction of mapped rows that memory is to hold, 0 to 1.
+        store: store that the pods read, if the planned tables come from elsewhere.
     """
 
     workers: int | None = None
     tables: str | None = None
     follow: str | None = None
     hot: float = 1.0
+    store: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the server would reject these options."""
@@ -59,10 +84,10 @@ class PodOptions:
         chosen = {"workers": self.workers, "tables": self.tables, "follow": self.follow}
         return {name: value for name, value in chosen.items() if value is not None}
 
-    def settings(self, *, is_pulled: bool = False) -> ServeSettings:
+    def settings(self, *, is_followed: bool = False) -> ServeSettings:
         """Returns the settings that memory is computed for."""
-        overlay = {"follow": "latest"} if is_pulled else {}
-        return ServeSettings("", **overlay | self.given())
+        component = {"follow": "latest"} if is_followed else {}
+        return ServeSettings("", **component | self.given())
 
 
 @dataclass(frozen=True)
@@ -76,8 +101,8 @@ class PodRows:
     is_pulled: bool = False
 
 
-def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
-    """Returns a strategic merge patch of the Deployment embedserve, as YAML.
+def pod_figures(rows: PodRows, options: PodOptions, gpus: int = 0) -> Figures:
+    """Returns what a pod needs, whatever the manifests have.
 
     Args:
         gpus: number of GPUs in the plan; 0: rows are held in the pod's memory.
@@ -85,41 +110,55 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
     Raises:
         ValueError: such tables cannot be served on GPUs with these options.
     """
-    settings = options.settings(is_pulled=rows.is_pulled)
-    if gpus:
-        check_device(settings, "cuda")
-        memory = server_memory(Rows(CUDA_BYTES), settings, gpus=gpus)
-    else:
-        memory = server_memory(Rows(rows.mapped, rows.copied), settings, options.hot)
-    cache = CACHED_VERSIONS * rows.mapped if rows.is_pulled else 0
-    lines = [*_head(rows, settings, options.hot, memory, gpus), *DEPLOYMENT]
-    lines += [f"  progressDeadlineSeconds: {_deadline_s(rows)}", *CONTAINER]
-    if given := options.given():
-        lines.append("          env:")
-    for name, value in given.items():
-        lines += [f"            - name: EMBEDSERVE_{name.upper()}"]
-        lines += [f'              value: "{value}"']
-    lines += _resources(settings, memory, cache, gpus)
-    if cache:
-        lines += ["      volumes:", "        - name: cache", "          emptyDir:"]
-        lines += [f"            sizeLimit: {_quantity(cache)}"]
-    return "\n".join(lines) + "\n"
+    settings, memory = _memory(rows, options, gpus)
+    figures: Figures = {
+        "requests": {"cpu": max(CORES_MIN, settings.workers), "memory": memory.common},
+        "limits": {"memory": memory.most, GPUS: gpus},
+        "rollout": {DEADLINE: START_S + math.ceil(rows.mapped / PULLED_BYTES_PER_S)},
+    }
+    if rows.is_pulled:
+        cache = CACHED_VERSIONS * rows.mapped
+        figures["cache"] = {"sizeLimit": cache}
+        for kind in ("requests", "limits"):
+            figures[kind][DISK] = cache + TMP_BYTES + LOG_BYTES
+    return figures
 
 
-DEPLOYMENT = ("apiVersion: apps/v1", "kind: Deployment", "metadata:", "  name: embedserve", "spec:")
-CONTAINER = (
-    "  template:",
-    "    spec:",
-    "      containers:",
-    "        - name: embedserve",
-)
+def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
+    """Returns a strategic merge patch of the Deployment embedserve, as YAML.
+
+    Arguments and errors are those of pod_figures.
+    """
+    needed = pod_figures(rows, options, gpus)
+    manifests = S3 if rows.is_pulled else BASE
+    raised: Figures = {kind: {} for kind in needed}
+    enough = []
+    for kind, amounts in needed.items():
+        for name, amount in amounts.items():
+            if amount > manifests[kind][name]:
+                raised[kind][name] = amount
+            elif amount:
+                enough.append(f"{kind} {name} {_quantity(name, amount)}")
+    lines = _head(rows, options, gpus)
+    if enough:
+        lines += ["# Left out, because deploy/kubernetes has as much or more:"]
+        lines += [f"#   {one}" for one in enough]
+    deployment = _deployment(raised, options.given())
+    return "\n".join(lines) + "\n" + yaml.safe_dump(deployment, sort_keys=False)
 
 
-def _head(
-    rows: PodRows, settings: ServeSettings, hot: float, memory: ServerMemory, gpus: int
-) -> list[str]:
+def _memory(rows: PodRows, options: PodOptions, gpus: int) -> tuple[ServeSettings, ServerMemory]:
+    settings = options.settings(is_followed=rows.is_pulled and not gpus)
+    if not gpus:
+        return settings, server_memory(Rows(rows.mapped, rows.copied), settings, options.hot)
+    check_device(settings, "cuda")
+    return settings, server_memory(Rows(CUDA_BYTES), settings, gpus=gpus)
+
+
+def _head(rows: PodRows, options: PodOptions, gpus: int) -> list[str]:
+    settings, memory = _memory(rows, options, gpus)
     held = "one version" if settings.follow == "none" else "two versions"
-    part = "" if settings.tables == "resident" else f", {100 * hot:g}% of the rows"
+    part = "" if settings.tables == "resident" else f", {100 * options.hot:g}% of the rows"
     held = "CUDA, a guess; the rows lie on the GPUs" if gpus else f"{held}, {settings.tables}{part}"
     return [
         f"# Made by embedserve plan --kubernetes: {' '.join(rows.name.split())},",
@@ -132,25 +171,31 @@ def _head(
     ]
 
 
-def _resources(settings: ServeSettings, memory: ServerMemory, cache: int, gpus: int) -> list[str]:
-    requests = {"cpu": f'"{max(CORES_MIN, settings.workers)}"', "memory": _quantity(memory.common)}
-    limits = {"memory": _quantity(memory.most)}
-    if cache:
-        disk = _quantity(cache + TMP_BYTES + LOG_BYTES)
-        requests["ephemeral-storage"] = limits["ephemeral-storage"] = disk
-    if gpus:
-        limits["nvidia.com/gpu"] = f'"{gpus}"'
-    lines = ["          resources:"]
-    for kind, amounts in (("requests", requests), ("limits", limits)):
-        lines.append(f"            {kind}:")
-        lines += [f"              {name}: {amount}" for name, amount in amounts.items()]
-    return lines
+def _deployment(figures: Figures, given: dict[str, Any]) -> dict[str, Any]:
+    container: dict[str, Any] = {"name": "embedserve"}
+    if given:
+        container["env"] = [
+            {"name": f"EMBEDSERVE_{name.upper()}", "value": str(value)}
+            for name, value in given.items()
+        ]
+    written = {
+        kind: {name: _quantity(name, amount) for name, amount in amounts.items()}
+        for kind, amounts in figures.items()
+        if amounts
+    }
+    if resources := {kind: written[kind] for kind in ("requests", "limits") if kind in written}:
+        container["resources"] = resources
+    pod: dict[str, Any] = {"containers": [container]}
+    if "cache" in written:
+        pod["volumes"] = [{"name": "cache", "emptyDir": written["cache"]}]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "embedserve"},
+        "spec": {**figures["rollout"], "template": {"spec": pod}},
+    }
 
 
-def _deadline_s(rows: PodRows) -> int:
-    """Returns the seconds after which Kubernetes reports the rollout as failed."""
-    return START_S + math.ceil(rows.mapped / PULLED_BYTES_PER_S)
-
-
-def _quantity(nbytes: int) -> str:
-    return f"{math.ceil(nbytes / MIB)}Mi"
+def _quantity(name: str, amount: int) -> str:
+    """Returns Kubernetes' notation of an amount: bytes in whole MiB, all else as it is."""
+    return str(amount) if name in COUNTS else f"{math.ceil(amount / MIB)}Mi"

@@ -1,0 +1,237 @@
+"""Components combine in any order, and what each one changes is there.
+
+test_kubernetes.py checks each combination as a whole.
+"""
+
+import random
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+from .conftest import (
+    COMPONENTS,
+    DEPLOY,
+    KUBERNETES,
+    PAIRS,
+    Rendered,
+    compose,
+    kustomize_text,
+    render,
+)
+
+NESTED = {"exec-probes"}
+"""Components that are only part of others."""
+SHUFFLES = 5
+DEPRECATED = {
+    *("bases", "commonLabels", "imageTags", "patchesJson6902", "patchesStrategicMerge", "vars"),
+}
+"""Fields that `kustomize edit fix` replaces."""
+
+
+def in_order(value: Any) -> Any:
+    """The same value with all lists sorted, because the order of volumes or variables is that of
+    the components."""
+    if isinstance(value, dict):
+        return {key: in_order(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return sorted((in_order(one) for one in value), key=str)
+    return value
+
+
+def by_name(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in items}
+
+
+def secrets(value: Any) -> set[str]:
+    """Names of the Secrets that a manifest refers to."""
+    if isinstance(value, list):
+        return set().union(*map(secrets, value))
+    if not isinstance(value, dict):
+        return set()
+    own = {one for key, one in value.items() if key == "secretName"}
+    for key in ("secretRef", "secret", "keySecret", "credentials"):
+        if key in value and "name" in value[key]:
+            own.add(value[key]["name"])
+    return own.union(*map(secrets, value.values()))
+
+
+def test_the_folder_has_the_components() -> None:
+    folders = {path.name for path in (KUBERNETES / "components").iterdir()}
+    assert folders == {*COMPONENTS, *NESTED}
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_two_components_combine_in_either_order(first: str, second: str) -> None:
+    rendered = in_order(compose(first, second).manifests)
+    assert in_order(compose(second, first).manifests) == rendered
+
+
+@pytest.mark.parametrize("seed", range(SHUFFLES))
+def test_all_components_combine_in_any_order(seed: int) -> None:
+    shuffled = random.Random(seed).sample(COMPONENTS, len(COMPONENTS))
+    assert in_order(compose(*shuffled).manifests) == in_order(compose(*COMPONENTS).manifests)
+
+
+def test_components_named_twice_change_nothing() -> None:
+    """An overlay of an overlay may name those that the other one has already."""
+    twice = compose(*COMPONENTS, *COMPONENTS).manifests
+    assert in_order(twice) == in_order(compose(*COMPONENTS).manifests)
+
+
+def test_no_kustomization_uses_deprecated_fields() -> None:
+    for path in KUBERNETES.rglob("kustomization.yaml"):
+        assert not DEPRECATED & set(yaml.safe_load(path.read_text())), path
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "s3"])
+def test_the_overlays_are_their_components(name: str) -> None:
+    components = () if name == "cpu" else (name,)
+    assert render(f"overlays/{name}").manifests == compose(*components).manifests
+
+
+def test_mounts_and_volumes_belong_together(rendered: Rendered) -> None:
+    volumes = by_name(rendered.pod["volumes"])
+    mounts = rendered.container["volumeMounts"]
+    assert sorted(volumes) == sorted(mount["name"] for mount in mounts)
+    claims = {one["metadata"]["name"] for one in rendered.named("PersistentVolumeClaim")}
+    for volume in volumes.values():
+        (kind,) = set(volume) - {"name"}
+        assert kind in ("emptyDir", "persistentVolumeClaim", "secret")
+        if kind == "persistentVolumeClaim":
+            assert volume[kind]["claimName"] in claims
+    for mount in mounts:
+        is_written = "emptyDir" in volumes[mount["name"]]
+        assert mount.get("readOnly", False) is not is_written
+
+
+def test_paths_of_settings_lie_in_their_volumes(rendered: Rendered) -> None:
+    settings = rendered.settings
+    mounts = {mount["mountPath"]: mount["name"] for mount in rendered.container["volumeMounts"]}
+    files = (settings.tls_cert, settings.tls_key, settings.tls_client_ca, settings.tokens)
+    for path in map(PurePosixPath, filter(None, (*files, settings.http_uds))):
+        assert mounts[str(path.parent)] == path.parent.name
+    assert {PurePosixPath(one).name for one in files if one} <= {
+        *("tls.crt", "tls.key", "ca.crt", "tokens"),
+    }
+    if settings.store.startswith("s3://"):
+        assert mounts[settings.cache] == "cache"
+        assert "/store" not in mounts
+    else:
+        assert mounts[settings.store] == "store"
+    assert ("/dev/shm" in mounts) == bool(settings.shared_memory)
+
+
+def test_documents_name_the_secrets_that_users_create(rendered: Rendered) -> None:
+    page = (DEPLOY / "README.md").read_text()
+    named = set().union(*(secrets(manifest) for manifest in rendered.manifests))
+    comments = "".join(
+        (KUBERNETES / "components" / name / "kustomization.yaml").read_text()
+        for name in (*rendered.components, "tls", "tokens")
+    )
+    for name in named:
+        assert name.startswith("embedserve-")
+        assert f"`{name}`" in page
+        assert name in comments
+
+
+def test_each_component_changes_its_settings() -> None:
+    base = compose().variables
+    more = {name: dict(compose(name).variables.items() - base.items()) for name in COMPONENTS}
+    tls = {"EMBEDSERVE_TLS_CERT": "/tls/tls.crt", "EMBEDSERVE_TLS_KEY": "/tls/tls.key"}
+    probes = {"EMBEDSERVE_HTTP_UDS": "/tmp/http.sock"}
+    tokens = {"EMBEDSERVE_TOKENS": "/tokens/tokens"}
+    assert more == {
+        "tls": tls,
+        "mtls": {**tls, **probes, "EMBEDSERVE_TLS_CLIENT_CA": "/tls/ca.crt"},
+        "tokens": tokens,
+        "s3": {
+            "EMBEDSERVE_STORE": "s3://bucket/store",
+            "EMBEDSERVE_CACHE": "/cache",
+            "EMBEDSERVE_FOLLOW": "latest",
+        },
+        "monitoring": {},
+        "gpu": {"EMBEDSERVE_DEVICES": "cuda", "EMBEDSERVE_FOLLOW": "none"},
+        "management-port": {
+            **tokens,
+            "EMBEDSERVE_MANAGEMENT_HOST": "0.0.0.0",
+            "EMBEDSERVE_MANAGEMENT_PORT": "8002",
+        },
+        "shared-memory": {
+            **probes,
+            "EMBEDSERVE_HOST": "127.0.0.1",
+            "EMBEDSERVE_MANAGEMENT_HOST": "127.0.0.1",
+            "EMBEDSERVE_SHARED_MEMORY": "/embedserve-",
+        },
+    }
+
+
+def test_gpus_do_not_follow_a_bucket() -> None:
+    """The server would refuse to start."""
+    assert compose("s3").settings.follow == "latest"
+    for order in (("s3", "gpu"), ("gpu", "s3")):
+        assert compose(*order).settings.follow == "none"
+
+
+def test_only_gpu_pods_request_gpus(cpu: Rendered, gpu: Rendered) -> None:
+    assert gpu.container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+    assert [toleration["key"] for toleration in gpu.pod["tolerations"]] == ["nvidia.com/gpu"]
+    assert "nvidia.com/gpu" not in cpu.container["resources"]["limits"]
+    assert "tolerations" not in cpu.pod
+
+
+def test_prometheus_verifies_and_presents_certificates() -> None:
+    (endpoint,) = compose("mtls", "monitoring").one("ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["tlsConfig"] == {
+        "serverName": "embedserve",
+        "ca": {"secret": {"name": "embedserve-tls", "key": "ca.crt"}},
+        "cert": {"secret": {"name": "embedserve-prometheus-tls", "key": "tls.crt"}},
+        "keySecret": {"name": "embedserve-prometheus-tls", "key": "tls.key"},
+    }
+    volumes = by_name(compose("mtls").pod["volumes"])
+    assert volumes["tls"]["secret"] == {"secretName": "embedserve-tls"}
+
+
+def test_prometheus_sends_its_token() -> None:
+    (endpoint,) = compose("monitoring", "tokens").one("ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["authorization"] == {
+        "type": "Bearer",
+        "credentials": {"name": "embedserve-prometheus-token", "key": "token"},
+    }
+    volumes = by_name(compose("tokens").pod["volumes"])
+    assert volumes["tokens"]["secret"] == {"secretName": "embedserve-tokens"}
+
+
+def test_shared_memory_is_a_bounded_volume_in_memory() -> None:
+    volumes = by_name(compose("shared-memory").pod["volumes"])
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+
+
+def test_an_overlay_has_the_last_word() -> None:
+    text = (KUBERNETES / "overlays" / "s3" / "kustomization.yaml").read_text()
+    text = text.replace("../..", "KUBERNETES").replace("s3://bucket/store", "s3://ours/models")
+    assert Rendered("ours", kustomize_text(text)).settings.store == "s3://ours/models"
+
+
+def test_the_readmes_own_overlay(pyproject: dict[str, Any]) -> None:
+    page = (DEPLOY / "README.md").read_text()
+    _, _, page = page.partition("\n## An overlay of your own\n")
+    text = page.split("```yaml\n")[1].split("```")[0]
+    assert "../embedserve/deploy/kubernetes" in text
+    text = text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
+    components = tuple(one.rpartition("/")[2] for one in yaml.safe_load(text)["components"])
+    assert len(components) == 3
+    ours, plain = Rendered("ours", kustomize_text(text), components), compose(*components)
+    version = pyproject["project"]["version"]
+    assert ours.container["image"] == f"registry.example/embedserve:{version}-cpu"
+    changed = dict(ours.variables.items() - plain.variables.items())
+    assert changed == {
+        "EMBEDSERVE_STORE": "s3://recommendations/embeddings",
+        "EMBEDSERVE_MODEL": "dlrm@stable dlrm@canary",
+        "EMBEDSERVE_FOLLOW": "alias",
+        "EMBEDSERVE_WORKERS": "4",
+    }
+    assert ours.settings.model == ("dlrm@stable", "dlrm@canary")
+    kinds = [one["kind"] for one in ours.manifests]
+    assert kinds == [one["kind"] for one in plain.manifests]
