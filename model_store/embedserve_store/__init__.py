@@ -26,6 +26,7 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.add_note import add_note
+from embedserve_store.publishing.copy_versions import CopiedModel, copy_versions
 from embedserve_store.publishing.options import PublishOptions
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish
@@ -40,6 +41,7 @@ from embedserve_store.verification import verify
 __all__ = [
     "Alias",
     "Bags",
+    "CopiedModel",
     "Description",
     "Goldens",
     "IdRule",
@@ -61,6 +63,7 @@ __all__ = [
     "TableSpec",
     "TablesFile",
     "add_note",
+    "copy_versions",
     "prune",
     "publish",
     "publish_sharded",

@@ -14,8 +14,9 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.remote.remote_files import TransferProgress
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
+from embedserve_store.transfer.receive import TransferProgress
+from embedserve_store.transfer.stored_version import StoredVersion
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,22 @@ class ModelStore:
             StoreError: the version does not exist, or its manifest is damaged.
         """
         return self._store.manifest(model, self._number(model, version))
+
+    def stored(self, model: str, version: int | str | None = None) -> StoredVersion:
+        """Returns a version, by default the highest, as files to transfer.
+
+        Raises:
+            StoreError: the version does not exist, or its manifest is damaged.
+        """
+        return self._store.stored(model, self._number(model, version))
+
+    def files_beside(self, model: str, what: str) -> list[str]:
+        """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``."""
+        return self._store.files_beside(model, what)
+
+    def read_beside(self, model: str, what: str, path: str) -> bytes:
+        """Reads a file that files_beside returned."""
+        return self._store.read_beside(model, what, path)
 
     def aliases(self, model: str) -> dict[str, Alias]:
         """Returns the current aliases of ``model`` by name, sorted."""

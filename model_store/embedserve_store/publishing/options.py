@@ -12,7 +12,7 @@ from embedserve_store.goldens.expected import Expected
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.publish_source import Choice
 from embedserve_store.publishing.resolve_ids import Vocabularies
-from embedserve_store.remote.remote_files import TransferProgress
+from embedserve_store.transfer.receive import TransferProgress
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Constraints

@@ -52,10 +52,11 @@ from embedserve_store.publishing.version_writer import (
     PublishedVersion,
     write_version,
 )
-from embedserve_store.remote.remote_files import TransferProgress, UnreachableError
+from embedserve_store.remote.remote_files import UnreachableError
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.sources.description import Description, check_no_draft
+from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.writing.staging import check_room, check_writable, staging_folder
 
 if TYPE_CHECKING:

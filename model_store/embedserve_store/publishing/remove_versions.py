@@ -14,8 +14,8 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError, missing_version
 from embedserve_store.model_store import ModelStore
-from embedserve_store.remote.pull import MANIFEST
 from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.writing.version_lock import HeldError, remove_unheld, unheld
 
 

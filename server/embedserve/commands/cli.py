@@ -17,6 +17,7 @@ from embedserve.commands.serve_options import with_settings_as_options
 from embedserve.commands.server_commands import admin, health, serve, shadow, token
 from embedserve.commands.store_commands import (
     alias,
+    copy,
     delete,
     diff,
     inspect_store,
@@ -65,6 +66,7 @@ COMMANDS: tuple[Callable[..., Any], ...] = (
     alias,
     rollback,
     note,
+    copy,
     prune,
     delete,
     admin,

@@ -155,6 +155,33 @@ def note(
         run(store, model, version, text)
 
 
+def copy(
+    source: Annotated[str, typer.Argument(help="Store to copy from: a folder or a URL.")],
+    target: Annotated[
+        str, typer.Argument(help="Store to copy to: a folder, created if missing, or a URL.")
+    ],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="MODEL for all its versions, MODEL@VERSION or MODEL@ALIAS for one. Default: all "
+            "versions of all models."
+        ),
+    ] = "",
+    aliases: Annotated[
+        bool, switch("--aliases", help="Also copy the aliases, with their history.")
+    ] = False,
+) -> None:
+    """Copy versions and their notes to another store, and check every byte on the way.
+
+    Versions keep their numbers. A version appears whole or not at all, and a version that the
+    target has is left alone. If a copy was interrupted, start it again: it continues.
+    """
+    with cli_errors():
+        from embedserve_store.commands.copy import copy as run
+
+        run(source, target, model, aliases)
+
+
 def prune(
     store: Store,
     model: Model,
