@@ -15,6 +15,7 @@ Importing this package does not import torch; publishing does.
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.alias import Alias
+from embedserve_store.format.event import Event
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.note import Note
@@ -43,6 +44,7 @@ __all__ = [
     "Bags",
     "CopiedModel",
     "Description",
+    "Event",
     "Goldens",
     "IdRule",
     "InvalidModelError",

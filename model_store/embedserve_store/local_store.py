@@ -104,6 +104,22 @@ class LocalStore:
         """Reads the file at ``path``, which files_beside returned."""
         return _read(self.path / model / what / path)
 
+    def folders(self, path: str) -> list[str]:
+        """Returns the names of the folders at ``path`` in the store; empty if there are none."""
+        _listed(self.path, "store")
+        folder = self.path / path
+        if not folder.is_dir():
+            return []
+        return [name for name in _listed(folder, path) if (folder / name).is_dir()]
+
+    def files(self, path: str) -> list[str]:
+        """Returns the names of the files in the folder at ``path``, which exists."""
+        return _listed(self.path / path, path)
+
+    def read(self, path: str) -> bytes:
+        """Reads the small file at ``path``."""
+        return _read(self.path / path)
+
     def _find(self, model: str, version: int | None) -> int:
         versions = self.versions(model)
         folder = self.path / model

@@ -8,9 +8,11 @@ import os
 from pathlib import Path
 
 from embedserve_store.errors import NoRoomError, StoreError, UnknownAliasError
-from embedserve_store.format import note
+from embedserve_store.format import event, note
 from embedserve_store.format.alias import FOLDER, Alias, file_name, parse_alias, parse_file_name
+from embedserve_store.format.event import Event
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
@@ -128,6 +130,28 @@ class ModelStore:
         where = f"{self.where}/{model}/{note.file_name(version, number)}"
         text = self._store.read_beside(model, note.FOLDER, f"{version}/{number}.json")
         return note.parse_note(text, model, version, number, where)
+
+    def history(self, model: str = "", last: int = 50) -> list[Event]:
+        """Returns the ``last`` changes of ``model``, or of the store; the latest first.
+
+        Lists the months that have them, and reads no other event.
+        """
+        if model and not NAME_PATTERN.fullmatch(model):
+            raise StoreError(f"{self.where}: {model!r} is not the name of a model")
+        store, root = self._store, event.FOLDER
+        paths: list[str] = []
+        for name in [model] if model else store.folders(root):
+            found: list[str] = []
+            months = filter(event.MONTH_PATTERN.fullmatch, store.folders(f"{root}/{name}"))
+            for month in sorted(months, reverse=True):
+                folder = f"{root}/{name}/{month}"
+                files = filter(event.FILE_PATTERN.fullmatch, store.files(folder))
+                found += [f"{folder}/{file}" for file in files]
+                if len(found) >= last:
+                    break
+            paths += found
+        newest = sorted(paths, key=lambda path: path.rpartition("/")[2], reverse=True)[:last]
+        return [event.parse_event(store.read(path), f"{self.where}/{path}") for path in newest]
 
     def load(self, model: str, version: int | str | None = None) -> ModelVersion:
         """Opens a version of ``model`` by its number or an alias, by default the highest.

@@ -17,6 +17,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format import alias, note
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import writer
+from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.pull import place
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.upload import send
@@ -54,6 +55,7 @@ def copy_versions(
     version: int | str | None = None,
     *,
     aliases: bool = False,
+    who: str | None = None,
     progress: TransferProgress | None = None,
 ) -> CopiedModel:
     """Copies versions of ``model``, under their numbers, with their notes.
@@ -67,6 +69,7 @@ def copy_versions(
         version: a version number, or an alias of the source. Default: all versions.
         aliases: whether aliases are copied, too, with their history. Aliases that name a version
             that the target does not have are left out.
+        who: author recorded in the history of the target. Default: USER@HOST.
 
     Raises:
         StoreError: a version does not exist or is damaged, or the target has another version, note
@@ -79,7 +82,11 @@ def copy_versions(
     numbers = read.versions(model) if version is None else [read.resolve(model, version)]
     if not numbers:
         raise StoreError(f"{read.where}/{model}: no version is published")
-    copied = [one for one in numbers if _copy_version(read.stored(model, one), write, progress)]
+    copied = []
+    for one in numbers:
+        if _copy_version(read.stored(model, one), write, progress):
+            record_event(target, "copy", model, (one,), who=who, source=f"{read.where}/{model}")
+            copied.append(one)
     notes = [f"{one}/{n}.json" for one in numbers for n in read.note_numbers(model, one)]
     there = write.versions(model)
     now = {name: read.alias_history(model, name)[0].version for name in sorted(changes)}

@@ -46,6 +46,7 @@ from embedserve_store.publishing.publish_source import (
     make_source,
     with_dtypes,
 )
+from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.resolve_ids import resolve_ids
 from embedserve_store.publishing.version_writer import (
     Draft,
@@ -109,9 +110,17 @@ def publish(
     draft = _with_provenance(draft, source, Path(where) / model, options.get("meta") or {})
     if not options.get("layout_changed"):
         _check_layout(draft.manifest, where)
+    if options.get("if_changed"):
+        draft = replace(draft, previous=_version_before(where, model))
     if is_url(where):
-        return _publish_remote(draft, where, options.get("upload_progress"))
-    return _publish(draft, Path(where) / model)
+        published = _publish_remote(draft, where, options.get("upload_progress"))
+    else:
+        published = _publish(draft, Path(where) / model)
+    if published.is_new:
+        checkpoint = str(published.manifest.source.get("checkpoint", ""))
+        by = options.get("who")
+        record_event(where, "publish", model, (published.version,), who=by, source=checkpoint)
+    return published
 
 
 def make_draft(
@@ -247,6 +256,8 @@ def _publish_remote(
     number = RemoteStore(url, default_cache()).next_version(model)
     with tempfile.TemporaryDirectory(prefix="embedserve-") as folder:
         published = _publish(draft, Path(folder) / model)
+        if not published.is_new:
+            return replace(published, where=f"{url.rstrip('/')}/{model}/{published.version}")
         where = upload_version(published.path, url, number, upload_progress)
     manifest = replace(published.manifest, version=number)
     return replace(published, where=where, version=number, manifest=manifest)

@@ -54,6 +54,8 @@ class PublishedVersion:
     """Errors of the pooled vectors, by table name."""
     skipped: tuple[str, ...]
     """Entries of the state dict or checkpoint that are not described tables."""
+    is_new: bool = True
+    """False if the newest version has the same content, and nothing was published."""
 
     def __repr__(self) -> str:
         name = f"{self.manifest.model} version {self.version}"
@@ -96,10 +98,14 @@ class Draft:
     checksums: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
     """Checksums of the training model's rows by table (row_checksums.py). The source's rows must
     have the same checksums."""
+    previous: Manifest | None = None
+    """Version that is not published again if the content is the same; None to publish anyway."""
 
 
 def write_version(draft: Draft, staging: Path) -> PublishedVersion:
     """Writes every file of ``draft`` into ``staging`` and renames it to the next version.
+
+    If the content is that of ``draft.previous``, nothing is renamed.
 
     Raises:
         InvalidModelError: a row cannot be stored or is not the training model's, or a table's error
@@ -116,14 +122,20 @@ def write_version(draft: Draft, staging: Path) -> PublishedVersion:
     write_synced(staging / "plan.json", to_json_bytes(draft.plan.to_json()))
     files = {name: _sha256(staging / name) for name in CHECKED_FILES}
     manifest = replace(manifest, files=files)
-    version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
+    if is_new := draft.previous is None or not manifest.has_same_content(draft.previous):
+        version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
+        manifest = replace(manifest, version=version)
+    else:
+        assert draft.previous is not None
+        manifest = draft.previous
     return PublishedVersion(
-        where=str(staging.parent / str(version)),
-        version=version,
-        manifest=replace(manifest, version=version),
+        where=str(staging.parent / str(manifest.version)),
+        version=manifest.version,
+        manifest=manifest,
         plan=draft.plan,
         errors=errors,
         skipped=source.skipped,
+        is_new=is_new,
     )
 
 

@@ -55,14 +55,15 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         self._files, self.root = _open(self.url)
 
-    def folders(self) -> list[str]:
-        """Returns the names of the folders in this folder.
+    def folders(self, path: str = "") -> list[str]:
+        """Returns the names of the folders in this folder, or at ``path`` below it.
 
         Raises:
             StoreError: the folder does not exist.
             UnreachableError: the store cannot be reached. This applies to every method here.
         """
-        entries = self._call(self.url, "ls", self.root, detail=True)
+        where, folder = (f"{one}/{path}".rstrip("/") for one in (self.url, self.root))
+        entries = self._call(where, "ls", folder, detail=True)
         folders = (entry["name"] for entry in entries if entry["type"] == "directory")
         return [name.rstrip("/").rpartition("/")[2] for name in folders]
 

@@ -193,6 +193,23 @@ class RemoteStore:
         """Reads a file that files_beside lists, as LocalStore does."""
         return self._remote.read(f"{model}/{what}/{path}")
 
+    def folders(self, path: str) -> list[str]:
+        """Returns the names of the folders at ``path`` in the store; empty if there are none."""
+        try:
+            return self._remote.folders(path)
+        except UnreachableError:
+            raise
+        except StoreError:
+            return []
+
+    def files(self, path: str) -> list[str]:
+        """Returns the names of the files in the folder at ``path``."""
+        return list(self._remote.sizes(path))
+
+    def read(self, path: str) -> bytes:
+        """Reads the small file at ``path``."""
+        return self._remote.read(path)
+
     def _cached(self, model: str, number: int) -> Path:
         return self._local.path / model / str(number)
 

@@ -155,6 +155,23 @@ def note(
         run(store, model, version, text)
 
 
+def history(
+    store: Store,
+    model: Annotated[str, typer.Argument(help="Show only the changes of this model.")] = "",
+    last: Annotated[int, typer.Option(help="Number of changes to show.", min=1)] = 50,
+    json: Annotated[bool, switch("--json", help="Print a JSON object in each line.")] = False,
+    cache: Cache = None,
+) -> None:
+    """Show who changed a store, when, from where and how, the latest change first.
+
+    Commands record USER@HOST as the author, or EMBEDSERVE_BY if that variable is set.
+    """
+    with cli_errors():
+        from embedserve_store.commands.history import history as run
+
+        run(store, model, last, json, cache)
+
+
 def copy(
     source: Annotated[str, typer.Argument(help="Store to copy from: a folder or a URL.")],
     target: Annotated[
