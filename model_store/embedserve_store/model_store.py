@@ -134,7 +134,7 @@ class ModelStore:
     def history(self, model: str = "", last: int = 50) -> list[Event]:
         """Returns the ``last`` changes of ``model``, or of the store; the latest first.
 
-        Lists the months that have them, and reads no other event.
+        Lists the days that have them, and reads no other event.
         """
         if model and not NAME_PATTERN.fullmatch(model):
             raise StoreError(f"{self.where}: {model!r} is not the name of a model")
@@ -142,9 +142,9 @@ class ModelStore:
         paths: list[str] = []
         for name in [model] if model else store.folders(root):
             found: list[str] = []
-            months = filter(event.MONTH_PATTERN.fullmatch, store.folders(f"{root}/{name}"))
-            for month in sorted(months, reverse=True):
-                folder = f"{root}/{name}/{month}"
+            days = filter(event.DAY_PATTERN.fullmatch, store.folders(f"{root}/{name}"))
+            for day in sorted(days, reverse=True):
+                folder = f"{root}/{name}/{day}"
                 files = filter(event.FILE_PATTERN.fullmatch, store.files(folder))
                 found += [f"{folder}/{file}" for file in files]
                 if len(found) >= last:

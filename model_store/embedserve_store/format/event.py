@@ -1,6 +1,6 @@
 """Defines events: who changed a store, when, from where and how.
 
-Each event is a small sealed file, STORE/.history/MODEL/MONTH/TIME-DIGITS.json. Files are added and
+Each event is a small sealed file, STORE/.history/MODEL/DAY/TIME-DIGITS.json. Files are added and
 never changed. The folder lies outside the models, so that its size costs a reader of versions
 nothing.
 """
@@ -17,7 +17,7 @@ from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
 
 FORMAT_VERSION = 1
 FOLDER = ".history"
-MONTH_PATTERN = re.compile(r"[0-9]{4}-[0-9]{2}")
+DAY_PATTERN = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 FILE_PATTERN = re.compile(r"[0-9]{8}T[0-9]{12}Z-[0-9a-f]{8}\.json")
 """Name of an event: its time to the microsecond, and digits that tell simultaneous ones apart."""
 

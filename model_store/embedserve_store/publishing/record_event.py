@@ -50,6 +50,6 @@ def record_event(
     )
     name = f"{now:%Y%m%dT%H%M%S%f}Z-{secrets.token_hex(4)}.json"
     try:
-        writer(where)(f"{FOLDER}/{model}/{now:%Y-%m}/{name}", event.to_bytes())
+        writer(where)(f"{FOLDER}/{model}/{now:%Y-%m-%d}/{name}", event.to_bytes())
     except StoreError as error:
         logger.warning("%s of %s is done, but missing in the history: %s", what, model, error)

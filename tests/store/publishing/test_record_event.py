@@ -103,7 +103,7 @@ def test_a_damaged_event_is_named(tmp_path: Path) -> None:
 def test_only_the_newest_events_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish_versions(tmp_path, 1)
     folder = next(tmp_path.glob(".history/m/*"))
-    older = folder.with_name("2020-01")
+    older = folder.with_name("2020-01-31")
     older.mkdir()
     (older / "not listed").write_text("")
     listed: list[str] = []
