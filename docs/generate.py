@@ -214,6 +214,8 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "alias": 'embedserve alias store dlrm stable 7 --why "recall is up by 0.3 %"',
         "rollback": 'embedserve rollback store dlrm --why "CTR fell"',
         "note": 'embedserve note store dlrm 7 "trained without last week\'s clicks"',
+        "history": "embedserve history store dlrm --last 20",
+        "copy": "embedserve copy store s3://bucket/store dlrm@stable",
         "prune": "embedserve prune store dlrm --keep 5 --dry-run",
         "delete": "embedserve delete store dlrm 3",
     },

@@ -18,6 +18,7 @@ from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.delta_writer import DeltaWriter, WriterFencedError
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.alias import Alias
+from embedserve_store.format.event import Event
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.note import Note
@@ -29,6 +30,7 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.add_note import add_note
+from embedserve_store.publishing.copy_versions import CopiedModel, copy_versions
 from embedserve_store.publishing.options import PublishOptions
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish
@@ -43,9 +45,11 @@ from embedserve_store.verification import verify
 __all__ = [
     "Alias",
     "Bags",
+    "CopiedModel",
     "DeltaLine",
     "DeltaWriter",
     "Description",
+    "Event",
     "Goldens",
     "IdRule",
     "InvalidModelError",
@@ -68,6 +72,7 @@ __all__ = [
     "WriterFencedError",
     "add_note",
     "compact_deltas",
+    "copy_versions",
     "prune",
     "publish",
     "publish_sharded",

@@ -22,13 +22,12 @@ from embedserve_store.format.version_folder import version_numbers
 from embedserve_store.ids.id_map import IdMap, IdMaps
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
+from embedserve_store.transfer.stored_version import (
+    SMALL_FILE_BYTES_MAX,
+    StoredVersion,
+    version_in_folder,
+)
 from embedserve_store.writing.version_lock import hold
-
-SMALL_FILE_BYTES_MAX = 256 << 20
-"""Maximum bytes of a manifest, plan or goldens file, which is read whole; 256 MiB.
-
-This code publishes no larger file.
-"""
 
 
 class LocalStore:
@@ -81,6 +80,10 @@ class LocalStore:
         chosen = self._find(model, version)
         return _read_manifest(self.path / model / str(chosen) / "manifest.json", model, chosen)
 
+    def stored(self, model: str, version: int | None = None) -> StoredVersion:
+        """Returns a version, by default the highest, as files to transfer; raises StoreError."""
+        return version_in_folder(self.path / model / str(self._find(model, version)))
+
     def files_beside(self, model: str, what: str) -> list[str]:
         """Returns the paths NAME/FILE in the folder ``what``, which lies beside the versions.
 
@@ -100,6 +103,22 @@ class LocalStore:
     def read_beside(self, model: str, what: str, path: str) -> bytes:
         """Reads the file at ``path``, which files_beside returned."""
         return _read(self.path / model / what / path)
+
+    def folders(self, path: str) -> list[str]:
+        """Returns the names of the folders at ``path`` in the store; empty if there are none."""
+        _listed(self.path, "store")
+        folder = self.path / path
+        if not folder.is_dir():
+            return []
+        return [name for name in _listed(folder, path) if (folder / name).is_dir()]
+
+    def files(self, path: str) -> list[str]:
+        """Returns the names of the files in the folder at ``path``, which exists."""
+        return _listed(self.path / path, path)
+
+    def read(self, path: str) -> bytes:
+        """Reads the small file at ``path``."""
+        return _read(self.path / path)
 
     def _find(self, model: str, version: int | None) -> int:
         versions = self.versions(model)

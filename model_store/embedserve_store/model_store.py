@@ -8,14 +8,17 @@ import os
 from pathlib import Path
 
 from embedserve_store.errors import NoRoomError, StoreError, UnknownAliasError
-from embedserve_store.format import note
+from embedserve_store.format import event, note
 from embedserve_store.format.alias import FOLDER, Alias, file_name, parse_alias, parse_file_name
+from embedserve_store.format.event import Event
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.remote.remote_files import TransferProgress
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
+from embedserve_store.transfer.receive import TransferProgress
+from embedserve_store.transfer.stored_version import StoredVersion
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,22 @@ class ModelStore:
         """
         return self._store.manifest(model, self._number(model, version))
 
+    def stored(self, model: str, version: int | str | None = None) -> StoredVersion:
+        """Returns a version, by default the highest, as files to transfer.
+
+        Raises:
+            StoreError: the version does not exist, or its manifest is damaged.
+        """
+        return self._store.stored(model, self._number(model, version))
+
+    def files_beside(self, model: str, what: str) -> list[str]:
+        """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``."""
+        return self._store.files_beside(model, what)
+
+    def read_beside(self, model: str, what: str, path: str) -> bytes:
+        """Reads a file that files_beside returned."""
+        return self._store.read_beside(model, what, path)
+
     def aliases(self, model: str) -> dict[str, Alias]:
         """Returns the current aliases of ``model`` by name, sorted."""
         changes = self.alias_changes(model)
@@ -111,6 +130,28 @@ class ModelStore:
         where = f"{self.where}/{model}/{note.file_name(version, number)}"
         text = self._store.read_beside(model, note.FOLDER, f"{version}/{number}.json")
         return note.parse_note(text, model, version, number, where)
+
+    def history(self, model: str = "", last: int = 50) -> list[Event]:
+        """Returns the ``last`` changes of ``model``, or of the store; the latest first.
+
+        Lists the days that have them, and reads no other event.
+        """
+        if model and not NAME_PATTERN.fullmatch(model):
+            raise StoreError(f"{self.where}: {model!r} is not the name of a model")
+        store, root = self._store, event.FOLDER
+        paths: list[str] = []
+        for name in [model] if model else store.folders(root):
+            found: list[str] = []
+            days = filter(event.DAY_PATTERN.fullmatch, store.folders(f"{root}/{name}"))
+            for day in sorted(days, reverse=True):
+                folder = f"{root}/{name}/{day}"
+                files = filter(event.FILE_PATTERN.fullmatch, store.files(folder))
+                found += [f"{folder}/{file}" for file in files]
+                if len(found) >= last:
+                    break
+            paths += found
+        newest = sorted(paths, key=lambda path: path.rpartition("/")[2], reverse=True)[:last]
+        return [event.parse_event(store.read(path), f"{self.where}/{path}") for path in newest]
 
     def load(self, model: str, version: int | str | None = None) -> ModelVersion:
         """Opens a version of ``model`` by its number or an alias, by default the highest.
@@ -171,14 +212,6 @@ class ModelStore:
         if VERSION_PATTERN.fullmatch(version):
             return int(version)
         return self.alias(model, version).version
-
-    def files_beside(self, model: str, what: str) -> list[str]:
-        """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``."""
-        return self._store.files_beside(model, what)
-
-    def read_beside(self, model: str, what: str, path: str) -> bytes:
-        """Reads the file at ``path``, one of ``files_beside``."""
-        return self._store.read_beside(model, what, path)
 
     def alias_changes(self, model: str) -> dict[str, list[int]]:
         """Returns the numbers of all changes by alias name, without reading a file."""

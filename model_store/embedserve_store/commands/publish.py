@@ -35,6 +35,7 @@ class PublishFlags:
     accept_unchecked: bool = False
     accept_draft: bool = False
     layout_changed: bool = False
+    if_changed: bool = False
     meta: tuple[str, ...] = ()
     """Entries of the form KEY=VALUE."""
 
@@ -68,6 +69,7 @@ def publish_checkpoint(
             accept_unchecked=flags.accept_unchecked,
             accept_draft=flags.accept_draft,
             layout_changed=flags.layout_changed,
+            if_changed=flags.if_changed,
             meta=_parse_meta(flags.meta),
             progress=progress,
             upload_progress=uploading,
@@ -90,6 +92,12 @@ def _parse_meta(given: Sequence[str]) -> dict[str, str]:
 def report(published: PublishedVersion) -> None:
     """Prints what was published, its error against float32, and what was skipped."""
     manifest = published.manifest
+    if not published.is_new:
+        say(
+            f"{manifest.model} version {published.version} has the same rows, tables, id rules and "
+            f"plan: nothing was published; it is {published.where}"
+        )
+        return
     for table in manifest.tables:
         error = published.errors[table.name]
         ids = f", ids by {table.ids.rule}" if table.ids.rule != "rows" else ""

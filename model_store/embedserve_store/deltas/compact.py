@@ -16,7 +16,7 @@ import numpy as np
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.errors import StoreError
 from embedserve_store.format.coverage import COMPARED
-from embedserve_store.format.delta_manifest import LinePosition
+from embedserve_store.format.delta_manifest import LINE_SEQ, LinePosition
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS, Manifest
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
@@ -26,9 +26,10 @@ from embedserve_store.ids.id_map import IdMaps
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import provenance, publish_files
+from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.publishing.version_writer import PublishedVersion, finish_version
-from embedserve_store.remote.remote_files import TransferProgress
+from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.verification import table_sha256
 from embedserve_store.writing.staging import sync
 
@@ -72,13 +73,17 @@ def compact_deltas(
             "nothing to compact"
         )
     nbytes = base.manifest.nbytes + sum(one.nbytes for one in base.id_maps.values())
-    return publish_files(
+    made = publish_files(
         models.where,
         model,
         nbytes,
         lambda staging: _write(base, line, seq, staging, progress),
         upload_progress,
     )
+    last = made.manifest.source[LINE_SEQ]
+    source = f"version {base.manifest.version}, deltas up to {last}"
+    record_event(models.where, "compact", model, (made.version,), source=source)
+    return made
 
 
 def _write(

@@ -113,6 +113,15 @@ class Manifest:
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self.tables)
 
+    def has_same_content(self, other: Manifest) -> bool:
+        """Returns whether both versions have the same rows, tables, id rules and plan.
+
+        Goldens and the source may differ.
+        """
+        plans = {manifest.files.get("plan.json") for manifest in (self, other)}
+        same = (self.tables, self.is_weighted) == (other.tables, other.is_weighted)
+        return same and len(plans) == 1
+
     def to_json(self) -> dict[str, Any]:
         return {
             "format_version": FORMAT_VERSION,

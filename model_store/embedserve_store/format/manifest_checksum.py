@@ -75,7 +75,11 @@ def check_seal(text: bytes, where: str) -> None:
 def check_sha256(found: str, expected: str, where: str) -> None:
     """Raises StoreError, with a message that begins with ``where``, if the checksums differ."""
     if found != expected:
-        raise StoreError(
-            f"{where}: sha256 is {found}, the manifest has {expected}: changed since it was "
-            "published"
-        )
+        raise StoreError(changed(found, expected, where))
+
+
+def changed(found: str, expected: str, where: str) -> str:
+    """Returns the message for bytes whose checksum differs from the manifest's."""
+    return (
+        f"{where}: sha256 is {found}, the manifest has {expected}: changed since it was published"
+    )

@@ -9,6 +9,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.note import FOLDER, Note, file_name
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import ATTEMPTS, check_texts, user, writer
+from embedserve_store.publishing.record_event import record_event
 
 
 def add_note(
@@ -42,5 +43,6 @@ def add_note(
         last = max(models.note_numbers(model, number), default=0)
         note = Note(model, number, last + 1, who, when, text)
         if write(f"{model}/{file_name(number, note.number)}", note.to_bytes()):
+            record_event(store, "note", model, (number,), who=who, detail=text)
             return note
     raise StoreError(f"{models.where}/{model}: others wrote {ATTEMPTS} notes of version {number}")

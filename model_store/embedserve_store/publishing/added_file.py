@@ -43,6 +43,9 @@ def check_texts(**texts: str) -> None:
 
 
 def user() -> str:
+    """Returns the author of a change: EMBEDSERVE_BY, or else USER@HOST."""
+    if by := os.environ.get("EMBEDSERVE_BY"):
+        return by
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # the user id has no name, as in a container

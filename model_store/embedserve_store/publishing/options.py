@@ -12,7 +12,7 @@ from embedserve_store.goldens.expected import Expected
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.publish_source import Choice
 from embedserve_store.publishing.resolve_ids import Vocabularies
-from embedserve_store.remote.remote_files import TransferProgress
+from embedserve_store.transfer.receive import TransferProgress
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Constraints
@@ -47,7 +47,10 @@ class PublishOptions(TypedDict, total=False):
         accept_draft: also publish a description with unchecked guesses of `embedserve describe`.
         layout_changed: also publish changes that callers of the previous version would notice:
             other keys, order, widths, tables, pooling, id rules or weights.
+        if_changed: publishes nothing if the newest version has the same rows, tables, id rules and
+            plan; the result is that version then. Goldens and provenance may differ.
         meta: strings stored in the manifest, such as the id of the training run.
+        who: author recorded in the history. Default: USER@HOST.
         progress: callback for each block of rows written.
         upload_progress: callback for bytes uploaded to a remote store.
     """
@@ -66,7 +69,9 @@ class PublishOptions(TypedDict, total=False):
     accept_unchecked: bool
     accept_draft: bool
     layout_changed: bool
+    if_changed: bool
     meta: Mapping[str, str] | None
+    who: str | None
     progress: Progress | None
     upload_progress: TransferProgress | None
 

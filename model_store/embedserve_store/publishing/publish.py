@@ -46,16 +46,18 @@ from embedserve_store.publishing.publish_source import (
     make_source,
     with_dtypes,
 )
+from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.resolve_ids import resolve_ids
 from embedserve_store.publishing.version_writer import (
     Draft,
     PublishedVersion,
     write_version,
 )
-from embedserve_store.remote.remote_files import TransferProgress, UnreachableError
+from embedserve_store.remote.remote_files import UnreachableError
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.sources.description import Description, check_no_draft
+from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.writing.staging import check_room, check_writable, staging_folder
 
 if TYPE_CHECKING:
@@ -108,14 +110,21 @@ def publish(
     draft = _with_provenance(draft, source, Path(where) / model, options.get("meta") or {})
     if not options.get("layout_changed"):
         _check_layout(draft.manifest, where)
+    if options.get("if_changed"):
+        draft = replace(draft, previous=_version_before(where, model))
     nbytes = draft.manifest.nbytes + sum(one.nbytes for one in draft.id_maps.values())
-    return publish_files(
+    published = publish_files(
         where,
         model,
         nbytes,
         lambda staging: write_version(draft, staging),
         options.get("upload_progress"),
     )
+    if published.is_new:
+        checkpoint = str(published.manifest.source.get("checkpoint", ""))
+        by = options.get("who")
+        record_event(where, "publish", model, (published.version,), who=by, source=checkpoint)
+    return published
 
 
 def make_draft(
@@ -266,6 +275,8 @@ def publish_files(
     number = RemoteStore(store, default_cache()).next_version(model)
     with tempfile.TemporaryDirectory(prefix="embedserve-") as folder:
         published = _publish_local(Path(folder) / model, nbytes, write)
+        if not published.is_new:
+            return replace(published, where=f"{store.rstrip('/')}/{model}/{published.version}")
         where = upload_version(published.path, store, number, upload_progress)
     manifest = replace(published.manifest, version=number)
     return replace(published, where=where, version=number, manifest=manifest)

@@ -14,18 +14,29 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError, missing_version
 from embedserve_store.model_store import ModelStore
-from embedserve_store.remote.pull import MANIFEST
+from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.writing.version_lock import HeldError, remove_unheld, unheld
 
 
-def remove_version(store: str | os.PathLike[str], model: str, version: int) -> None:
+def remove_version(
+    store: str | os.PathLike[str], model: str, version: int, *, who: str | None = None
+) -> None:
     """Removes one version of ``model``.
+
+    Args:
+        who: author recorded in the history. Default: USER@HOST.
 
     Raises:
         StoreError: the version does not exist, is the newest, has an alias, or is open in a
             process. Also raised if the store cannot be read or written.
     """
+    _remove(store, model, version)
+    record_event(store, "delete", model, (version,), who=who)
+
+
+def _remove(store: str | os.PathLike[str], model: str, version: int) -> None:
     models = ModelStore(store)
     versions = models.versions(model)
     where = f"{models.where}/{model}"
@@ -58,6 +69,7 @@ def prune(
     *,
     is_trial: bool = False,
     on_held: Callable[[int], None] | None = None,
+    who: str | None = None,
 ) -> Sequence[int]:
     """Removes all but the last ``keep`` versions of ``model``.
 
@@ -68,6 +80,7 @@ def prune(
         keep: number of newest versions to keep, 1 or more.
         is_trial: removes nothing, and only returns the versions that would be removed.
         on_held: callback for each version that is kept only because it is open.
+        who: author recorded in the history. Default: USER@HOST.
 
     Returns:
         The removed versions, ascending.
@@ -82,17 +95,21 @@ def prune(
     models = ModelStore(store)
     named = {one.version for one in models.aliases(model).values()}
     old = [number for number in models.versions(model)[:-keep] if number not in named]
-    removed = []
-    for number in old:
-        try:
-            if not is_trial:
-                remove_version(store, model, number)
-            elif not models.is_remote:
-                _check_unheld(Path(models.where) / model / str(number))
-            removed.append(number)
-        except HeldError:
-            if on_held:
-                on_held(number)
+    removed: list[int] = []
+    try:
+        for number in old:
+            try:
+                if not is_trial:
+                    _remove(store, model, number)
+                elif not models.is_remote:
+                    _check_unheld(Path(models.where) / model / str(number))
+                removed.append(number)
+            except HeldError:
+                if on_held:
+                    on_held(number)
+    finally:
+        if removed and not is_trial:
+            record_event(store, "prune", model, removed, who=who)
     return removed
 
 

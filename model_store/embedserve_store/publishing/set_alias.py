@@ -13,6 +13,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.alias import FOLDER, Alias, check_name, file_name
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import ATTEMPTS, check_texts, user, writer
+from embedserve_store.publishing.record_event import record_event
 
 
 def set_alias(
@@ -61,6 +62,9 @@ def set_alias(
         change = replace(change, change_number=max(numbers) + 1)
         if write(f"{model}/{file_name(name, change.change_number)}", change.to_bytes()):
             _check_there(models, change)
+            versions = () if number is None else (number,)
+            detail = f"{name}{'' if versions else ' removed'}{why and f': {why}'}"
+            record_event(store, "alias", model, versions, who=who, detail=detail)
             return change
     raise StoreError(f"{models.where}/{model}: others changed alias {name!r} {ATTEMPTS} times")
 

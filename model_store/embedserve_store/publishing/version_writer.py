@@ -54,6 +54,8 @@ class PublishedVersion:
     """Errors of the pooled vectors, by table name."""
     skipped: tuple[str, ...]
     """Entries of the state dict or checkpoint that are not described tables."""
+    is_new: bool = True
+    """False if the newest version has the same content, and nothing was published."""
 
     def __repr__(self) -> str:
         name = f"{self.manifest.model} version {self.version}"
@@ -96,10 +98,14 @@ class Draft:
     checksums: Mapping[str, NDArray[np.uint64]] = field(default_factory=dict)
     """Checksums of the training model's rows by table (row_checksums.py). The source's rows must
     have the same checksums."""
+    previous: Manifest | None = None
+    """Version that is not published again if the content is the same; None to publish anyway."""
 
 
 def write_version(draft: Draft, staging: Path) -> PublishedVersion:
     """Writes every file of ``draft`` into ``staging`` and renames it to the next version.
+
+    If the content is that of ``draft.previous``, nothing is renamed.
 
     Raises:
         InvalidModelError: a row cannot be stored or is not the training model's, or a table's error
@@ -114,7 +120,7 @@ def write_version(draft: Draft, staging: Path) -> PublishedVersion:
         check_errors(errors, manifest, draft.max_error)
     _write_goldens(draft, manifest, tables, staging)
     write_synced(staging / "plan.json", to_json_bytes(draft.plan.to_json()))
-    return finish_version(manifest, draft.plan, staging, errors, source.skipped)
+    return finish_version(manifest, draft.plan, staging, errors, source.skipped, draft.previous)
 
 
 def finish_version(
@@ -123,22 +129,32 @@ def finish_version(
     staging: Path,
     errors: Mapping[str, PooledError],
     skipped: tuple[str, ...],
+    previous: Manifest | None = None,
 ) -> PublishedVersion:
     """Writes manifest.json over the other files in ``staging``, and renames it to the next version.
+
+    Args:
+        previous: version that is returned instead, if it has the same content; None for none.
 
     Raises:
         OSError: an error of the file system.
     """
     files = {name: _sha256(staging / name) for name in CHECKED_FILES}
     manifest = replace(manifest, files=files)
-    version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
+    if is_new := previous is None or not manifest.has_same_content(previous):
+        version = publish_staged(staging, lambda number: _write_manifest(staging, manifest, number))
+        manifest = replace(manifest, version=version)
+    else:
+        assert previous is not None
+        manifest = previous
     return PublishedVersion(
-        where=str(staging.parent / str(version)),
-        version=version,
-        manifest=replace(manifest, version=version),
+        where=str(staging.parent / str(manifest.version)),
+        version=manifest.version,
+        manifest=manifest,
         plan=plan,
         errors=errors,
         skipped=skipped,
+        is_new=is_new,
     )
 
 

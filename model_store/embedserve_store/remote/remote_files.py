@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from embedserve_store.errors import StoreError
 from embedserve_store.remote.retry_log import RetryLog
-from embedserve_store.writing.staging import sync
 
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8
-"""Number of chunks that a download requests concurrently, and the most that it holds in memory. A
-single connection to an object store is slower than most networks."""
+"""Number of parts that are in transfer concurrently, and the most that are held in memory. A single
+connection to an object store is slower than most networks."""
 
 ANSWER_S_MAX = 60.0
 """Seconds until a listing or a small read times out. A slower store is considered hung."""
 PART_S_MAX = 600.0
-"""Seconds until a chunk of a download times out. The limit equals 28 kB/s; at a lower rate no large
+"""Seconds until a part in transfer times out. The limit equals 28 kB/s; at a lower rate no large
 version would ever arrive."""
 WAIT_LOG_S = 10.0
 """Seconds after which a wait for the store is logged, and again after each doubling."""
@@ -41,12 +39,6 @@ EXTRA = "pip install 'embedserve[remote]'; gs:// needs gcsfs"
 
 class UnreachableError(StoreError):
     """The remote store does not respond or denies access, so its contents are unknown."""
-
-
-class TransferProgress(Protocol):
-    """Callback for the bytes of a version in transfer, file by file."""
-
-    def __call__(self, file: str, bytes_done: int, bytes_total: int) -> None: ...
 
 
 class RemoteFolder:
@@ -63,15 +55,15 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         self._files, self.root = _open(self.url)
 
-    def folders(self, folder: str = "") -> list[str]:
-        """Returns the names of the folders in ``folder``, by default in this folder.
+    def folders(self, path: str = "") -> list[str]:
+        """Returns the names of the folders in this folder, or at ``path`` below it.
 
         Raises:
             StoreError: the folder does not exist.
             UnreachableError: the store cannot be reached. This applies to every method here.
         """
-        where, path = f"{self.url}/{folder}".rstrip("/"), f"{self.root}/{folder}".rstrip("/")
-        entries = self._call(where, "ls", path, detail=True)
+        where, folder = (f"{one}/{path}".rstrip("/") for one in (self.url, self.root))
+        entries = self._call(where, "ls", folder, detail=True)
         folders = (entry["name"] for entry in entries if entry["type"] == "directory")
         return [name.rstrip("/").rpartition("/")[2] for name in folders]
 
@@ -85,57 +77,78 @@ class RemoteFolder:
     def read(self, name: str) -> bytes:
         return self._part(name, None, None, ANSWER_S_MAX)
 
-    def download(self, name: str, path: Path, size: int, progress: Callable[[int], None]) -> None:
-        """Downloads ``name`` of ``size`` bytes to the new file ``path``, synced to disk.
+    def blocks(self, name: str, start: int, size: int) -> Iterator[bytes]:
+        """Yields ``name`` of ``size`` bytes from byte ``start`` on, in order, in parts.
+
+        Several parts are requested concurrently.
 
         Raises:
             StoreError: the file no longer has this size.
-            OSError: ``path`` cannot be written.
         """
         pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="download")
+        parts: deque[Future[bytes]] = deque()
         try:
-            with open(path, "xb") as file:
-                starts = range(0, size, PART_BYTES)
-                parts = [pool.submit(self._copy_part, name, file, at, size) for at in starts]
-                bytes_done = 0
-                for part in as_completed(parts):
-                    bytes_done += part.result()
-                    progress(bytes_done)
+            for at in range(start, size, PART_BYTES):
+                if len(parts) == PARTS_AT_ONCE:
+                    yield parts.popleft().result()
+                stop = min(at + PART_BYTES, size)
+                parts.append(pool.submit(self._whole_part, name, at, stop))
+            while parts:
+                yield parts.popleft().result()
         finally:
-            # If a chunk failed or the caller was interrupted, no further chunk is started.
+            # If a part failed or the caller was interrupted, no further part is requested.
             pool.shutdown(cancel_futures=True)
-        sync(path)
 
-    def _copy_part(self, name: str, file: IO[bytes], start: int, size: int) -> int:
-        stop = min(start + PART_BYTES, size)
+    def _whole_part(self, name: str, start: int, stop: int) -> bytes:
         data = self._part(name, start, stop, PART_S_MAX)
         if len(data) != stop - start:
             raise StoreError(f"{self.url}/{name}: ends before byte {stop}: changed while it came")
-        return os.pwrite(file.fileno(), data, start)
+        return data
 
     def _part(self, name: str, start: int | None, stop: int | None, max_s: float) -> bytes:
         where, path = f"{self.url}/{name}", f"{self.root}/{name}"
         data: bytes = self._call(where, "cat_file", path, max_s=max_s, start=start, end=stop)
         return data
 
-    def upload(self, path: Path, name: str, progress: Callable[[int], None]) -> None:
-        """Uploads the local file ``path`` to ``name``, replacing an existing file.
-
-        ``progress`` is called in a thread of fsspec and must not raise.
-
-        Raises:
-            StoreError: the size in the store differs from the size of ``path``.
-        """
-        from fsspec.callbacks import Callback
-
-        size = path.stat().st_size
-        callback = Callback(hooks={"progress": lambda _, sent, **__: progress(min(sent, size))})
+    def upload(self, name: str, blocks: Iterator[bytes]) -> None:
+        """Writes a file from ``blocks``, replacing an existing one."""
         where = f"{self.url}/{name}"
         with _translated(where):
-            self._files.put_file(str(path), f"{self.root}/{name}", callback=callback)
-        arrived = self._call(where, "info", f"{self.root}/{name}")["size"]
-        if arrived != size:
-            raise StoreError(f"{where}: {arrived} bytes arrived of {size}")
+            file = self._files.open(f"{self.root}/{name}", "wb", block_size=PART_BYTES)
+        try:
+            for block in blocks:
+                with _translated(where):
+                    file.write(block)
+        finally:
+            with _translated(where):
+                file.close()
+
+    def size(self, name: str) -> int:
+        """Returns the bytes of a file."""
+        return int(self._call(f"{self.url}/{name}", "info", f"{self.root}/{name}")["size"])
+
+    @property
+    def has_s3_calls(self) -> bool:
+        """Returns whether the store is reached by s3fs, so that ``s3_call`` works."""
+        return hasattr(self._files, "_call_s3")
+
+    def s3_call(self, operation: str, name: str, **arguments: Any) -> dict[str, Any]:
+        """Calls an operation of S3, such as upload_part, on the object ``name``.
+
+        Args:
+            arguments: as botocore takes them. With a Prefix, the operation takes no key.
+        """
+        bucket, key = self.bucket_and_key(name)
+        arguments |= {"Bucket": bucket} | ({} if "Prefix" in arguments else {"Key": key})
+        where = f"{self.url}/{name}"
+        found: dict[str, Any] = self._call(
+            where, "call_s3", operation, max_s=PART_S_MAX, **arguments
+        )
+        return found
+
+    def bucket_and_key(self, name: str) -> tuple[str, str]:
+        bucket, key, _ = self._files.split_path(f"{self.root}/{name}")
+        return bucket, key
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a small file, replacing an existing one."""

@@ -19,8 +19,11 @@ from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.remote.pull import MANIFEST, RemoteVersion, pull, read_manifest
-from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress, UnreachableError
+from embedserve_store.remote.pull import pull
+from embedserve_store.remote.remote_files import RemoteFolder, UnreachableError
+from embedserve_store.transfer.file_check import MANIFEST
+from embedserve_store.transfer.receive import TransferProgress
+from embedserve_store.transfer.stored_version import StoredVersion, stored_version
 from embedserve_store.writing.version_lock import HeldError, remove_unheld
 
 logger = logging.getLogger(__name__)
@@ -99,7 +102,7 @@ class RemoteStore:
             OSError: the cache cannot be written.
         """
         try:
-            wanted = self._find(model, version)
+            wanted = self.stored(model, version)
         except UnreachableError as error:
             if version is None or not self._cached(model, version).is_dir():
                 raise
@@ -109,16 +112,16 @@ class RemoteStore:
         loaded = self._pulled(wanted, folder)
         if (folder / MANIFEST).read_bytes() != wanted.manifest_json:
             raise StoreError(
-                f"{self._remote.url}/{wanted.path}: is not the version that was pulled to "
+                f"{wanted.where}: is not the version that was pulled to "
                 f"{folder}: versions never change; remove that folder to pull this one"
             )
         return loaded
 
-    def _pulled(self, wanted: RemoteVersion, folder: Path) -> ModelVersion:
+    def _pulled(self, wanted: StoredVersion, folder: Path) -> ModelVersion:
         """Pulls the version if needed and opens it. Retries if another process removes it."""
         for _ in range(PULL_ATTEMPTS):
             if not folder.is_dir():
-                pull(self._remote, wanted, folder, self._progress)
+                pull(wanted, folder, self._progress)
             try:
                 return self._local.load(wanted.model, wanted.number)
             except StoreError:
@@ -153,7 +156,34 @@ class RemoteStore:
 
     def manifest(self, model: str, version: int | None = None) -> Manifest:
         """Returns a version's manifest as LocalStore does, and pulls nothing."""
-        return self._find(model, version).manifest
+        return self.stored(model, version).manifest
+
+    def stored(self, model: str, version: int | None = None) -> StoredVersion:
+        """Returns a version, by default the highest, as files to transfer. Reads its manifest.
+
+        Raises:
+            StoreError: the version does not exist or is damaged.
+            UnreachableError: the store cannot be reached.
+        """
+        folders = self._folders(model)
+        published = [number for number, files in folders.items() if MANIFEST in files]
+        where = f"{self._remote.url}/{model}"
+        if not folders:
+            raise missing_model(self._remote.url, model, self.models())
+        if not published:
+            raise StoreError(f"{where}: no version is published")
+        number = published[-1] if version is None else version
+        if number not in published:
+            raise missing_version(where, number, published)
+        listed, remote = folders[number], self._remote
+        return stored_version(
+            f"{where}/{number}",
+            model,
+            number,
+            listed,
+            lambda: remote.read(f"{model}/{number}/{MANIFEST}"),
+            lambda name, start: remote.blocks(f"{model}/{number}/{name}", start, listed[name]),
+        )
 
     def files_beside(self, model: str, what: str) -> list[str]:
         """Returns the paths of the files in ``what`` beside the versions, as LocalStore does."""
@@ -163,6 +193,23 @@ class RemoteStore:
     def read_beside(self, model: str, what: str, path: str) -> bytes:
         """Reads a file that files_beside lists, as LocalStore does."""
         return self._remote.read(f"{model}/{what}/{path}")
+
+    def folders(self, path: str) -> list[str]:
+        """Returns the names of the folders at ``path`` in the store; empty if there are none."""
+        try:
+            return self._remote.folders(path)
+        except UnreachableError:
+            raise
+        except StoreError:
+            return []
+
+    def files(self, path: str) -> list[str]:
+        """Returns the names of the files in the folder at ``path``."""
+        return list(self._remote.sizes(path))
+
+    def read(self, path: str) -> bytes:
+        """Reads the small file at ``path``."""
+        return self._remote.read(path)
 
     def _cached(self, model: str, number: int) -> Path:
         return self._local.path / model / str(number)
@@ -186,12 +233,7 @@ class RemoteStore:
         Files beside the versions may be listed, too. Deltas are not: there may be many thousands,
         and one request lists a thousand files.
         """
-        try:
-            folders = self._remote.folders(model)
-        except UnreachableError:
-            raise
-        except StoreError:  # does not exist
-            return {}
+        folders = self.folders(model)
         if DELTAS not in folders:
             return self._remote.sizes(model)
         numbers = [name for name in folders if VERSION_PATTERN.fullmatch(name)]
@@ -200,20 +242,6 @@ class RemoteStore:
             for number in numbers
             for name, size in self._remote.sizes(f"{model}/{number}").items()
         }
-
-    def _find(self, model: str, version: int | None) -> RemoteVersion:
-        """Returns ``version``, or the highest version if it is None, with its manifest."""
-        folders = self._folders(model)
-        published = [number for number, files in folders.items() if MANIFEST in files]
-        where = f"{self._remote.url}/{model}"
-        if not folders:
-            raise missing_model(self._remote.url, model, self.models())
-        if not published:
-            raise StoreError(f"{where}: no version is published")
-        number = published[-1] if version is None else version
-        if number not in published:
-            raise missing_version(where, number, published)
-        return read_manifest(self._remote, model, number, folders[number])
 
 
 def _check_model(model: str, where: str) -> None:

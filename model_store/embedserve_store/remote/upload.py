@@ -1,24 +1,27 @@
-"""Uploads a published version to a remote store, with its manifest last.
+"""Uploads a version to a remote store, with its manifest last.
 
-Readers do not see the version before its manifest exists. Takes a version's folder and passes its
-files to remote_files.py. Never overwrites a version. An interrupted upload leaves files that
-readers ignore. Never imports torch.
+Readers do not see the version before its manifest exists. Each byte is checked while it passes, and
+the files appear together once all of them are right. Never overwrites a version. Never imports
+torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
-from embedserve_store.remote.pull import MANIFEST, file_names
-from embedserve_store.remote.remote_files import RemoteFolder, TransferProgress
-from embedserve_store.verification import verify
+from embedserve_store.remote import remote_files
+from embedserve_store.remote.multipart_upload import MultipartUpload, StalePartsError
+from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.transfer.file_check import MANIFEST
+from embedserve_store.transfer.receive import TransferProgress
+from embedserve_store.transfer.stored_version import StoredVersion
 
 
 def upload_version(
@@ -29,11 +32,8 @@ def upload_version(
 ) -> str:
     """Uploads STORE/MODEL/VERSION to URL/MODEL/NUMBER, and returns the URL of the version.
 
-    Two concurrent uploads under one number may mix their files, and every reader then rejects the
-    version. An object store has no rename that fails for the second upload.
-
     Args:
-        folder: folder of a published version; every byte is checked first.
+        folder: folder of a published version.
         url: URL of the store, such as s3://bucket/folder. The bucket must exist.
         number: version number in the remote store; RemoteStore.next_version returns a free number.
             Default: the folder's number.
@@ -42,33 +42,97 @@ def upload_version(
         StoreError: ``folder`` is not a version or is damaged, or the number is taken.
         UnreachableError: the store cannot be written.
     """
-    folder = Path(folder)
-    manifest = _verified(folder)
-    number = manifest.version if number is None else number
-    target = f"{manifest.model}/{number}"
-    remote = RemoteFolder(url)
-    _check_free(remote, target)
-    sizes = {name: (folder / name).stat().st_size for name in file_names(manifest)}
-    for name, size in sorted(sizes.items(), key=lambda item: item[1]):
+    path = Path(folder).absolute()
+    if not VERSION_PATTERN.fullmatch(path.name):
+        raise StoreError(f"{folder}: not a published version: its name is not a number")
+    version = LocalStore(path.parent.parent).stored(path.parent.name, int(path.name))
+    return send(version, RemoteFolder(url), number, progress)
 
-        def report(bytes_done: int, name: str = name, size: int = size) -> None:
-            if progress:
-                progress(name, bytes_done, size)
 
-        remote.upload(folder / name, f"{target}/{name}", report)
+def send(
+    version: StoredVersion,
+    remote: RemoteFolder,
+    number: int | None = None,
+    progress: TransferProgress | None = None,
+) -> str:
+    """Uploads ``version`` of any store, and returns its URL; see upload_version.
+
+    An upload to S3 that was interrupted is continued: its parts are used if their checksums are
+    right. Two concurrent uploads under one number may mix their files, and every reader then
+    rejects the version. An object store has no rename that fails for the second upload.
+    """
+    number = version.number if number is None else number
+    target = f"{version.model}/{number}"
     _check_free(remote, target)
-    data = json.loads((folder / MANIFEST).read_bytes())
-    remote.write(f"{target}/{MANIFEST}", sealed_json(data | {"version": number}))
+    finish = [_send_file(version, name, remote, target, progress) for name in version.files]
+    for finish_file in finish:
+        finish_file()
+    for name, size in version.files.items():
+        arrived = remote.size(f"{target}/{name}")
+        if arrived != size:
+            raise StoreError(f"{remote.url}/{target}/{name}: {arrived} bytes arrived of {size}")
+    _check_free(remote, target)
+    data = version.manifest_json
+    if number != version.number:
+        data = sealed_json(json.loads(data) | {"version": number})
+    remote.write(f"{target}/{MANIFEST}", data)
     return f"{remote.url}/{target}"
 
 
-def _verified(folder: Path) -> Manifest:
-    path = folder.absolute()
-    if not VERSION_PATTERN.fullmatch(path.name):
-        raise StoreError(f"{folder}: not a published version: its name is not a number")
-    version = LocalStore(path.parent.parent).load(path.parent.name, int(path.name))
-    verify(version)
-    return version.manifest
+def _send_file(
+    version: StoredVersion,
+    name: str,
+    remote: RemoteFolder,
+    target: str,
+    progress: TransferProgress | None,
+) -> Callable[[], None]:
+    """Sends the bytes of a file, and returns the function that makes the object appear.
+
+    Where objects do not appear at once, the returned function does nothing. Readers ignore objects
+    without a manifest.
+    """
+    size, path = version.files[name], f"{target}/{name}"
+    if not remote.has_s3_calls:
+        remote.upload(path, _checked(version, name, progress))
+        return lambda: None
+    if size <= remote_files.PART_BYTES:
+        data = b"".join(_checked(version, name, progress))
+        return lambda: remote.write(path, data)
+    try:
+        upload = MultipartUpload(remote, path, size, is_resumed=True)
+        return _send_parts(upload, _checked(version, name, progress))
+    except StalePartsError:
+        upload = MultipartUpload(remote, path, size, is_resumed=False)
+        return _send_parts(upload, _checked(version, name, progress))
+
+
+def _send_parts(upload: MultipartUpload, blocks: Iterator[bytes]) -> Callable[[], None]:
+    try:
+        upload.send(blocks)
+    except DamagedError:
+        upload.abort()
+        raise
+    return upload.complete
+
+
+def _checked(
+    version: StoredVersion, name: str, progress: TransferProgress | None
+) -> Iterator[bytes]:
+    """Yields the bytes of a file; raises DamagedError at its end if they are not as published."""
+    check = version.check(name)
+    bytes_done = 0
+    for block in version.blocks(name, 0):
+        check.update(block)
+        yield block
+        bytes_done += len(block)
+        if progress:
+            progress(name, bytes_done, version.files[name])
+    if problem := check.problem():
+        raise DamagedError(problem)
+
+
+class DamagedError(StoreError):
+    """A file differs from what was published."""
 
 
 def _check_free(remote: RemoteFolder, target: str) -> None:

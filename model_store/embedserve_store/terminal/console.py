@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from embedserve_store import Progress as TableProgress
-from embedserve_store.remote.remote_files import TransferProgress
 from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
+from embedserve_store.transfer.receive import TransferProgress
 
 console = Console(stderr=True)
 

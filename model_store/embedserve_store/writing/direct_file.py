@@ -1,4 +1,4 @@
-"""Writes new files once, from front to back, and large files past the page cache.
+"""Writes files once, from front to back, and large files past the page cache.
 
 A file of tens of gigabytes would evict other pages from memory, such as the tables that this host
 serves. Copying it through the page cache also takes more processor time than the disk needs. A file
@@ -28,15 +28,21 @@ class Writer(Protocol):
 
 
 @contextmanager
-def new_file(path: Path, nbytes: int) -> Iterator[Writer]:
+def new_file(path: Path, nbytes: int, kept_bytes: int = 0) -> Iterator[Writer]:
     """Opens the new file ``path`` of ``nbytes`` bytes. The file is on disk when the block ends.
+
+    Args:
+        kept_bytes: bytes of an existing file that stay; the rest is cut off, and written anew. A
+            multiple of BUFFER_BYTES.
 
     Raises:
         OSError: an error of the file system, such as a full disk.
     """
-    direct = _open_direct(path) if nbytes >= DIRECT_BYTES_MIN else None
+    if kept_bytes:
+        os.truncate(path, kept_bytes)
+    direct = _open_direct(path, kept_bytes) if nbytes >= DIRECT_BYTES_MIN else None
     if direct is None:
-        with open(path, "xb") as file:
+        with open(path, "ab" if kept_bytes else "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -49,18 +55,20 @@ def new_file(path: Path, nbytes: int) -> Iterator[Writer]:
         os.close(direct)
 
 
-def _open_direct(path: Path) -> int | None:
-    """Opens the new file ``path`` for direct I/O.
+def _open_direct(path: Path, kept_bytes: int) -> int | None:
+    """Opens ``path`` for direct I/O behind its first ``kept_bytes``; a new file if they are 0.
 
-    Returns None, and leaves no file, if the file system rejects direct I/O.
+    Returns None, and leaves no new file, if the file system rejects direct I/O.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
+    flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT
+    flags |= os.O_APPEND if kept_bytes else os.O_CREAT | os.O_EXCL
     try:
         return os.open(path, flags, 0o666)
     except FileExistsError:
         raise
     except OSError:
-        path.unlink(missing_ok=True)
+        if not kept_bytes:
+            path.unlink(missing_ok=True)
         return None
 
 

@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,13 @@ from embedserve_store.format.version_folder import version_numbers
 logger = logging.getLogger(__name__)
 
 STAGING = ".staging-"
+COPY = ".copy-"
+"""Prefix of the folders of copies. They outlive a killed process, so that the next copy can use
+what has arrived."""
+COPY_KEPT_S = 7 * 24 * 3600.0
+"""Seconds that the folder of a killed copy is kept; a week, in which somebody starts it again."""
+WAIT_S = 0.5
+"""Seconds between two looks at a folder that another process has locked."""
 LOCK = ".lock"
 LOCK_ATTEMPTS = 100
 """Attempts to lock a new lock file, which another publisher's cleanup may remove first."""
@@ -94,6 +102,51 @@ def staging_folder(model_folder: Path) -> Iterator[Path]:
             model_folder.rmdir()
 
 
+@contextmanager
+def copy_folder(model_folder: Path, name: str) -> Iterator[Path]:
+    """Opens the hidden folder of the copy ``name`` in ``model_folder``, and removes it at the end.
+
+    Creates both folders if needed. If the copy fails or is killed, the folder stays with its files
+    for the next attempt. Two processes that make the same copy take turns. First removes the
+    remains of killed publishers.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    copy = model_folder / f"{COPY}{name}"
+    lock = _wait_for_lock(model_folder, copy)
+    is_kept = False
+    try:
+        _remove_abandoned(model_folder)
+        copy.mkdir(exist_ok=True)
+        os.utime(copy)
+        yield copy
+    except BaseException:
+        is_kept = any(path.is_file() for path in copy.rglob("*"))
+        raise
+    finally:
+        if not is_kept:
+            _remove(copy)
+        os.close(lock)
+        with suppress(OSError):
+            model_folder.rmdir()
+
+
+def _wait_for_lock(model_folder: Path, copy: Path) -> int:
+    is_waiting = False
+    while True:
+        _make_folders(model_folder)
+        # FileNotFoundError: a process that failed has just removed the model's empty folder.
+        with suppress(FileNotFoundError):
+            lock = _lock(copy, locked_if_unsupported=True)
+            if lock is not None:
+                return lock
+        if not is_waiting:
+            logger.info("%s: another process is copying it, waiting", copy)
+        is_waiting = True
+        time.sleep(WAIT_S)
+
+
 def _claim_folder(model_folder: Path) -> tuple[Path, int]:
     """Returns an unused name for a staging folder, and the descriptor of its locked lock file.
 
@@ -138,11 +191,17 @@ def _lock_path(staging: Path) -> Path:
 
 
 def _remove_abandoned(model_folder: Path) -> None:
-    """Removes the staging folders and files in ``model_folder`` that no publisher has locked."""
+    """Removes the staging folders and files in ``model_folder`` that no publisher has locked.
+
+    Folders of copies are removed COPY_KEPT_S after their last file was added.
+    """
+    oldest_s = time.time() - COPY_KEPT_S
     names = {name.removesuffix(LOCK) for name in os.listdir(model_folder)}
-    for name in sorted(name for name in names if name.startswith(STAGING)):
+    for name in sorted(name for name in names if name.startswith((STAGING, COPY))):
         # OSError: the file belongs to another user, or its owner has just removed it.
         with suppress(OSError):
+            if name.startswith(COPY) and (model_folder / name).stat().st_mtime > oldest_s:
+                continue
             lock = _lock(model_folder / name, locked_if_unsupported=False)
             if lock is not None:
                 _remove(model_folder / name)

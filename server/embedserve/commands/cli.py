@@ -18,8 +18,10 @@ from embedserve.commands.serve_options import with_settings_as_options
 from embedserve.commands.server_commands import admin, health, serve, shadow, token
 from embedserve.commands.store_commands import (
     alias,
+    copy,
     delete,
     diff,
+    history,
     inspect_store,
     note,
     prune,
@@ -66,6 +68,8 @@ COMMANDS: tuple[Callable[..., Any], ...] = (
     alias,
     rollback,
     note,
+    history,
+    copy,
     prune,
     delete,
     admin,

@@ -98,6 +98,14 @@ LayoutChanged = Annotated[
         " or weights differ from those of the previous version.",
     ),
 ]
+IfChanged = Annotated[
+    bool,
+    switch(
+        "--if-changed",
+        help="Publish nothing if the newest version has the same rows, tables, features, id rules"
+        " and plan, and name that version. Goldens and provenance may differ.",
+    ),
+]
 Meta = Annotated[
     list[str] | None,
     typer.Option(help="KEY=VALUE to store with the version, such as run=8141. Repeatable."),
@@ -181,6 +189,7 @@ def publish(
     accept_unchecked: AcceptUnchecked = False,
     accept_draft: AcceptDraft = False,
     layout_changed: LayoutChanged = False,
+    if_changed: IfChanged = False,
     meta: Meta = None,
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
@@ -199,6 +208,7 @@ def publish(
             accept_unchecked=accept_unchecked,
             accept_draft=accept_draft,
             layout_changed=layout_changed,
+            if_changed=if_changed,
             meta=tuple(meta or ()),
         )
         publish_checkpoint(checkpoint, tables, store, model, flags)

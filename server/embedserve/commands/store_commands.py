@@ -155,6 +155,50 @@ def note(
         run(store, model, version, text)
 
 
+def history(
+    store: Store,
+    model: Annotated[str, typer.Argument(help="Show only the changes of this model.")] = "",
+    last: Annotated[int, typer.Option(help="Number of changes to show.", min=1)] = 50,
+    json: Annotated[bool, switch("--json", help="Print a JSON object in each line.")] = False,
+    cache: Cache = None,
+) -> None:
+    """Show who changed a store, when, from where and how, the latest change first.
+
+    Commands record USER@HOST as the author, or EMBEDSERVE_BY if that variable is set.
+    """
+    with cli_errors():
+        from embedserve_store.commands.history import history as run
+
+        run(store, model, last, json, cache)
+
+
+def copy(
+    source: Annotated[str, typer.Argument(help="Store to copy from: a folder or a URL.")],
+    target: Annotated[
+        str, typer.Argument(help="Store to copy to: a folder, created if missing, or a URL.")
+    ],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="MODEL for all its versions, MODEL@VERSION or MODEL@ALIAS for one. Default: all "
+            "versions of all models."
+        ),
+    ] = "",
+    aliases: Annotated[
+        bool, switch("--aliases", help="Also copy the aliases, with their history.")
+    ] = False,
+) -> None:
+    """Copy versions and their notes to another store, and check every byte on the way.
+
+    Versions keep their numbers. A version appears whole or not at all, and a version that the
+    target has is left alone. If a copy was interrupted, start it again: it continues.
+    """
+    with cli_errors():
+        from embedserve_store.commands.copy import copy as run
+
+        run(source, target, model, aliases)
+
+
 def prune(
     store: Store,
     model: Model,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from pooled import collection
 from torchrec import PoolingType
+from typer.testing import CliRunner
 
+from embedserve.commands.cli import app
 from embedserve_store import IdRule, publish
 from embedserve_store.commands.publish import report
 
@@ -35,3 +38,27 @@ def test_a_vocabulary_that_is_shorter_than_its_table_is_said(
     assert [
         line for line in capsys.readouterr().err.splitlines() if "its vocabulary" in line
     ] == said
+
+
+def test_what_has_not_changed_is_said_and_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    torch.save({"embedding_bags.t.weight": torch.ones(10, 4)}, tmp_path / "c.pt")
+    (tmp_path / "t.yaml").write_text(
+        "tables: [{name: t, num_embeddings: 10, embedding_dim: 4, feature_names: [t], "
+        "pooling: sum}]\nis_weighted: false\n"
+    )
+    command = ["publish", tmp_path / "c.pt", tmp_path / "t.yaml", tmp_path / "s", "--model", "m"]
+
+    def run(*more: str) -> str:
+        result = CliRunner().invoke(app, [*map(str, command), "--if-changed", *more])
+        assert result.exit_code == 0, result.stderr
+        return result.stderr.splitlines()[-1]
+
+    assert run().startswith("published m version 1")
+    assert run("--meta", "run=2") == (
+        "m version 1 has the same rows, tables, id rules and plan: nothing was published; it is "
+        f"{tmp_path}/s/m/1"
+    )
+    assert run("--dtype", "int8").startswith("published m version 2")

@@ -47,9 +47,17 @@ class WatchedFiles(LocalFileSystem):  # type: ignore[misc]
     def _strip_protocol(cls, path: str) -> str:
         return path.removeprefix("watched://")
 
-    def put_file(self, path1: str, path2: str, callback: Any = None, **options: Any) -> None:
-        super().put_file(path1, path2, callback, **options)
-        self._tell(path2)
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super()._open(path, mode, **options)
+        if mode == "wb":
+            close = file.close
+
+            def close_and_tell() -> None:
+                close()
+                self._tell(path)
+
+            file.close = close_and_tell
+        return file
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         super().pipe_file(path, value, mode, **options)

@@ -1,0 +1,177 @@
+"""Copies versions from one store to another, with the notes and aliases beside them.
+
+The target has a whole version or none at any moment: in a folder the files are written to a hidden
+folder, which is renamed; behind a URL the manifest comes last. A copy that was interrupted is
+started again, and uses what has arrived if its checksums are right. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format import alias, note
+from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing.added_file import writer
+from embedserve_store.publishing.record_event import record_event
+from embedserve_store.remote.pull import place
+from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.upload import send
+from embedserve_store.transfer.receive import TransferProgress
+from embedserve_store.transfer.stored_version import StoredVersion
+from embedserve_store.writing.staging import check_room, check_writable, copy_folder
+
+CONTENT_DIGITS = 12
+"""Hexadecimal digits of the manifest's sha256 in the name of an unfinished copy."""
+
+
+@dataclass(frozen=True)
+class CopiedModel:
+    """Result of a copy.
+
+    Attributes:
+        copied, present: versions that were copied, and that the target had already, ascending.
+        aliases: aliases whose changes were copied.
+        left_out: aliases that name a version that the target does not have.
+        notes: number of notes that were copied.
+    """
+
+    model: str
+    copied: Sequence[int]
+    present: Sequence[int]
+    aliases: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    notes: int = 0
+
+
+def copy_versions(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    model: str,
+    version: int | str | None = None,
+    *,
+    aliases: bool = False,
+    who: str | None = None,
+    progress: TransferProgress | None = None,
+) -> CopiedModel:
+    """Copies versions of ``model``, under their numbers, with their notes.
+
+    Each byte is compared with the checksums of the manifest while it is copied. A version that the
+    target has already is left alone. If the copy was interrupted, call it again.
+
+    Args:
+        source: a folder or a URL. Its versions stay.
+        target: a folder, created if missing, or a URL.
+        version: a version number, or an alias of the source. Default: all versions.
+        aliases: whether aliases are copied, too, with their history. Aliases that name a version
+            that the target does not have are left out.
+        who: author recorded in the history of the target. Default: USER@HOST.
+
+    Raises:
+        StoreError: a version does not exist or is damaged, or the target has another version, note
+            or change of an alias under the same number. Also raised if a store cannot be read or
+            written.
+    """
+    read, write = ModelStore(source), ModelStore(target)
+    # An alias is set after its version was published. So no listed alias misses its version.
+    changes = read.alias_changes(model) if aliases else {}
+    numbers = read.versions(model) if version is None else [read.resolve(model, version)]
+    if not numbers:
+        raise StoreError(f"{read.where}/{model}: no version is published")
+    copied = []
+    for one in numbers:
+        if _copy_version(read.stored(model, one), write, progress):
+            record_event(target, "copy", model, (one,), who=who, source=f"{read.where}/{model}")
+            copied.append(one)
+    notes = [f"{one}/{n}.json" for one in numbers for n in read.note_numbers(model, one)]
+    there = write.versions(model)
+    now = {name: read.alias_history(model, name)[0].version for name in sorted(changes)}
+    left_out = [name for name, one in now.items() if one is not None and one not in there]
+    kept = [name for name in now if name not in left_out]
+    alias_files = [f"{name}/{n}.json" for name in kept for n in sorted(changes[name])]
+    _copy_beside(read, write, model, alias.FOLDER, alias_files)
+    return CopiedModel(
+        model,
+        copied,
+        [one for one in numbers if one not in copied],
+        kept,
+        left_out,
+        _copy_beside(read, write, model, note.FOLDER, notes),
+    )
+
+
+def _copy_version(
+    version: StoredVersion, target: ModelStore, progress: TransferProgress | None
+) -> bool:
+    """Copies a version. Returns False if the target has it already."""
+    if _is_there(version, target):
+        return False
+    if target.is_remote:
+        send(version, RemoteFolder(target.where), None, progress)
+        return True
+    folder = Path(target.where) / version.path
+    try:
+        check_writable(folder.parent)
+        # Another version under this number has another name.
+        content = hashlib.sha256(version.manifest_json).hexdigest()[:CONTENT_DIGITS]
+        with copy_folder(folder.parent, f"{version.number}-{content}") as staging:
+            arrived = sum(path.stat().st_size for path in staging.rglob("*") if path.is_file())
+            check_room(folder.parent, version.nbytes - arrived)
+            if place(version, staging, folder, progress):
+                return True
+    except OSError as error:
+        file = f" ({error.filename})" if error.filename else ""
+        raise StoreError(f"{folder}: copying failed: {error.strerror}{file}") from error
+    _is_there(version, target)
+    return False
+
+
+def _is_there(version: StoredVersion, target: ModelStore) -> bool:
+    """Returns whether the target has the version.
+
+    Raises:
+        StoreError: the target has another version under this number.
+    """
+    model, number = version.model, version.number
+    if not target.is_remote and not (Path(target.where) / model).is_dir():
+        return False
+    if number not in target.versions(model):
+        return False
+    found = target.stored(model, number)
+    if found.manifest_json == version.manifest_json:
+        return True
+    raise StoreError(
+        f"{found.where}: is another version than {version.where}: published "
+        f"{_published_at(found)}, not {_published_at(version)}; versions never change"
+    )
+
+
+def _published_at(version: StoredVersion) -> str:
+    return str(version.manifest.source.get("published_at", "at an unknown time"))
+
+
+def _copy_beside(
+    source: ModelStore, target: ModelStore, model: str, what: str, paths: Iterable[str]
+) -> int:
+    """Copies small files beside the versions, and returns how many the target did not have.
+
+    Raises:
+        StoreError: the target has another file of that name. No file is copied then.
+    """
+    there = set(target.files_beside(model, what))
+    missing = []
+    for path in paths:
+        data = source.read_beside(model, what, path)
+        if path not in there:
+            missing.append((path, data))
+        elif target.read_beside(model, what, path) != data:
+            raise StoreError(
+                f"{target.where}/{model}/{what}/{path}: is another than that of {source.where}: "
+                "it was added in both stores"
+            )
+    write = writer(target.where, f"{model}/{what}")
+    return sum(write(f"{model}/{what}/{path}", data) for path, data in missing)

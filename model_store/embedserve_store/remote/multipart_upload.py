@@ -1,0 +1,128 @@
+"""Uploads a large object to S3 in parts, and continues an upload that was interrupted.
+
+The object appears when the upload completes. A killed upload leaves its parts in the bucket; the
+next upload of the object keeps those whose MD5 is right. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from embedserve_store.errors import StoreError
+from embedserve_store.remote import remote_files
+from embedserve_store.remote.remote_files import RemoteFolder
+
+logger = logging.getLogger(__name__)
+
+PARTS_MAX = 10_000
+"""Most parts that S3 accepts for an object."""
+
+
+class StalePartsError(StoreError):
+    """The parts of an interrupted upload are those of other bytes."""
+
+
+class MultipartUpload:
+    """Upload of one object of ``size`` bytes. The parts have one size, except the last.
+
+    Args:
+        is_resumed: whether the parts of an earlier upload of this object are used.
+
+    Raises:
+        UnreachableError: the store cannot be written. Every method raises it.
+    """
+
+    def __init__(self, remote: RemoteFolder, name: str, size: int, *, is_resumed: bool) -> None:
+        self._remote = remote
+        self._name = name
+        self._part_bytes = max(remote_files.PART_BYTES, -(-size // PARTS_MAX))
+        self._etags: dict[int, str] = {}
+        self._there: dict[int, str] = {}
+        found = self._find() if is_resumed else None
+        if found is None:
+            self._id = str(self._call("create_multipart_upload")["UploadId"])
+        else:
+            self._id = found
+            self._there = self._list_parts()
+            logger.info("%s/%s: %d parts are there", remote.url, name, len(self._there))
+
+    def send(self, blocks: Iterator[bytes]) -> None:
+        """Uploads the bytes of the object, except the parts that are there.
+
+        Raises:
+            StalePartsError: the parts that are there are those of other bytes.
+            StoreError: as ``blocks`` raises it.
+        """
+        with ThreadPoolExecutor(remote_files.PARTS_AT_ONCE, thread_name_prefix="upload") as pool:
+            sent: set[Future[None]] = set()
+            try:
+                for number, data in enumerate(_parts(blocks, self._part_bytes), start=1):
+                    if len(sent) == remote_files.PARTS_AT_ONCE:
+                        done, sent = wait(sent, return_when="FIRST_COMPLETED")
+                        for part in done:
+                            part.result()
+                    sent.add(pool.submit(self._send_part, number, data))
+                for part in sent:
+                    part.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _send_part(self, number: int, data: bytes) -> None:
+        if number in self._there:
+            if self._there[number] != hashlib.md5(data, usedforsecurity=False).hexdigest():
+                raise StalePartsError(f"{self._remote.url}/{self._name}: part {number} differs")
+            self._etags[number] = self._there[number]
+            return
+        answer = self._call("upload_part", UploadId=self._id, PartNumber=number, Body=data)
+        self._etags[number] = answer["ETag"]
+
+    def complete(self) -> None:
+        """Makes the object appear."""
+        parts = [{"PartNumber": n, "ETag": self._etags[n]} for n in sorted(self._etags)]
+        self._call("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
+
+    def abort(self) -> None:
+        """Removes the parts."""
+        self._call("abort_multipart_upload", UploadId=self._id)
+
+    def _find(self) -> str | None:
+        """Returns the id of the last upload of this object that was interrupted; None if none."""
+        _, key = self._remote.bucket_and_key(self._name)
+        try:
+            answer = self._call("list_multipart_uploads", Prefix=key)
+        except StoreError as error:  # such as without the permission to list them
+            logger.info("%s; nothing of an earlier upload is used", error)
+            return None
+        uploads = [one for one in answer.get("Uploads", ()) if one["Key"] == key]
+        return str(max(uploads, key=lambda one: one["Initiated"])["UploadId"]) if uploads else None
+
+    def _list_parts(self) -> dict[int, str]:
+        """Returns the MD5 of the parts that are there, by number."""
+        parts: dict[int, str] = {}
+        marker = 0
+        while True:
+            answer = self._call("list_parts", UploadId=self._id, PartNumberMarker=marker)
+            for part in answer.get("Parts", ()):
+                parts[part["PartNumber"]] = part["ETag"].strip('"')
+            if not answer.get("IsTruncated"):
+                return parts
+            marker = answer["NextPartNumberMarker"]
+
+    def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        return self._remote.s3_call(operation, self._name, **arguments)
+
+
+def _parts(blocks: Iterator[bytes], part_bytes: int) -> Iterator[bytes]:
+    """Yields ``blocks`` in pieces of ``part_bytes``, the last one shorter."""
+    rest = bytearray()
+    for block in blocks:
+        rest += block
+        while len(rest) >= part_bytes:
+            yield bytes(memoryview(rest)[:part_bytes])
+            del rest[:part_bytes]
+    if rest:
+        yield bytes(rest)

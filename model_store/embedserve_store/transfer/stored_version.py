@@ -1,0 +1,140 @@
+"""Lists and reads the files of a published version, in a folder or behind a URL.
+
+Never imports torch, never writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
+from embedserve_store.transfer.file_check import IDS, MANIFEST, TABLES, FileCheck, file_layouts
+from embedserve_store.writing.direct_file import DIRECT_BYTES_MIN
+from embedserve_store.writing.version_lock import VersionLock, hold
+
+SMALL_FILE_BYTES_MAX = 256 << 20
+"""Maximum bytes of a manifest, plan or goldens file, which is read whole; 256 MiB.
+
+This code publishes no larger file.
+"""
+BLOCK_BYTES = 8 << 20
+"""Bytes of a block in which a local file is read; 8 MiB."""
+
+Blocks = Callable[[str, int], Iterator[bytes]]
+"""Reads a file of a version, by its name, from a byte to its end, in blocks."""
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version in a store, with its manifest read and checked."""
+
+    where: str
+    """Folder or URL of the version."""
+    model: str
+    number: int
+    manifest_json: bytes
+    manifest: Manifest
+    files: Mapping[str, int]
+    """Size in bytes of each file of the version except the manifest, small files first."""
+    blocks: Blocks = field(compare=False, repr=False)
+    hold: VersionLock | None = field(default=None, compare=False, repr=False)
+    """Lock that prevents the removal of a version in a folder."""
+
+    @property
+    def path(self) -> str:
+        """Path of the version's folder in the store."""
+        return f"{self.model}/{self.number}"
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.manifest_json) + sum(self.files.values())
+
+    def check(self, name: str) -> FileCheck:
+        """Returns the check of a file's bytes; errors name the file in this store."""
+        return FileCheck(file_layouts(self.manifest)[name], f"{self.where}/{name}")
+
+
+def stored_version(
+    where: str,
+    model: str,
+    number: int,
+    listed: Mapping[str, int],
+    read_manifest: Callable[[], bytes],
+    blocks: Blocks,
+    held: VersionLock | None = None,
+) -> StoredVersion:
+    """Reads the manifest of a version and checks it against the files in the version's folder.
+
+    Args:
+        listed: size in bytes of each file in the folder, by name.
+
+    Raises:
+        StoreError: the manifest is damaged, or a file is missing or has the wrong size.
+    """
+    _check_small(listed[MANIFEST], f"{where}/{MANIFEST}")
+    text = read_manifest()
+    manifest = parse_manifest(text, f"{where}/{MANIFEST}")
+    layouts = file_layouts(manifest)
+    for name in layouts:
+        if name not in listed:
+            raise StoreError(f"{where}/{name}: does not exist")
+    for name in CHECKED_FILES:
+        _check_small(listed[name], f"{where}/{name}")
+    for name in layouts.keys() & {IDS, TABLES}:
+        if listed[name] != layouts[name].nbytes:
+            raise StoreError(
+                f"{where}/{name}: {listed[name]} bytes, expected {layouts[name].nbytes}"
+            )
+    files = {name: listed[name] for name in layouts}
+    return StoredVersion(where, model, number, text, manifest, files, blocks, held)
+
+
+def _check_small(size: int, where: str) -> None:
+    if size > SMALL_FILE_BYTES_MAX:
+        raise StoreError(f"{where}: {size} bytes, the limit is {SMALL_FILE_BYTES_MAX}")
+
+
+def version_in_folder(folder: Path) -> StoredVersion:
+    """Returns the version STORE/MODEL/NUMBER. It is locked against removal while it is referred to.
+
+    Raises:
+        StoreError: the version does not exist or is damaged.
+    """
+    held = hold(folder)
+    listed = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return stored_version(
+        str(folder),
+        folder.parent.name,
+        int(folder.name),
+        listed,
+        (folder / MANIFEST).read_bytes,
+        lambda name, start: file_blocks(folder / name, start),
+        held,
+    )
+
+
+def file_blocks(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """Reads bytes ``start`` to ``stop`` of a local file, by default to its end.
+
+    A large file leaves no pages in memory, unless a process has them mapped.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            stop = size if stop is None else stop
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            file.seek(start)
+            while block := file.read(min(BLOCK_BYTES, stop - start)):
+                yield block
+                if size >= DIRECT_BYTES_MIN:
+                    os.posix_fadvise(file.fileno(), start, len(block), os.POSIX_FADV_DONTNEED)
+                start += len(block)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error

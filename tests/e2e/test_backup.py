@@ -1,0 +1,94 @@
+"""A store that was backed up, lost and restored is served as before, by the page's own commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from documents import ROOT
+from running_servers import running
+from server.python import run_warm_python
+from writable import writable
+
+from embedserve_store import ModelStore, add_note, set_alias
+
+PUBLISH = """
+import sys, torch
+from embedserve_store import TableSpec, publish
+
+tables = [TableSpec("user", 7, 4, ("user",), "sum", "float32")]
+for number in range(1, 8):
+    state = {"embedding_bags.user.weight": torch.full((7, 4), float(number))}
+    publish(state, sys.argv[1], model="dlrm", tables=tables)
+"""
+
+
+def commands() -> list[str]:
+    """The commands of the page's section, in its order."""
+    page = (ROOT / "docs" / "failures.md").read_text("utf-8")
+    section = page.partition("## Backup and restore")[2].partition("\n## ")[0]
+    found = re.findall(r"`((?:embedserve|cp) [^`]+)`|^ +((?:embedserve|mv) .*)$", section, re.M)
+    return [inline or indented for inline, indented in found]
+
+
+def shell(command: str, folder: Path) -> str:
+    """Runs a command in ``folder``, where STORE and COPY are; what it said."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", command.replace("MODEL", "dlrm")],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With STORE: seven versions of "dlrm", an alias and a note."""
+    done = run_warm_python("-c", PUBLISH, tmp_path / "STORE")
+    assert done.returncode == 0, done.stderr
+    set_alias(tmp_path / "STORE", "dlrm", "stable", 6)
+    set_alias(tmp_path / "STORE", "dlrm", "stable", 7, why="recall is up")
+    add_note(tmp_path / "STORE", "dlrm", 7, "good")
+    return tmp_path
+
+
+def test_what_was_lost_is_restored_and_served(folder: Path) -> None:
+    back_up, prune, history, model, version, restore, move, restore_one, verify = commands()
+    assert "7" in shell(back_up, folder)
+    shell(history, folder)
+    for command in (model, version):
+        assert "there already" in shell(command, folder)
+    store = ModelStore(folder / "STORE")
+    before = store.alias_history("dlrm", "stable"), store.notes("dlrm", 7), store.history()
+
+    shutil.rmtree(folder / "STORE")
+    shell(restore, folder)
+    shutil.copytree(folder / "COPY" / ".history", folder / "STORE" / ".history", dirs_exist_ok=True)
+    after = store.alias_history("dlrm", "stable"), store.notes("dlrm", 7)
+    assert after == before[:2]
+    assert store.versions("dlrm") == list(range(1, 8))
+    events = store.history()
+    assert [one for one in events if one.what != "copy"] == before[2]
+    assert sum(one.what == "copy" for one in events) >= 7
+
+    rows = writable(folder / "STORE" / "dlrm" / "7") / "tables.safetensors"
+    rows.write_bytes(rows.read_bytes()[:-1] + b"x")
+    shell(move, folder)
+    shell(restore_one, folder)
+    assert "is as it was published" in shell(verify, folder)
+    with running(folder / "STORE", folder / "log", "--model", "dlrm@stable") as server:
+        answer = httpx.post(f"{server.http}/embed", json={"features": {"user": [[1]]}})
+        assert answer.json()["values"] == [[7.0] * 4]
+    shell(prune.replace("10", "2"), folder)
+    assert ModelStore(folder / "COPY").versions("dlrm") == [6, 7]

@@ -1,0 +1,48 @@
+"""`embedserve copy`: says what it copied, what was there and what it left out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from embedserve.commands.cli import app
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    # Progress bars have other lines.
+    lines = [line for line in result.stderr.splitlines(True) if line.startswith(("shop", "emb"))]
+    return result.exit_code, "".join(lines)
+
+
+def test_it_says_what_it_copied(store: Path, tmp_path: Path) -> None:
+    own, target = shutil.copytree(store, tmp_path / "own"), tmp_path / "t"
+    assert run("note", own, "shop", "1", "recall is up")[0] == 0
+    assert run("alias", own, "shop", "stable", "1")[0] == 0
+    first = f"shop: copied versions to {target}: 1\nshop: copied notes: 1\n"
+    assert run("copy", own, target, "shop@stable") == (0, first)
+    second = (
+        f"shop: copied versions to {target}: none\nshop: there already: 1\n"
+        "shop: copied aliases: stable\n"
+    )
+    assert run("copy", own, target, "--aliases") == (0, second)
+    assert run("verify", target, "shop", "stable")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("shop@7", "version 7 does not exist; versions are 1"),
+        ("shop@x", "'x' is no version and no alias"),
+        ("other", "there is no model 'other'; models are shop"),
+    ],
+)
+def test_what_cannot_be_is_one_line(store: Path, tmp_path: Path, model: str, message: str) -> None:
+    code, said = run("copy", store, tmp_path / "t", model)
+    assert code == 1
+    (line,) = said.splitlines()
+    assert message in line
+    assert not (tmp_path / "t").exists()

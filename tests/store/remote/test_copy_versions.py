@@ -1,0 +1,288 @@
+"""A copy is whole or not seen, continues where it was killed, and replaces nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import s3fs
+from store.listing import everything_under
+from writable import writable
+
+import embedserve_store
+from embedserve_store.errors import StoreError
+from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing.add_note import add_note
+from embedserve_store.publishing.copy_versions import copy_versions
+from embedserve_store.publishing.set_alias import set_alias
+from embedserve_store.remote import remote_files
+from embedserve_store.verification import verify
+from embedserve_store.writing import staging
+
+Publish = Callable[..., Path]
+KINDS = ("folder", "s3", "file")
+ROWS = 250_000
+"""Rows of a table of 16 MB: several parts of PART_BYTES."""
+PART_BYTES = 5 << 20
+
+
+@pytest.fixture
+def place(tmp_path: Path, url: str) -> Callable[[str, str], str]:
+    """Gives the place of a store of a kind, by a name."""
+
+    def of(kind: str, name: str) -> str:
+        folder = str(tmp_path / name)
+        return {"folder": folder, "file": f"file://{folder}", "s3": f"{url}/{name}"}[kind]
+
+    return of
+
+
+@pytest.fixture
+def local(new_version: Publish) -> Path:
+    """A store in a folder with versions 1 and 2 of "m", a note and aliases."""
+    store = new_version().parent.parent
+    new_version(2.0)
+    add_note(store, "m", 1, "the first")
+    set_alias(store, "m", "stable", 1, why="begin")
+    set_alias(store, "m", "stable", 2)
+    set_alias(store, "m", "old", 1)
+    return store
+
+
+def check_same(one: str | Path, other: str | Path, cache: Path) -> None:
+    stores = [ModelStore(where, cache / str(i)) for i, where in enumerate((one, other))]
+    for number in stores[0].versions("m"):
+        manifests = {store.stored("m", number).manifest_json for store in stores}
+        assert len(manifests) == 1
+        verify(stores[1].load("m", number))
+        assert stores[0].notes("m", number) == stores[1].notes("m", number)
+
+
+@pytest.mark.parametrize("source_kind", KINDS)
+@pytest.mark.parametrize("target_kind", KINDS)
+def test_between_stores_of_any_kind(
+    local: Path,
+    place: Callable[[str, str], str],
+    source_kind: str,
+    target_kind: str,
+    tmp_path: Path,
+) -> None:
+    source, target = place(source_kind, "source"), place(target_kind, "target")
+    copy_versions(local, source, "m", aliases=True)
+    copied = copy_versions(source, target, "m", aliases=True)
+    assert (copied.copied, copied.present, copied.notes) == ([1, 2], [], 1)
+    assert copied.aliases == ["old", "stable"]
+    check_same(local, target, tmp_path / "caches")
+    history = ModelStore(local).alias_history("m", "stable")
+    assert ModelStore(target).alias_history("m", "stable") == history
+    again = copy_versions(source, target, "m", aliases=True)
+    assert (again.copied, again.present, again.notes) == ([], [1, 2], 0)
+
+
+def test_one_version_by_its_alias(local: Path, tmp_path: Path) -> None:
+    copied = copy_versions(local, tmp_path / "t", "m", "old", aliases=True)
+    assert (copied.copied, copied.aliases, copied.left_out) == ([1], ["old"], ["stable"])
+    assert list(ModelStore(tmp_path / "t").aliases("m")) == ["old"]
+    assert sorted(os.listdir(tmp_path / "t" / "m")) == ["1", "aliases", "notes"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_another_version_under_the_same_number_is_refused(
+    local: Path,
+    new_version: Publish,
+    place: Callable[[str, str], str],
+    kind: str,
+    tmp_path: Path,
+) -> None:
+    target = place(kind, "target")
+    other = publish_other(tmp_path / "other")
+    copy_versions(other, target, "m")
+    message = f"target/m/1: is another version than {local}/m/1: published .*, not .*; versions"
+    with pytest.raises(StoreError, match=message):
+        copy_versions(local, target, "m", 1)
+    assert ModelStore(target, tmp_path / "c").load("m", 1).tables.rows("t")[1].view("<f4")[0] == 9
+
+
+def publish_other(store: Path) -> Path:
+    from store.remote.conftest import publish_rows
+
+    publish_rows(store, 9.0, 2000)
+    return store
+
+
+def test_a_change_of_an_alias_made_in_both_stores_is_refused(local: Path, tmp_path: Path) -> None:
+    target = tmp_path / "t"
+    copy_versions(local, target, "m")
+    set_alias(target, "m", "stable", 1, why="mine")
+    before = everything_under(target)
+    message = r"t/m/aliases/stable/1\.json: is another than that of .*: it was added in both stores"
+    with pytest.raises(StoreError, match=message):
+        copy_versions(local, target, "m", aliases=True)
+    assert everything_under(target) == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_a_damaged_version_is_not_copied(
+    local: Path, place: Callable[[str, str], str], kind: str
+) -> None:
+    path = writable(local / "m" / "2") / "tables.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    target = place(kind, "target")
+    with pytest.raises(StoreError, match=r"local/m/2/tables\.safetensors: table 't': sha256"):
+        copy_versions(local, target, "m")
+    assert ModelStore(target).versions("m") == [1]
+
+
+def test_a_full_disk_is_named_and_the_rest_is_copied_once_there_is_room(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "t"
+    free = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: free)
+        with pytest.raises(StoreError, match=r"t/m: the version needs [\d,]+ bytes, the disk has"):
+            copy_versions(local, target, "m")
+    assert not (target / "m").exists()
+    assert copy_versions(local, target, "m").copied == [1, 2]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
+def test_a_read_only_folder_is_named(local: Path, tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir(mode=0o500)
+    with pytest.raises(StoreError, match="t/m: cannot be written: no permission"):
+        copy_versions(local, tmp_path / "t", "m")
+
+
+COPY = """
+import os, sys
+from embedserve_store.publishing.copy_versions import copy_versions
+from embedserve_store.remote import remote_files
+from embedserve_store.transfer import receive, stored_version
+from embedserve_store.writing import direct_file
+
+direct_file.BUFFER_BYTES = receive.BUFFER_BYTES = 1 << 20
+remote_files.PARTS_AT_ONCE = 1
+remote_files.PART_BYTES = int(sys.argv[4])
+stored_version.BLOCK_BYTES = 1 << 20
+left = int(sys.argv[3])
+
+def progress(file, bytes_done, bytes_total):
+    global left
+    left -= file == "tables.safetensors"
+    if not left:
+        os.kill(os.getpid(), 9)
+
+copy_versions(sys.argv[1], sys.argv[2], "m", progress=progress)
+"""
+
+
+def killed_copy(source: str | Path, target: str | Path, blocks: int) -> None:
+    """Copies, killed at the ``blocks``-th block of the tables."""
+    root = str(Path(embedserve_store.__file__).parent.parent)
+    command = [sys.executable, "-c", COPY, source, target, str(blocks), str(PART_BYTES)]
+    done = subprocess.run(
+        [*map(str, command)], env=os.environ | {"PYTHONPATH": root}, check=False, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_a_killed_copy_to_a_folder_continues(new_version: Publish, tmp_path: Path) -> None:
+    source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
+    for blocks in (2, 11, 14):
+        killed_copy(source, target, blocks)
+        assert ModelStore(target).models() == []
+    (left,) = target.glob("m/.copy-1-*/m/1/tables.safetensors")
+    assert left.stat().st_size >= 13 << 20
+    asked: list[int] = []
+    copy_versions(source, target, "m", progress=lambda file, done, _: asked.append(done))
+    check_same(source, target, tmp_path / "cache")
+    assert os.listdir(target / "m") == ["1"]
+
+
+def test_what_a_killed_copy_left_is_not_trusted(new_version: Publish, tmp_path: Path) -> None:
+    source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
+    killed_copy(source, target, 12)
+    (left,) = target.glob("m/.copy-1-*/m/1/tables.safetensors")
+    with left.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"damaged")
+    copy_versions(source, target, "m")
+    check_same(source, target, tmp_path / "cache")
+
+
+def test_a_killed_copy_to_s3_continues(
+    new_version: Publish,
+    url: str,
+    root: str,
+    objects: s3fs.S3FileSystem,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = new_version(1.0, ROWS).parent.parent
+    killed_copy(source, url, 13)
+    assert [name for name in objects.find(root) if "/m/" in name] == []
+    sent: list[int] = []
+    call = remote_files.RemoteFolder.s3_call
+
+    def count(self: object, operation: str, name: str, **arguments: object) -> object:
+        if operation == "upload_part":
+            sent.append(int(str(arguments["PartNumber"])))
+        return call(self, operation, name, **arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(remote_files.RemoteFolder, "s3_call", count)
+    monkeypatch.setattr(remote_files, "PART_BYTES", PART_BYTES)
+    copy_versions(source, url, "m")
+    assert sent
+    assert min(sent) > 1
+    check_same(source, url, tmp_path / "cache")
+
+
+def test_parts_of_other_bytes_are_not_used(
+    new_version: Publish, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = new_version(1.0, ROWS).parent.parent
+    killed_copy(source, url, 13)
+    other = tmp_path / "other"
+    from store.remote.conftest import publish_rows
+
+    publish_rows(other, 5.0, ROWS)
+    monkeypatch.setattr(remote_files, "PART_BYTES", PART_BYTES)
+    copy_versions(other, url, "m")
+    check_same(other, url, tmp_path / "cache")
+
+
+def test_an_old_copy_that_nobody_continued_is_removed(
+    new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
+    killed_copy(source, target, 12)
+    copy_versions(publish_as(tmp_path / "second", 2), target, "m")
+    assert list(target.glob("m/.copy-1-*"))
+    monkeypatch.setattr(staging, "COPY_KEPT_S", 0.0)
+    copy_versions(publish_as(tmp_path / "third", 3), target, "m")
+    assert sorted(os.listdir(target / "m")) == ["2", "3"]
+
+
+def publish_as(store: Path, number: int) -> Path:
+    """A store whose only version of "m" has this number."""
+    from store.remote.conftest import publish_rows
+
+    for _ in range(number):
+        publish_rows(store, 1.0, 20)
+    for one in range(1, number):
+        shutil.rmtree(store / "m" / str(one))
+    return store
+
+
+def test_a_model_that_is_not_there_is_named(local: Path, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="there is no model 'x'; models are m"):
+        copy_versions(local, tmp_path / "t", "x")
+    with pytest.raises(StoreError, match="version 7 does not exist; versions are 1, 2"):
+        copy_versions(local, tmp_path / "t", "m", 7)
+    assert not (tmp_path / "t").exists()
