@@ -27,11 +27,11 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serve_s3(folder: Path) -> Iterator[str]:
-    """Serves ``folder`` on a free port; gives the endpoint's URL."""
+def serve_s3(folder: Path, *options: str) -> Iterator[str]:
+    """Serves ``folder`` on a free port, with more options of rclone; gives the endpoint's URL."""
     rclone = Path(sys.executable).with_name("rclone")
     command = [str(rclone), "serve", "s3", str(folder), "--addr", "127.0.0.1:0"]
-    command += ["--config", "/dev/null", "--auth-key", f"{KEY},{SECRET}"]
+    command += ["--config", "/dev/null", "--auth-key", f"{KEY},{SECRET}", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             yield _endpoint(server)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shutil
 import signal
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import s3fs
@@ -23,7 +26,7 @@ from embedserve_store.publishing.copy_versions import copy_versions
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote import remote_files
 from embedserve_store.verification import verify
-from embedserve_store.writing import staging
+from embedserve_store.writing import direct_file, staging
 
 Publish = Callable[..., Path]
 KINDS = ("folder", "s3", "file")
@@ -150,6 +153,30 @@ def test_a_full_disk_is_named_and_the_rest_is_copied_once_there_is_room(
             copy_versions(local, target, "m")
     assert not (target / "m").exists()
     assert copy_versions(local, target, "m").copied == [1, 2]
+
+
+class FullDisk(io.FileIO):
+    """Takes a megabyte, then has no room."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() >= 1 << 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(memoryview(data)[: 1 << 20])
+
+
+def test_a_disk_that_fills_up_is_named_and_the_copy_continues(
+    new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            direct_file, "open", lambda path, mode: FullDisk(path, mode.rstrip("b")), raising=False
+        )
+        with pytest.raises(StoreError, match=r"t/m/1: copying failed: No space left on device"):
+            copy_versions(source, target, "m")
+    assert ModelStore(target).models() == []
+    copy_versions(source, target, "m")
+    check_same(source, target, tmp_path / "cache")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
