@@ -7,6 +7,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from embedserve import __version__
 from embedserve.commands.health import TIMEOUT_S
 
 from .conftest import DEPLOY, Rendered
@@ -207,10 +208,9 @@ def test_resources_bound_memory_but_not_the_processor(rendered: Rendered) -> Non
     assert "cpu" not in resources["limits"]
 
 
-def test_images_are_this_version(cpu: Rendered, gpu: Rendered, pyproject: dict[str, Any]) -> None:
-    version = pyproject["project"]["version"]
-    assert cpu.container["image"] == f"embedserve:{version}-cpu"
-    assert gpu.container["image"] == f"embedserve:{version}-cuda"
+def test_images_are_this_version(cpu: Rendered, gpu: Rendered) -> None:
+    assert cpu.container["image"] == f"embedserve:{__version__}-cpu"
+    assert gpu.container["image"] == f"embedserve:{__version__}-cuda"
 
 
 def test_the_s3_overlay_follows_a_bucket_and_pulls_to_a_volume(s3: Rendered) -> None:
