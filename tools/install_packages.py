@@ -25,7 +25,10 @@ def steps(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if found := TAKEN.match(line):
             verb, path, size = found.groups()
-            name, version = Path(path).name.removesuffix(".tar.gz").split("-")[:2]
+            file = Path(path).name
+            name, version = (
+                file.split("-")[:2] if file.endswith(".whl") else file[:-7].rsplit("-", 1)
+            )
             if verb == "Processing":  # a file on this host
                 size = f"{Path(path.removeprefix('file://')).stat().st_size / 1e6:.1f} MB, here"
             elif verb == "Using cached":
