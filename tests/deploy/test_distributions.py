@@ -100,10 +100,11 @@ def installed(
 ) -> tuple[str, Path]:
     """The name of a distribution, and an environment with it and its dependencies alone."""
     prefix = tmp_path_factory.mktemp("env")
-    venv.create(prefix, with_pip=True)
-    pip = [str(prefix / "bin/pip"), "install", "--quiet", "--find-links", str(folder)]
+    venv.create(prefix)
+    pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "install"]
+    options = ["--quiet", "--no-compile", "--find-links", str(folder)]
     name = canonicalize_name(request.param)
-    done = subprocess.run([*pip, name], capture_output=True, text=True, timeout=RUN_S_MAX)
+    done = subprocess.run([*pip, *options, name], capture_output=True, text=True, timeout=RUN_S_MAX)
     assert done.returncode == 0, done.stderr
     return name, prefix
 
