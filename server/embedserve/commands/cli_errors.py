@@ -10,8 +10,15 @@ import typer
 
 from embedserve.commands.installation import INSTALL
 
-LOADER_FAULTS = ("Could not load this library", "cannot open shared object", "undefined symbol")
-"""Parts of the OSError that torch raises for a wheel that does not fit it or this host."""
+LOADER_FAULTS = (
+    "Could not load this library",
+    "cannot open shared object",
+    "undefined symbol",
+    "wrong ELF class",
+    "No module named",
+)
+"""Parts of messages of a package that is missing, or does not fit torch or this host: the OSError
+that torch raises for its libraries, and what a worker reports."""
 
 
 @contextlib.contextmanager

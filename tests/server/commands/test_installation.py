@@ -101,6 +101,25 @@ def test_packages_that_do_not_import(
     assert line.endswith(INSTALL)
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("ImportError('libtorch.so: wrong ELF class', name='torch')", "libtorch.so: wrong ELF"),
+        ("ModuleNotFoundError(\"No module named 'tensordict'\")", "No module named 'tensordict'"),
+    ],
+)
+def test_a_worker_whose_packages_do_not_import(
+    fault: str, said: str, store: Path, tmp_path: Path
+) -> None:
+    """Workers import torch, and their supervisor does not."""
+    (tmp_path / "torch.py").write_text(f"raise {fault}")
+    ports = ["--http-port", "0", "--grpc-port", "0"]
+    command = ["serve", str(store), "--workers", "2", *ports]
+    line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *command))
+    assert line.startswith(f"embedserve: {said}")
+    assert line.endswith(INSTALL)
+
+
 def test_a_fault_of_our_own_keeps_its_traceback() -> None:
     with pytest.raises(ImportError), cli_errors():
         raise ImportError("cannot import name", name="embedserve.engine")
