@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 TAKEN = re.compile(
@@ -20,7 +20,7 @@ TAKEN = re.compile(
 INSTALLING = "Installing collected packages: "
 
 
-def steps(lines: Iterable[str]) -> Iterator[str]:
+def steps(lines: Iterator[str]) -> Iterator[str]:
     """Yields what pip begins with each line, or "" for a line that only ends the step before."""
     for line in lines:
         if found := TAKEN.match(line):
@@ -36,6 +36,9 @@ def steps(lines: Iterable[str]) -> Iterator[str]:
             yield f"{name} {version} ({size})"
         elif line.startswith(INSTALLING):
             yield f"unpacking {line.count(',') + 1} packages"
+            for _ in lines:  # until pip ends
+                pass
+            yield ""
         else:
             yield ""
 
@@ -46,7 +49,7 @@ def main() -> int:
     is_open = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pip:
         assert pip.stdout is not None
-        for step in steps(pip.stdout):
+        for step in steps(iter(pip.stdout)):
             now = time.monotonic()
             if is_open:
                 print(f" {now - started:.1f} s", flush=True)
