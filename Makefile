@@ -31,9 +31,10 @@ ifeq ($(EXTRA),cpu)
 endif
 	touch $@
 
-# What the tests and the other targets need besides.
+# What the tests and the other targets need besides. Resolved with the server: grpcio-tools wants an
+# older protobuf than the newest packages of grpcio, which then have to be older, too.
 $(INSTALLED): $(SERVER)
-	$(INSTALL) --group dev
+	$(INSTALL) --editable clients --editable ".[$(EXTRA)]" --group dev
 	touch $@
 
 serve: $(SERVER)
