@@ -2,34 +2,42 @@
 # make install EXTRA=cuda installs the CUDA builds of PyTorch and FBGEMM instead of the CPU ones;
 # what is installed stays until make clean.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 EXTRA ?= $(if $(wildcard $(VENV)/.installed-cuda),cuda,cpu)
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed-$(EXTRA)
+SERVER := $(VENV)/.installed-$(EXTRA)
+INSTALLED := $(VENV)/.installed-dev
+INSTALL := $(BIN)/python tools/install_packages.py
+PROJECTS := pyproject.toml clients/pyproject.toml
 STORE ?= store
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu gpu-check hostile fuzz soak swaps swaps-killed proto docs lock format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest test-gpu gpu-check hostile fuzz soak swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
-# torchrec requires fbgemm-gpu, the CUDA build, so on the CPU it comes without its dependencies:
-# pyproject.toml lists the others.
-$(INSTALLED): pyproject.toml
+# What serving and the demo need. torchrec requires fbgemm-gpu, the CUDA build, so on the CPU it
+# comes without its dependencies: pyproject.toml lists the others.
+$(SERVER): $(PROJECTS)
+	@echo "embedserve and what serving needs go into $(VENV), 1.1 GB with PyTorch for the CPU:"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(INSTALL) --editable clients --editable ".[$(EXTRA)]"
 ifeq ($(EXTRA),cpu)
-	$(BIN)/python -m pip install --quiet --editable ".[server,cpu,dev]"
-	$(BIN)/python -m pip install --quiet --no-deps torchrec==$(TORCHREC)
-else
-	$(BIN)/python -m pip install --quiet --editable ".[server,$(EXTRA),dev]"
+	$(INSTALL) --no-deps torchrec==$(TORCHREC)
 endif
 	touch $@
 
-serve: install
+# What the tests and the other targets need besides. Resolved with the server: grpcio-tools wants an
+# older protobuf than the newest packages of grpcio, which then have to be older, too.
+$(INSTALLED): $(SERVER)
+	$(INSTALL) --editable clients --editable ".[$(EXTRA)]" --group dev
+	touch $@
+
+serve: $(SERVER)
 	$(BIN)/embedserve demo $(STORE) --if-missing
 	$(BIN)/embedserve serve $(STORE) --default-model movies --labels $(STORE)/movies.labels.json \
 	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT)
@@ -104,6 +112,14 @@ lock: install
 	$(BIN)/python -m pip install --quiet uv
 	UV=$(BIN)/uv deploy/lock.sh
 
+# Wheels and sdists of both distributions; the same commit gives the same bytes.
+dist: install
+	PYTHON=$(CURDIR)/$(BIN)/python deploy/build-dist.sh dist
+
+# Five commands of a stranger in an empty Debian; as root, with debootstrap and a package index.
+install-test: dist
+	deploy/install-test.sh dist
+
 # Needs two cores, and wrk, h2load and redis-benchmark. Peers that are not installed are left out.
 bench: $(VENV)/.installed-bench
 	$(BIN)/python bench/run.py $(BENCH)
@@ -112,7 +128,7 @@ bench-peers: $(VENV)/.installed-bench
 	$(BIN)/python bench/run.py --install
 
 $(VENV)/.installed-bench: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(INSTALL) --group bench
 	touch $@
 
 # Needs 30 GB of disk and some minutes.

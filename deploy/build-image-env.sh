@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes the virtual environment of an image: the packages of deploy/locks/VARIANT.txt, each by its
-# hash, and the tree's own wheel. Takes out what no server reads, and lists what is left in
+# hash, and the tree's own wheels. Takes out what no server reads, and lists what is left in
 # PREFIX/sbom.cdx.json (CycloneDX). Where packages come from is left to pip's own settings
 # (pip.conf, PIP_EXTRA_INDEX_URL). It never writes into SOURCE and never updates an environment.
 #
-# --dry-run prints the commands and runs none; WITH_DEPENDENCIES=no installs the wheel alone;
+# --dry-run prints the commands and runs none; WITH_DEPENDENCIES=no installs the wheels alone;
 # PYTHON names the interpreter (python3 by default).
 set -euo pipefail
 
@@ -39,17 +39,17 @@ if built != '$variant':
     sys.exit(f'PyTorch {torch.__version__} is built for {built}, VARIANT is $variant')"
 }
 
-# pip, hatchling, which makes the wheel, and cyclonedx-py stay out of the environment.
+# pip, hatchling, which makes the wheels, and cyclonedx-py stay out of the environment.
 make_tools() {
     run "${PYTHON:-python3}" -m venv "$tools"
     run "$tools/bin/python" -m pip install --no-compile --no-deps \
         --require-hashes --requirement "$locks/build.txt"
 }
 
-install_wheel() {
+install_wheels() {
     run "$tools/bin/python" -m pip wheel --no-deps --no-build-isolation \
-        --wheel-dir "$tools/wheels" "$source"
-    install --no-index --find-links "$tools/wheels" embedserve
+        --wheel-dir "$tools/wheels" "$source/clients" "$source"
+    install --no-index --find-links "$tools/wheels" embedserve-client embedserve
 }
 
 # PyTorch's own tests, the headers to compile against it and the largest of others' tests (some
@@ -94,6 +94,6 @@ trap 'rm -rf "$tools"' EXIT
 make_tools
 run "${PYTHON:-python3}" -m venv --without-pip "$prefix"
 if [ "$has_dependencies" = yes ]; then install_lock; fi
-install_wheel
+install_wheels
 if [ "$has_dependencies" = yes ]; then slim; fi
 list_packages

@@ -185,10 +185,10 @@ CLI_HEAD = """# Commands
 
 This page lists every command of `embedserve` with its arguments, options and an example, for
 those who run or script them. `embedserve COMMAND --help` shows the same. `embedserve --version`
-prints the version.
+prints the versions of embedserve, Python, PyTorch, TorchRec and FBGEMM.
 
 A command that fails prints one line to stderr and exits with status 1. Status 2 is an invalid
-option. All commands need an installation with the extra `server` ([install.md](install.md)).
+option. Commands that compute need PyTorch ([install.md](install.md)).
 """
 
 COMMANDS: Mapping[str, Mapping[str, str]] = {

@@ -1,3 +1,3 @@
 """embedserve: an inference server for the embedding lookups of trained TorchRec models."""
 
-__version__ = "0.1.0"
+from embedserve_proto import __version__ as __version__

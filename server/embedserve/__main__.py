@@ -1,22 +1,24 @@
-"""Entry point of the `embedserve` command and of `python -m embedserve`."""
+"""Entry point of the `embedserve` command and of `python -m embedserve`.
 
-from __future__ import annotations
+A Python that is too old for the server still reads this file.
+"""
 
 import sys
 
 
 def main() -> None:
-    """Runs the command line. Where only the client is installed, exits with a message that names
-    the missing package and how to install the server."""
+    """Runs the command line. Exits with one line if this Python or the installation cannot."""
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        sys.exit(
+            "embedserve: this is Python {}.{}, and embedserve runs on 3.11 to 3.13: install it "
+            "with one of them (python3.11 -m venv)".format(*sys.version_info)
+        )
     try:
         from embedserve.commands.cli import app
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("embedserve"):
+        if error.name is None or error.name.startswith("embedserve."):
             raise
-        sys.exit(
-            f"embedserve: {error.name} is not installed: this is the client only; the server "
-            "is installed by make install, see the README"
-        )
+        sys.exit(f"embedserve: {error.name} is not installed: pip install embedserve")
     app()
 
 

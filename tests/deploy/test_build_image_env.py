@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from running_servers import free_port
+
+from embedserve import __version__
 
 from .conftest import DEPLOY, ROOT
 
@@ -39,65 +42,48 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Distribution:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment's packages."""
     prefix = tmp_path_factory.mktemp("image") / "env"
     done = run("cpu", prefix, ROOT, WITH_DEPENDENCIES="no")
     assert done.returncode == 0, done.stderr
-    (found,) = prefix.glob("lib/python3.*/site-packages/embedserve-*.dist-info")
-    return Distribution.at(found)
+    (site,) = prefix.glob("lib/python3.*/site-packages")
+    return site
 
 
 @pytest.fixture(scope="module")
-def files(installed: Distribution) -> set[str]:
-    assert installed.files is not None
-    return {str(file) for file in installed.files if "__pycache__" not in file.parts}
-
-
-def source_files(package: Path) -> set[str]:
-    found = (path for path in package.rglob("*") if path.is_file())
-    kept = (path for path in found if "__pycache__" not in path.parts)
-    return {path.relative_to(package.parent).as_posix() for path in kept}
-
-
-def test_the_wheel_holds_every_file_of_the_packages(
-    files: set[str], pyproject: dict[str, Any]
-) -> None:
-    packages = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    expected = set().union(*(source_files(ROOT / package) for package in packages))
-    metadata = {file for file in files if ".dist-info/" in file or file.startswith("..")}
-    assert files - metadata == expected
-
-
-def test_the_wheel_holds_what_is_not_python(files: set[str]) -> None:
-    assert {
-        "embedserve_proto/embedding.proto",
-        "embedserve_store/demo/data/ratings.tsv.gz",
-        "embedserve_store/demo/data/movies.tsv.gz",
-    } <= files
+def installed(site: Path) -> Distribution:
+    (found,) = site.glob("embedserve-*.dist-info")
+    return Distribution.at(found)
 
 
 @pytest.mark.parametrize(
     "package", ["embedserve", "embedserve_store", "embedserve_client", "embedserve_proto"]
 )
-def test_the_packages_say_that_they_are_typed(files: set[str], package: str) -> None:
-    assert {f"{package}/__init__.py", f"{package}/py.typed"} <= files
+def test_the_packages_are_installed(site: Path, package: str) -> None:
+    """test_distributions.py checks what each wheel holds."""
+    assert (site / package / "py.typed").is_file()
 
 
-def test_the_list_of_packages_has_the_server_and_no_pip(installed: Distribution) -> None:
-    prefix = Path(str(installed.locate_file(""))).parents[2]
+def test_the_list_of_packages_has_ours_and_no_pip(site: Path) -> None:
+    prefix = site.parents[2]
     listed = json.loads((prefix / "sbom.cdx.json").read_text())
     assert listed["bomFormat"] == "CycloneDX"
     purls = {one["purl"] for one in listed["components"]}
-    assert f"pkg:pypi/embedserve@{installed.version}" in purls
+    assert {
+        f"pkg:pypi/{name}@{__version__}" for name in ("embedserve", "embedserve-client")
+    } <= purls
     assert not any(purl.startswith("pkg:pypi/pip@") for purl in purls)
-    assert not list(prefix.glob("lib/python3.*/site-packages/pip"))
+    assert not (site / "pip").exists()
 
 
-def test_the_command_is_installed(installed: Distribution, pyproject: dict[str, Any]) -> None:
+def test_the_command_is_installed(
+    installed: Distribution, site: Path, pyproject: dict[str, Any]
+) -> None:
     scripts = installed.entry_points.select(group="console_scripts")
     assert {script.name: script.value for script in scripts} == pyproject["project"]["scripts"]
-    assert installed.version == pyproject["project"]["version"]
-    command = Path(str(installed.locate_file(""))).parents[2] / "bin" / "embedserve"
+    assert installed.version == __version__
+    command = site.parents[2] / "bin" / "embedserve"
     assert os.access(command, os.X_OK)
 
 
@@ -113,11 +99,12 @@ def pinned(lock: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
 def test_the_locks_have_what_the_project_asks_for(variant: str, pyproject: dict[str, Any]) -> None:
-    """Where this fails, pyproject.toml has changed: run make lock."""
+    """Where this fails, a pyproject.toml has changed: run make lock."""
     extras = pyproject["project"]["optional-dependencies"]
     versions = pinned(variant)
-    wanted = [*pyproject["project"]["dependencies"], *extras["server"], *extras["remote"]]
-    for line in [*wanted, *extras[variant]]:
+    server = pyproject["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"]
+    client = tomllib.loads((ROOT / "clients/pyproject.toml").read_text())["project"]["dependencies"]
+    for line in [*server, *client, *extras["remote"], *extras[variant]]:
         need = Requirement(line)
         assert need.specifier.contains(versions[canonicalize_name(need.name)]), line
     assert versions["torchrec"] == "1.8.0"

@@ -73,13 +73,13 @@ def test_copied_sources_exist_and_reach_the_builder(dockerfile: Instructions) ->
         assert f"!{source}" in ignore, source
 
 
-def test_all_that_the_wheel_is_made_of_is_copied(
+def test_all_that_the_wheels_are_made_of_is_copied(
     dockerfile: Instructions, pyproject: dict[str, Any]
 ) -> None:
     project = pyproject["project"]
     packages = pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    wanted = {"pyproject.toml", project["readme"], *project["license-files"]}
-    wanted |= {package.split("/")[0] for package in packages}
+    wanted = {"pyproject.toml", "hatch_build.py", project["readme"], *project["license-files"]}
+    wanted |= {"clients", "proto", *(package.split("/")[0] for package in packages)}
     assert wanted <= set(sources(dockerfile))
 
 

@@ -3,12 +3,11 @@
 They agree with each other and with the settings that the server reads from them.
 """
 
-from typing import Any
-
 import kubernetes_validate
 import pytest
 import yaml
 
+from embedserve import __version__
 from embedserve.commands.health import TIMEOUT_S
 from embedserve.config_checks import check_device, check_settings
 from embedserve.shared_memory.settings import check_shared_memory
@@ -268,9 +267,9 @@ def test_resources_bound_memory_but_not_the_processor(rendered: Rendered) -> Non
     assert resources["limits"]["memory"] == resources["requests"]["memory"]
 
 
-def test_the_image_is_this_version(rendered: Rendered, pyproject: dict[str, Any]) -> None:
+def test_the_image_is_this_version(rendered: Rendered) -> None:
     variant = "cuda" if "gpu" in rendered.components else "cpu"
-    assert rendered.container["image"] == f"embedserve:{pyproject['project']['version']}-{variant}"
+    assert rendered.container["image"] == f"embedserve:{__version__}-{variant}"
 
 
 def test_a_store_without_models_is_waited_for(rendered: Rendered) -> None:

@@ -82,7 +82,8 @@ def flat_and_lengths(field: str, column: Any) -> tuple[NDArray[Any] | list[Any],
         import pyarrow as pa
     except ModuleNotFoundError as error:
         raise InvalidRequest(
-            f"{field}: columns are read by pyarrow, which is not installed", field=field
+            f"{field}: columns are read by pyarrow: pip install 'embedserve-client[jobs]'",
+            field=field,
         ) from error
     try:
         return _read(field, _array(column))

@@ -13,6 +13,7 @@ import typer
 
 from embedserve import __version__
 from embedserve.commands.deltas_commands import deltas
+from embedserve.commands.installation import installed_versions
 from embedserve.commands.publish_commands import demo, describe, plan, publish
 from embedserve.commands.serve_options import with_settings_as_options
 from embedserve.commands.server_commands import admin, health, serve, shadow, token
@@ -42,7 +43,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"embedserve {__version__}")
+        versions = {"embedserve": __version__, **installed_versions()}
+        typer.echo("\n".join(" ".join(line) for line in versions.items()))
         raise typer.Exit
 
 
@@ -50,7 +52,7 @@ def _show_version(wanted: bool) -> None:
 def _root(
     version: Annotated[
         bool,
-        switch("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        switch("--version", callback=_show_version, is_eager=True, help="Show the versions."),
     ] = False,
 ) -> None:
     """Serves the embedding tables of trained TorchRec models."""

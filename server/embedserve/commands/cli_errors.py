@@ -4,17 +4,21 @@ traceback."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 
 import typer
 
-ENGINE = ("torch", "fbgemm_gpu", "torchrec")
-"""Packages that the extras cpu and cuda install."""
-INSTALL = (
-    "on a CPU pip install '.[server,cpu]' and then pip install --no-deps torchrec==1.8.0, "
-    "for CUDA pip install '.[server,cuda]'"
+from embedserve.commands.installation import INSTALL
+
+LOADER_FAULTS = (
+    "Could not load this library",
+    "cannot open shared object",
+    "undefined symbol",
+    "wrong ELF class",
+    "No module named",
 )
+"""Parts of messages of a package that is missing, or does not fit torch or this host: the OSError
+that torch raises for its libraries, and what a worker reports."""
 
 
 @contextlib.contextmanager
@@ -28,22 +32,25 @@ def cli_errors() -> Iterator[None]:
     except (StoreError, OSError, ValueError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise
-        typer.echo(f"embedserve: {error}", err=True)
+        message = str(error)
+        if any(fault in message for fault in LOADER_FAULTS):
+            message = f"{message.splitlines()[0]}: {INSTALL}"
+        typer.echo(f"embedserve: {message}", err=True)
         raise typer.Exit(1) from error
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         name = (error.name or "").partition(".")[0]
-        if name not in ENGINE:
+        if name.startswith("embedserve"):
             raise
-        typer.echo(f"embedserve: {name} is not installed: {INSTALL}", err=True)
+        typer.echo(f"embedserve: {_import_fault(error, name)}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         typer.echo("embedserve: interrupted", err=True)
         raise typer.Exit(130) from None
 
 
-def check_engine() -> None:
-    """Raises ModuleNotFoundError if a package of the engine is missing. It imports none of them,
-    because the process that forks workers must not."""
-    for name in ENGINE:
-        if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+def _import_fault(error: ImportError, name: str) -> str:
+    """Returns what is wrong with an installed package and how to install it."""
+    if isinstance(error, ModuleNotFoundError) and name:
+        return f"{name} is not installed: {INSTALL}"
+    reason = str(error).splitlines()[0]
+    return f"{name or 'a package'} does not fit this host or this Python ({reason}): {INSTALL}"

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from embedserve.commands.cli_errors import cli_errors
+from embedserve.commands.installation import check_engine, check_releases, installed_versions
 from embedserve.commands.server_commands import Ca, Cert, Key, TokenFile
 from embedserve.commands.store_commands import Cache
 from embedserve.commands.switch import switch
@@ -166,6 +167,7 @@ def demo(
 ) -> None:
     """Train a small model on real movie ratings and publish it."""
     with cli_errors():
+        check_engine()
         from embedserve_store.commands.demo import demo as run
 
         run(store, model, dtype, sharding, world_size, checkpoint, if_missing)
@@ -194,6 +196,7 @@ def publish(
 ) -> None:
     """Publish the embedding tables of a checkpoint as the next version of a model."""
     with cli_errors():
+        check_engine()
         from embedserve_store.commands.publish import PublishFlags, publish_checkpoint
 
         flags = PublishFlags(
@@ -280,6 +283,7 @@ def plan(
 ) -> None:
     """Show where a sharding plan places tables and whether they fit, without loading a table."""
     with cli_errors():
+        check_releases(installed_versions())
         from embedserve.commands.planning.plan import PlanOptions, plan_tables, plan_version
         from embedserve.commands.planning.pod_patch import PodOptions
         from embedserve.commands.running_server import server_at

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from embedserve.commands.cli_errors import check_engine, cli_errors
+from embedserve.commands.cli_errors import cli_errors
+from embedserve.commands.installation import check_engine
 from embedserve.commands.switch import switch
 from embedserve.config import Limits, ServeSettings
 

@@ -244,6 +244,11 @@ def _worker_main(
             raise
         worker.report_failure(channel, error)
         return 1
+    except ImportError as error:  # a package of the engine that does not load
+        if (error.name or "").startswith("embedserve"):
+            raise
+        worker.report_failure(channel, error)
+        return 1
     return 0
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
-from documents import ROOT
 from server.python import run_python, run_warm_python
 from typer.main import get_group
 from typer.testing import CliRunner, Result
 
-from embedserve import __version__
 from embedserve.commands.cli import app
 from embedserve.config import Limits, ServeSettings
 
@@ -66,11 +63,6 @@ def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "--help" in done.stdout
     assert done.stdout.splitlines()[-1] == "heavy:"
-
-
-def test_version_is_the_packages() -> None:
-    result = run("--version")
-    assert (result.exit_code, result.stdout) == (0, f"embedserve {__version__}\n")
 
 
 def test_help_of_serve_shows_every_setting_with_its_variable() -> None:
@@ -204,40 +196,6 @@ def test_inspecting_a_missing_store_is_one_line(tmp_path: Path) -> None:
 
 def test_an_unknown_log_level_is_one_line(tmp_path: Path) -> None:
     check_one_line(embedserve("serve", tmp_path, "--log-level", "loud"), "log_level is 'loud'")
-
-
-def test_a_client_only_install_says_what_to_install() -> None:
-    code = "import sys; sys.modules['typer'] = None\nfrom embedserve.__main__ import main\nmain()"
-    done = run_python("-c", code)
-    assert done.returncode == 1
-    assert done.stderr.startswith("embedserve: typer is not installed: this is the client only")
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["serve STORE", "plan tables.yaml --world-size 2 --sharding auto"],
-)
-def test_a_server_without_torchrec_says_what_to_install(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What `pip install '.[server,cpu]'` alone leaves: torchrec's wheel asks for the CUDA build."""
-    (tmp_path / "tables.yaml").write_text(
-        "tables: [{name: t, num_embeddings: 10, embedding_dim: 4, feature_names: [t], "
-        "pooling: sum}]"
-    )
-    monkeypatch.chdir(tmp_path)
-    code = (
-        "import sys; sys.modules['torchrec'] = None\nfrom embedserve.__main__ import main\n"
-        f"sys.argv = ['embedserve', *{command.split()!r}]\nmain()"
-    )
-    done = run_python("-c", code)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("embedserve: torchrec is not installed: ")
-    makefile = (ROOT / "Makefile").read_text()
-    (version,) = re.findall(r"^TORCHREC\s*:?\??=\s*(\S+)", makefile, re.MULTILINE)
-    assert f"pip install --no-deps torchrec=={version}" in line
 
 
 @pytest.mark.parametrize(

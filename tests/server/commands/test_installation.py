@@ -1,0 +1,181 @@
+"""Installations that cannot serve: one line says what to install."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+from documents import ROOT
+from server.python import run_python
+
+from embedserve import __main__, __version__
+from embedserve.commands.cli_errors import cli_errors
+from embedserve.commands.installation import INSTALL, check_releases, installed_versions
+
+MAIN = "from embedserve.__main__ import main\nmain()"
+SERVE, DEMO = ["serve", "STORE"], ["demo", "STORE"]
+PUBLISH = ["publish", "model.pt", "tables.yaml", "STORE", "--model", "m"]
+PLAN = ["plan", "tables.yaml", "--world-size", "2", "--sharding", "auto"]
+commands = pytest.mark.parametrize("command", [SERVE, DEMO, PUBLISH, PLAN], ids=lambda c: c[0])
+TABLES = (
+    "tables: [{name: t, num_embeddings: 10, embedding_dim: 4, feature_names: [t], pooling: sum}]"
+)
+
+
+@pytest.fixture(autouse=True)
+def _tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tables.yaml").write_text(TABLES)
+    (tmp_path / "model.pt").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def run(before: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process that first executes ``before``."""
+    return run_python("-c", f"import sys\nsys.argv = {['embedserve', *command]}\n{before}\n{MAIN}")
+
+
+def only_line(done: subprocess.CompletedProcess[str]) -> str:
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    return line
+
+
+@commands
+@pytest.mark.parametrize("package", ["torch", "fbgemm_gpu", "torchrec"])
+def test_a_missing_package_of_the_engine(package: str, command: list[str]) -> None:
+    """`pip install 'embedserve[cpu]'` leaves torchrec out, whose wheel requires CUDA's FBGEMM."""
+    line = only_line(run(f"sys.modules[{package!r}] = None", *command))
+    assert line == f"embedserve: {package} is not installed: {INSTALL}"
+
+
+@commands
+def test_fbgemm_and_torch_of_two_releases(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _add_distribution(tmp_path, "fbgemm_gpu_cpu", "1.7.0")
+    line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *command))
+    assert line.startswith(
+        "embedserve: fbgemm-gpu-cpu 1.7.0 is built for torch 2.12, but torch 2.13"
+    )
+    assert line.endswith(INSTALL)
+
+
+def test_both_builds_of_fbgemm(tmp_path: Path) -> None:
+    _add_distribution(tmp_path, "fbgemm_gpu_cpu", "1.8.0")
+    _add_distribution(tmp_path, "fbgemm_gpu", "1.8.0")
+    line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *SERVE))
+    assert line.startswith("embedserve: fbgemm-gpu-cpu and fbgemm-gpu are both installed")
+
+
+def _add_distribution(folder: Path, name: str, version: str) -> None:
+    metadata = folder / f"{name}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (
+            ImportError("libtorch.so: wrong ELF class\nmore", name="torch._C"),
+            "torch does not fit this host or this Python (libtorch.so: wrong ELF class)",
+        ),
+        (OSError("libcudart.so.13: cannot open shared object file"), "libcudart.so.13"),
+        (OSError("Could not load this library: fbgemm_gpu.so"), "fbgemm_gpu.so"),
+        (ModuleNotFoundError(name="torchmetrics"), "torchmetrics is not installed"),
+    ],
+    ids=["another platform", "a missing library", "FBGEMM of no release", "a need of torchrec"],
+)
+def test_packages_that_do_not_import(
+    fault: Exception, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), cli_errors():
+        raise fault
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("embedserve: ")
+    assert expected in line
+    assert line.endswith(INSTALL)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("ImportError('libtorch.so: wrong ELF class', name='torch')", "libtorch.so: wrong ELF"),
+        ("ModuleNotFoundError(\"No module named 'tensordict'\")", "No module named 'tensordict'"),
+    ],
+)
+def test_a_worker_whose_packages_do_not_import(
+    fault: str, said: str, store: Path, tmp_path: Path
+) -> None:
+    """Workers import torch, and their supervisor does not."""
+    (tmp_path / "torch.py").write_text(f"raise {fault}")
+    ports = ["--http-port", "0", "--grpc-port", "0"]
+    command = ["serve", str(store), "--workers", "2", *ports]
+    line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *command))
+    assert line.startswith(f"embedserve: {said}")
+    assert line.endswith(INSTALL)
+
+
+def test_a_fault_of_our_own_keeps_its_traceback() -> None:
+    with pytest.raises(ImportError), cli_errors():
+        raise ImportError("cannot import name", name="embedserve.engine")
+
+
+@pytest.mark.parametrize("version", [(3, 10, 14), (3, 14, 0)])
+def test_a_python_that_is_not_supported(version: tuple[int, ...]) -> None:
+    line = only_line(run(f"sys.version_info = {version}", *SERVE))
+    assert line.startswith(
+        f"embedserve: this is Python 3.{version[1]}, and embedserve runs on 3.11"
+    )
+
+
+def test_an_old_python_reads_what_tells_it() -> None:
+    for path in (Path(__main__.__file__), ROOT / "server/embedserve/__init__.py"):
+        ast.parse(path.read_text(), feature_version=(3, 7))
+
+
+def test_an_installation_without_its_dependencies() -> None:
+    line = only_line(run("sys.modules['typer'] = None", *SERVE))
+    assert line == "embedserve: typer is not installed: pip install embedserve"
+
+
+@pytest.mark.parametrize(
+    ("fbgemm", "torch", "is_right"),
+    [
+        ("1.8.0", "2.13.0+cpu", True),
+        ("1.6.0+cu126", "2.11.1", True),
+        ("1.8.0", "2.14.0", False),
+        ("1.9.0", "2.13.0", False),
+        ("2026.3.1", "2.13.0", True),
+        ("1.8.0", "2.14.0.dev20260301", True),
+    ],
+)
+def test_which_releases_load_together(fbgemm: str, torch: str, is_right: bool) -> None:
+    versions = {"torch": torch, "fbgemm-gpu": fbgemm}
+    if is_right:
+        check_releases(versions)
+    else:
+        with pytest.raises(ValueError, match=re.escape(f"but torch {torch} is installed")):
+            check_releases(versions)
+
+
+def test_the_version_shows_those_of_the_engine() -> None:
+    lines = run("", "--version").stdout.splitlines()
+    assert lines[0] == f"embedserve {__version__}"
+    shown = dict(line.split() for line in lines[1:])
+    assert shown == installed_versions()
+    assert {"Python", "torch", "torchrec"} <= shown.keys()
+
+
+def test_the_version_imports_no_torch() -> None:
+    code = "import atexit\natexit.register(lambda: print('torch' in sys.modules))"
+    assert run(code, "--version").stdout.splitlines()[-1] == "False"
+
+
+def test_the_line_names_the_versions_that_make_installs() -> None:
+    (version,) = re.findall(r"^TORCHREC := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"pip install --no-deps torchrec=={version}" in INSTALL
