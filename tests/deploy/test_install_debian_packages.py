@@ -47,10 +47,10 @@ class Host:
     def record(self, name: str, then: str = "") -> None:
         self.command(name, f'echo "{name} $*" >> {self.calls_file}\n{then}')
 
-    def run(self) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         assert BASH is not None
         return subprocess.run(
-            [BASH, DEPLOY / "install-debian-packages.sh"],
+            [BASH, DEPLOY / "install-debian-packages.sh", *arguments],
             env={"PATH": str(self.folder), "SBIN": str(self.folder)},
             capture_output=True,
             text=True,
@@ -103,6 +103,23 @@ def test_only_what_is_missing_is_installed(root: Host, program: str, package: st
     root.record("systemctl")
     assert root.run().returncode == 0
     assert root.calls == [UPDATE, f"{INSTALL} {package}"]
+
+
+def test_what_builds_and_starts_the_image_is_a_group_of_its_own(root: Host) -> None:
+    have_all(root)
+    root.record("apt-get")
+    assert root.run("image").returncode == 0
+    assert root.calls == [
+        UPDATE,
+        f"{INSTALL} podman runc debootstrap netavark aardvark-dns catatonit "
+        "containernetworking-plugins",
+    ]
+
+
+def test_an_unknown_group_is_refused(root: Host) -> None:
+    done = root.run("images")
+    assert done.returncode == 2
+    assert 'the group is "images", it must be tests or image' in done.stderr
 
 
 def test_go_without_its_grpc_gets_that(root: Host) -> None:
