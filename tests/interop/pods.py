@@ -28,6 +28,7 @@ VOLUME = "embedserve-test-store"
 STARTED_KINDS = {"Deployment", "ConfigMap"}
 """What podman starts of the overlay; the claim is a volume."""
 READY_S_MAX = 180
+EXIT_S_MAX = 60
 PODMAN_S_MAX = 120
 GRACE_S = 25
 """What terminationGracePeriodSeconds leaves after preStop."""
@@ -103,7 +104,12 @@ class Pod:
         return code
 
     def remove(self) -> None:
-        podman("pod", "rm", "--force", "--time", 1, self.name)
+        """Tries again where podman starts a container again meanwhile, and cannot remove it."""
+        end = time.monotonic() + EXIT_S_MAX
+        remove = ["podman", "pod", "rm", "--force", "--ignore", "--time", "1", self.name]
+        while (done := subprocess.run(remove, capture_output=True, text=True)).returncode:
+            assert time.monotonic() < end, done.stderr
+            time.sleep(0.2)
 
 
 def play(
@@ -146,7 +152,9 @@ def play(
             "metadata": metadata,
             "data": files,
         }
-        pod["volumes"].append({"name": "secret", "secret": {"secretName": metadata["name"]}})
+        # Podman 4.3 crashes where "optional" is left out.
+        source = {"secretName": metadata["name"], "optional": False}
+        pod["volumes"].append({"name": "secret", "secret": source})
         container["volumeMounts"].append({"name": "secret", "mountPath": "/secret"})
     path = folder / f"{name}.yaml"
     # What the Deployment refers to comes first.

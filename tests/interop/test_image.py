@@ -20,6 +20,7 @@ import httpx
 import pytest
 from interop.lookups import lookup
 from interop.pods import (
+    EXIT_S_MAX,
     NETWORK,
     SUBNET,
     VOLUME,
@@ -45,7 +46,6 @@ ANSWERS = 50
 """Of each client, before, while and after a pod is replaced."""
 CLIENTS = 2
 """Of each protocol."""
-EXIT_S_MAX = 60
 TOO_LITTLE = "64Mi"
 """Less than Python and PyTorch take before they load a model."""
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
@@ -122,7 +122,9 @@ def test_the_image_lists_its_packages() -> None:
     path = "/opt/embedserve/sbom.cdx.json"
     command = ("--rm", "--network", "none", "--entrypoint", "cat", IMAGE, path)
     listed = json.loads(podman("run", *command))
-    found = {canonicalize_name(one["name"]): one["version"] for one in listed["components"]}
+    found: dict[str, str] = {
+        canonicalize_name(one["name"]): one["version"] for one in listed["components"]
+    }
     assert found["embedserve"] == VERSION
     assert {"torch", "torchrec", "fbgemm-gpu-cpu"} <= set(found)
 
@@ -206,6 +208,8 @@ def test_a_half_written_secret_is_named(pods: ExitStack, tmp_path: Path) -> None
         "EMBEDSERVE_TLS_CERT": "/secret/tls.crt",
         "EMBEDSERVE_TLS_KEY": "/secret/tls.key",
     }
+    for kind in ("secret", "volume"):
+        pods.callback(podman, kind, "rm", "embedserve-half-secret")
     half = {"tls.crt": "-----BEGIN CERTIFICATE-----\nMIIB", "tls.key": ""}
     pod = start(pods, tmp_path, "half", 11, settings=settings, secret=half)
     wait_for_log(pod, "/secret/tls.")
