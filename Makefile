@@ -15,7 +15,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest test-gpu gpu-check hostile fuzz soak swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest image image-test test-gpu gpu-check hostile fuzz soak swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -64,7 +64,18 @@ contracts: install
 # tests start it some hundreds of times.
 pytest: install
 	deploy/install-debian-packages.sh
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak" -n auto --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak and not image" -n auto --dist loadfile --no-loadscope-reorder
+
+# The server's image, from the locks. deploy/build-image.sh explains ENGINE, BASE, VARIANT and IMAGE;
+# BUILD is passed on to the engine.
+image:
+	docker info >/dev/null 2>&1 || deploy/install-debian-packages.sh image
+	deploy/build-image.sh $(BUILD)
+
+# Starts that image with podman, as root, in a network namespace that has no way out.
+image-test: install
+	deploy/install-debian-packages.sh image
+	tests/interop/in_namespace.sh $(BIN)/python -m pytest -q -n0 -s -m image tests/interop/test_image.py
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine

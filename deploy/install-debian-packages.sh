@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs from Debian what the tests run and this host lacks: kubectl (1.24) renders the manifests; curl,
 # nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it, Prometheus
-# scrapes it, and Chromium shows its console. It does nothing where all are there, never touches a cluster, and leaves no
-# service running or enabled.
+# scrapes it, and Chromium shows its console. With the argument "image" it installs what builds the image and
+# starts it instead. It does nothing where all are there, never touches a cluster, and leaves no service running or
+# enabled.
 set -euo pipefail
 
 OS_RELEASE=${OS_RELEASE:-/etc/os-release}
@@ -22,6 +23,9 @@ declare -A package_of=(
     [prometheus]=prometheus
     [promtool]=prometheus
     [chromium]=chromium
+    [podman]=podman
+    [runc]=runc
+    [debootstrap]=debootstrap
 )
 
 fail() {
@@ -58,6 +62,16 @@ install_kubectl_of_debian_13() {
     "${as_root[@]}" rm -rf "$folder"
 }
 
+group=${1:-tests}
+case $group in
+    tests) commands=(curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium) ;;
+    image) commands=(haproxy podman runc debootstrap) ;;
+    *)
+        echo "install-debian-packages.sh: the group is \"$group\", it must be tests or image" >&2
+        exit 2
+        ;;
+esac
+
 missing=()
 packages=()
 needs_kubectl=no
@@ -65,18 +79,22 @@ if ! command -v kubectl >/dev/null || has_old_kubectl; then
     missing+=(kubectl)
     if is_debian_12; then needs_kubectl=yes; else packages+=(kubernetes-client); fi
 fi
-for command in curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium; do
+for command in "${commands[@]}"; do
     if ! command -v "$command" >/dev/null; then
         missing+=("$command")
         package=${package_of[$command]}
         [[ " ${packages[*]} " == *" $package "* ]] || packages+=("$package")
     fi
 done
-if ! has_grpc_go >/dev/null 2>&1; then
+if [ "$group" = tests ] && ! has_grpc_go >/dev/null 2>&1; then
     missing+=(grpc-go)
     packages+=(golang-google-grpc-dev)
 fi
 if [ ${#missing[@]} -eq 0 ]; then exit 0; fi
+# Podman's networks and the first process of its pods, which it only recommends.
+if [[ " ${missing[*]} " == *" podman "* ]]; then
+    packages+=(netavark aardvark-dns catatonit containernetworking-plugins)
+fi
 
 command -v apt-get >/dev/null || fail "this host has no apt-get: install by hand"
 as_root=(env DEBIAN_FRONTEND=noninteractive)
@@ -104,4 +122,8 @@ if command -v systemctl >/dev/null; then
             "${as_root[@]}" systemctl disable --quiet "$service"
         fi
     done
+    if [[ " ${missing[*]} " == *" podman "* ]]; then
+        "${as_root[@]}" systemctl disable --quiet podman.service podman.socket \
+            podman-restart.service podman-auto-update.service podman-auto-update.timer
+    fi
 fi

@@ -48,12 +48,12 @@ class Host:
     def record(self, name: str, then: str = "") -> None:
         self.command(name, f'echo "{name} $*" >> {self.calls_file}\n{then}')
 
-    def run(self, release: str = "trixie") -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, release: str = "trixie") -> subprocess.CompletedProcess[str]:
         assert BASH is not None
         os_release = self.folder / "os-release"
         os_release.write_text(f"ID=debian\nVERSION_CODENAME={release}\n")
         return subprocess.run(
-            [BASH, DEPLOY / "install-debian-packages.sh"],
+            [BASH, DEPLOY / "install-debian-packages.sh", *arguments],
             env={"PATH": str(self.folder), "SBIN": str(self.folder), "OS_RELEASE": str(os_release)},
             capture_output=True,
             text=True,
@@ -123,7 +123,7 @@ def test_an_old_kubectl_is_replaced(root: Host) -> None:
 def test_debian_12_gets_the_kubectl_of_debian_13(root: Host) -> None:
     have_all(root, "kubectl", "curl")
     root.record("apt-get", then='[ "$1" != indextargets ] || echo http://mirror.example/debian/')
-    assert root.run("bookworm").returncode == 0
+    assert root.run(release="bookworm").returncode == 0
     asked, update, install, *others = root.calls
     assert asked.startswith("apt-get indextargets ")
     own = (
@@ -133,6 +133,23 @@ def test_debian_12_gets_the_kubectl_of_debian_13(root: Host) -> None:
     assert re.fullmatch(own + "update -qq", update)
     assert re.fullmatch(own + "install -qq -y --no-install-recommends kubectl", install)
     assert others == [UPDATE, f"{INSTALL} curl"]
+
+
+def test_what_builds_and_starts_the_image_is_a_group_of_its_own(root: Host) -> None:
+    have_all(root)
+    root.record("apt-get")
+    assert root.run("image").returncode == 0
+    assert root.calls == [
+        UPDATE,
+        f"{INSTALL} podman runc debootstrap netavark aardvark-dns catatonit "
+        "containernetworking-plugins",
+    ]
+
+
+def test_an_unknown_group_is_refused(root: Host) -> None:
+    done = root.run("images")
+    assert done.returncode == 2
+    assert 'the group is "images", it must be tests or image' in done.stderr
 
 
 def test_go_without_its_grpc_gets_that(root: Host) -> None:

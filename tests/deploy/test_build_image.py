@@ -1,0 +1,66 @@
+"""build-image.sh hands the engine what it needs. Stand-ins are called: nothing is built here."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .conftest import DEPLOY
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """With an engine, and a debootstrap, that write down how they are called."""
+    for name, has_image in (("engine", 1), ("debootstrap", 0)):
+        program = folder / name
+        program.write_text(
+            f'#!/bin/sh\necho {name} "$@" >>{folder}/calls\n'
+            '[ "$1" != import ] || cat >/dev/null\n'
+            f'[ "$1" != image ] || exit {has_image}\n'
+            f'for made; do case $made in /*/tmp.*) mkdir -p "$made/etc";; esac; done\n'
+        )
+        program.chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    return subprocess.run(
+        [DEPLOY / "build-image.sh", *arguments],
+        env={**os.environ, "PATH": path, "ENGINE": "engine", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_the_base_is_the_dockerfiles_own(
+    tmp_path: Path, variant: str, pyproject: dict[str, dict[str, str]]
+) -> None:
+    done = run(tmp_path, "--network", "host", VARIANT=variant)
+    assert done.returncode == 0, done.stderr
+    tag = f"localhost/embedserve:{pyproject['project']['version']}-{variant}"
+    assert calls(tmp_path) == [
+        f"engine build --file deploy/Dockerfile --build-arg VARIANT={variant} "
+        f"--tag {tag} --network host ."
+    ]
+
+
+def test_another_base_and_name_may_be_given(tmp_path: Path) -> None:
+    run(tmp_path, BASE="mirror/python:3.11", IMAGE="mine:1", VARIANT="cuda")
+    (call,) = calls(tmp_path)
+    assert "--build-arg CUDA_IMAGE=mirror/python:3.11 --tag mine:1 ." in call
+
+
+def test_a_base_is_made_of_debians_packages(tmp_path: Path) -> None:
+    done = run(tmp_path, BASE="debootstrap", MIRROR="http://mirror")
+    assert done.returncode == 0, done.stderr
+    asked, made, imported, built = calls(tmp_path)
+    base = "localhost/embedserve-base:bookworm"
+    assert asked == f"engine image inspect {base}"
+    assert made.startswith("debootstrap --variant=minbase --include=python3,python3-venv,")
+    assert made.endswith(" http://mirror")
+    assert imported.startswith("engine import --change ENV PATH=")  # preStop calls sleep
+    assert imported.endswith(f" - {base}")
+    assert f"--build-arg CPU_IMAGE={base} " in built

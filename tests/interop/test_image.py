@@ -1,0 +1,230 @@
+"""The built image, started by podman with the rendered manifests (make image, make image-test).
+
+Podman has no preStop and leaves probes to systemd; the tests call both as kubelet does, and HAProxy
+stands for the Service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from interop.lookups import lookup
+from interop.pods import (
+    EXIT_S_MAX,
+    NETWORK,
+    SUBNET,
+    VOLUME,
+    Pod,
+    fill_volume,
+    has_way_out,
+    play,
+    podman,
+)
+from interop.proxies import CONFIGURATIONS, Ports, haproxy_of
+from interop.test_proxy_restart import ANSWERED, OPTIONS, PROTOBUF, Load, rest, stream, unary
+from interop.tools import ROOT
+from packaging.utils import canonicalize_name
+from running_servers import free_port
+
+from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
+
+pytestmark = pytest.mark.image
+
+ROLLS = 2
+ANSWERS = 50
+"""Of each client, before, while and after a pod is replaced."""
+CLIENTS = 2
+"""Of each protocol."""
+TOO_LITTLE = "64Mi"
+"""Less than Python and PyTorch take before they load a model."""
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+IMAGE = f"localhost/embedserve:{VERSION}-cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def network() -> Iterator[None]:
+    if has_way_out():
+        pytest.fail("packets could leave this host: run make image-test", pytrace=False)
+    podman("network", "create", "--disable-dns", "--subnet", f"{SUBNET}.0/24", NETWORK)
+    yield
+    podman("network", "rm", "--force", NETWORK)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def volume(store: Path) -> Iterator[Path]:
+    yield fill_volume(VOLUME, store)
+    podman("volume", "rm", "--force", VOLUME)
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[ExitStack]:
+    """Removes what was started, whatever happened."""
+    with ExitStack() as ends:
+        yield ends
+
+
+def start(pods: ExitStack, folder: Path, name: str, host: int, **changes: object) -> Pod:
+    pod = play(folder, f"embedserve-{name}", host, **changes)  # type: ignore[arg-type]
+    pods.callback(pod.remove)
+    return pod
+
+
+def assert_serves(pod: Pod) -> None:
+    one = lookup(3)
+    answer = httpx.post(f"{pod.url}/embed", content=one.body, headers=PROTOBUF)
+    assert pb.EmbedResponse.FromString(answer.content) == one.answer
+    with grpc.insecure_channel(f"{pod.address}:8001") as channel:
+        assert EmbeddingServiceStub(channel).Embed(one.request, timeout=30) == one.answer
+
+
+def wait_for_log(pod: Pod, text: str) -> None:
+    end = time.monotonic() + EXIT_S_MAX
+    while text not in pod.log():
+        assert time.monotonic() < end, pod.log()
+        time.sleep(0.2)
+
+
+def test_a_pod_is_what_its_manifest_says(pods: ExitStack, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    pod = start(pods, tmp_path, "one", 11)
+    while pod.probe("startupProbe") != 200:
+        assert time.monotonic() < begin + EXIT_S_MAX, pod.log()
+        time.sleep(0.05)
+    live_s = time.monotonic() - begin
+    pod.wait_until_ready()
+    print(f"\nlive after {live_s:.1f} s, ready after {time.monotonic() - begin:.1f} s", end=" ")
+    assert pod.probe("livenessProbe") == 200
+    assert_serves(pod)
+    status = podman("exec", pod.container, "cat", "/proc/1/status")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert set(fields["Uid"].split()) == set(fields["Gid"].split()) == {"10001"}
+    assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
+    assert (fields["NoNewPrivs"], fields["Seccomp"]) == ("1", "2")
+    host = pod.inspect()["HostConfig"]
+    assert host["ReadonlyRootfs"]
+    assert host["Memory"] == 8 << 30
+    writes = "touch /tmp/a && ! touch /a && ! touch /store/a"
+    podman("exec", pod.container, "sh", "-c", f"{writes} 2>/dev/null")
+
+
+def test_the_image_lists_its_packages() -> None:
+    path = "/opt/embedserve/sbom.cdx.json"
+    command = ("--rm", "--network", "none", "--entrypoint", "cat", IMAGE, path)
+    listed = json.loads(podman("run", *command))
+    found: dict[str, str] = {
+        canonicalize_name(one["name"]): one["version"] for one in listed["components"]
+    }
+    assert found["embedserve"] == VERSION
+    assert {"torch", "torchrec", "fbgemm-gpu-cpu"} <= set(found)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Load]:
+    """Clients of every protocol, through HAProxy before the addresses 11 and 12."""
+    ports, load = Ports(free_port(), free_port()), Load()
+    text = (CONFIGURATIONS / "haproxy.cfg").read_text()
+    for old, new in {
+        "bind :8000": f"bind 127.0.0.1:{ports.http}",
+        "bind :8001": f"bind 127.0.0.1:{ports.grpc}",
+        "10.0.0.1:": f"{SUBNET}.11:",
+        "10.0.0.2:": f"{SUBNET}.12:",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    with haproxy_of(tmp_path, text, ports) as proxy, ExitStack() as open_:
+        for number in range(CLIENTS):
+            client = httpx.Client(base_url=proxy.http, timeout=EXIT_S_MAX)
+            load.add(f"REST {number}", rest(open_.enter_context(client)))
+            for kind in (unary, stream):
+                channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
+                stub = EmbeddingServiceStub(open_.enter_context(channel))
+                load.add(f"{kind.__name__} {number}", kind(stub))
+        yield load
+        load.stop()
+
+
+def test_a_rolling_replacement_loses_nothing(pods: ExitStack, tmp_path: Path, load: Load) -> None:
+    old = start(pods, tmp_path, "roll-0", 11)
+    old.wait_until_ready()
+    load.wait_until_answered()
+    load.start()
+    for number in range(1, ROLLS + 1):
+        load.until_each(ANSWERS, ANSWERED)
+        new = start(pods, tmp_path, f"roll-{number}", 11 + number % 2)
+        new.wait_until_ready()
+        load.until_each(ANSWERS, ANSWERED)
+        assert old.stop() == 0
+        assert "are cut" not in old.log()
+        old.remove()
+        old = new
+    load.until_each(ANSWERS, ANSWERED)
+    load.stop()
+    for name, met in load.outcomes.items():
+        assert set(met) <= ANSWERED, (name, met)
+    print(f"\n{sum(met.total() for met in load.outcomes.values())} requests, none lost", end=" ")
+
+
+def test_a_pod_with_too_little_memory_is_killed_and_started_again(
+    pods: ExitStack, tmp_path: Path
+) -> None:
+    pod = start(pods, tmp_path, "small", 11, memory=TOO_LITTLE)
+    end = time.monotonic() + EXIT_S_MAX
+    while pod.inspect()["RestartCount"] < 2:
+        assert time.monotonic() < end, pod.inspect()["State"]
+        time.sleep(0.2)
+    assert pod.probe("readinessProbe") != 200
+    pod.remove()
+    again = start(pods, tmp_path, "enough", 11)
+    again.wait_until_ready()
+    assert_serves(again)
+
+
+def test_a_pod_that_is_killed_serves_again(pods: ExitStack, tmp_path: Path) -> None:
+    """With the signal that the kernel sends a process for the memory of its container."""
+    pod = start(pods, tmp_path, "killed", 11)
+    pod.wait_until_ready()
+    os.kill(pod.inspect()["State"]["Pid"], signal.SIGKILL)  # podman kill would not start it again
+    end = time.monotonic() + EXIT_S_MAX
+    while pod.inspect()["RestartCount"] < 1:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    pod.wait_until_ready()
+    assert_serves(pod)
+
+
+def test_a_half_written_secret_is_named(pods: ExitStack, tmp_path: Path) -> None:
+    settings = {
+        "EMBEDSERVE_TLS_CERT": "/secret/tls.crt",
+        "EMBEDSERVE_TLS_KEY": "/secret/tls.key",
+    }
+    for kind in ("secret", "volume"):
+        pods.callback(podman, kind, "rm", "embedserve-half-secret")
+    half = {"tls.crt": "-----BEGIN CERTIFICATE-----\nMIIB", "tls.key": ""}
+    pod = start(pods, tmp_path, "half", 11, settings=settings, secret=half)
+    wait_for_log(pod, "/secret/tls.")
+    assert pod.probe("readinessProbe") == 0
+    assert "Traceback" not in pod.log()
+
+
+def test_a_store_that_cannot_be_read_is_named(pods: ExitStack, tmp_path: Path, store: Path) -> None:
+    folder = fill_volume(f"{VOLUME}-closed", store)
+    pods.callback(podman, "volume", "rm", "--force", f"{VOLUME}-closed")
+    (folder / "shop").chmod(0)
+    pod = start(pods, tmp_path, "closed", 11, volume=f"{VOLUME}-closed")
+    wait_for_log(pod, "/store/shop")
+    assert pod.probe("livenessProbe") == 200
+    assert pod.probe("readinessProbe") == 503
+    (folder / "shop").chmod(0o755)
+    pod.wait_until_ready()
+    assert_serves(pod)
