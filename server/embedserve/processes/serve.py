@@ -28,7 +28,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Versions = dict[str, ModelVersion]
+Notify = Callable[[str], None]
+"""Reports a state of service_manager.py."""
 
 
 def serve(settings: ServeSettings) -> None:
@@ -80,6 +82,7 @@ def serve(settings: ServeSettings) -> None:
         ValueError: a setting is invalid.
     """
     start_s = time.perf_counter()
+    notify = notifier()
     check_settings(settings)
     check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
@@ -90,11 +93,24 @@ def serve(settings: ServeSettings) -> None:
     try:
         with sigterm_interrupts():  # until models are loaded; PID 1 of a container needs it
             if settings.workers > 1:
-                _serve_workers(settings, start_s)
+                _serve_workers(settings, start_s, notify)
             else:
-                _serve_alone(settings, start_s)
+                _serve_alone(settings, start_s, notify)
     except Terminated:
         logger.info("stopped before the models were loaded")
+
+
+def notifier() -> Notify:
+    """Returns the function that reports to the service manager; without one it does nothing.
+
+    Removes the variable, so that no process that this one starts reports, too.
+    """
+    address = os.environ.pop("NOTIFY_SOCKET", "")
+    if not address:
+        return lambda state: None
+    from embedserve.processes import service_manager
+
+    return partial(service_manager.notify, address)
 
 
 def _check_files(settings: ServeSettings) -> None:
@@ -120,7 +136,7 @@ def _claimed(settings: ServeSettings) -> Ports:
     return claim_ports(settings.host, settings.http_port, settings.grpc_port, asked, unix)
 
 
-def _serve_alone(settings: ServeSettings, start_s: float) -> None:
+def _serve_alone(settings: ServeSettings, start_s: float, notify: Notify) -> None:
     ports = _claimed(settings)
     import_module("embedserve.processes.server")  # shared with the startup server
     try:
@@ -133,8 +149,17 @@ def _serve_alone(settings: ServeSettings, start_s: float) -> None:
                 from embedserve.processes.single_process import run_single_process
 
                 end_startup_server()
-                ready = partial(_log_ready, pipeline, ports, start_s, settings)
-                uvloop.run(run_single_process(pipeline, version_manager, settings, ports, ready))
+
+                def on_ready() -> None:
+                    _log_ready(pipeline, ports, start_s, settings)
+                    notify("READY=1")
+
+                on_drain = partial(notify, "STOPPING=1")
+                uvloop.run(
+                    run_single_process(
+                        pipeline, version_manager, settings, ports, on_ready, on_drain
+                    )
+                )
                 if threads.is_any_running():  # all is served; a load is not awaited
                     logging.shutdown()
                     os._exit(0)
@@ -174,7 +199,7 @@ def _log_ready(
     log_ready(pipeline.models.models(), ports, time.perf_counter() - start_s, settings)
 
 
-def _serve_workers(settings: ServeSettings, start_s: float) -> None:
+def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> None:
     ports = _claimed(settings).share()
     with contextlib.ExitStack() as stack:
         stack.callback(ports.close)
@@ -201,6 +226,10 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
             else:
                 versions[name] = open_folder(path)
 
+        def on_stop() -> None:
+            notify("STOPPING=1")
+            ports.remove_files()
+
         served = {name: RolloutVersion.of(one) for name, one in versions.items()}
         supervisor = Supervisor(
             partial(_worker_main, settings, versions, ports, start_s, slots, names, columns_max),
@@ -210,7 +239,8 @@ def _serve_workers(settings: ServeSettings, start_s: float) -> None:
             RolloutCoordinator(served, adopt),
             find_damage,
             end_startup_server=end_startup_server,
-            on_stop=ports.remove_files,
+            on_ready=partial(notify, "READY=1"),
+            on_stop=on_stop,
         )
         supervisor.run()
 

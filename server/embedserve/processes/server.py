@@ -194,6 +194,7 @@ async def run_server(
     ports: Ports,
     log_ready: Callable[[], None],
     admin: AdminOperations | None = None,
+    on_drain: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves on the running event loop until ``stop`` is set, then drains.
 
@@ -202,6 +203,7 @@ async def run_server(
     Args:
         log_ready: called once, when both ports accept requests.
         admin: executes admin operations; without it they are not offered.
+        on_drain: called once, when the drain begins.
 
     Raises:
         OSError: another process has taken a port of this server, or a certificate, its key or the
@@ -220,6 +222,7 @@ async def run_server(
         log_ready()
         periodic = _start_periodic(pipeline, certificates)
         await stop.wait()
+        on_drain()
         for task in periodic:
             task.cancel()
         logger.info("draining: answering what was accepted, for at most %g s", settings.drain_s)

@@ -25,11 +25,13 @@ async def run_single_process(
     settings: ServeSettings,
     ports: Ports,
     log_ready: Callable[[], None],
+    on_drain: Callable[[], None],
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains.
 
     Args:
         log_ready: called once the server accepts requests.
+        on_drain: called when the drain begins.
 
     Raises:
         OSError, ValueError: as in run_server.
@@ -41,7 +43,7 @@ async def run_single_process(
     agent = start_rollouts(settings, version_manager, stop)
     loop.add_signal_handler(signal.SIGHUP, agent.admin.reload)
     await apply_initial_shares(settings, version_manager)
-    await run_server(stop, pipeline, settings, ports, log_ready, agent.admin)
+    await run_server(stop, pipeline, settings, ports, log_ready, agent.admin, on_drain)
 
 
 def start_rollouts(

@@ -97,6 +97,7 @@ class Supervisor:
         coordinator: RolloutCoordinator,
         find_damage: Callable[[], str] = str,
         end_startup_server: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """
@@ -109,10 +110,11 @@ class Supervisor:
                 SIGBUS, as when a file was truncated.
             end_startup_server: called when a worker is ready; the worker accepts no connection
                 before the call returns.
+            on_ready: called once, when all workers listen for the first time.
             on_stop: called before the workers are stopped.
         """
         self._end_startup_server = end_startup_server
-        self._on_stop = on_stop
+        self._on_ready, self._on_stop = on_ready, on_stop
         self._coordinator = coordinator
         coordinator.send, coordinator.end = self._send_to, self._end
         self._find_damage = find_damage
@@ -299,6 +301,7 @@ class Supervisor:
         if not self._were_ready and all(worker.is_listening for worker in self._workers):
             self._were_ready = self._workers[0].logs_ready = True
             self._send_to(0, self._workers[0].desired)
+            self._on_ready()
 
     def _reap(self, worker: _Worker, status: int) -> None:
         """Clears the place of a worker that exited with ``status``, and schedules its restart."""

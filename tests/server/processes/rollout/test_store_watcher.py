@@ -462,7 +462,7 @@ async def test_a_process_serves_once_it_has_the_shares(
     ports = claim_ports("127.0.0.1", 0, 0)
     ports.close()
     await run_single_process(
-        serving.pipeline, serving.rollout, serving.settings, ports, lambda: None
+        serving.pipeline, serving.rollout, serving.settings, ports, lambda: None, lambda: None
     )
     assert shadows == [20]
 

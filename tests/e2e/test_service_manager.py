@@ -1,0 +1,113 @@
+"""What a real server reports to the service manager that started it (sd_notify)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from running_servers import READY_S_MAX, Running, running
+
+from embedserve_store import TableSpec, publish
+
+CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a sender (unix(7))."""
+
+
+class ServiceManager:
+    """The socket on which systemd would receive, and who sent what to it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def received(self) -> tuple[int, str]:
+        """The process that sent the next datagram, and its text."""
+        space = socket.CMSG_SPACE(CREDENTIALS.size)
+        message, ancillary, _, _ = self._sock.recvmsg(4096, space)
+        ((_, _, credentials),) = ancillary
+        return CREDENTIALS.unpack(credentials)[0], message.decode()
+
+    def is_empty(self) -> bool:
+        self._sock.setblocking(False)
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        finally:
+            self._sock.settimeout(READY_S_MAX)
+        return False
+
+
+@contextmanager
+def service_manager(path: Path) -> Iterator[ServiceManager]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        sock.settimeout(READY_S_MAX)
+        sock.bind(str(path))
+        yield ServiceManager(sock)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("notified") / "store"
+    tables = [TableSpec("user", 100, 8, ("user",), "sum", "float32")]
+    rows = {"ebc.embedding_bags.user.weight": torch.randn(100, 8)}
+    publish(rows, store, model="m", tables=tables)
+    return store
+
+
+def is_ready(server: Running) -> bool:
+    with urllib.request.urlopen(f"{server.http}/health/ready", timeout=60) as answer:
+        return bool(answer.status == 200)
+
+
+def replace_worker(server: Running) -> None:
+    """Kills a worker, and waits until another is ready in its place."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    end = time.monotonic() + READY_S_MAX
+    while "is ready again" not in server.log.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_main_process_reports_ready_and_the_drain_once(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    path = tmp_path / "notify"
+    monkeypatch.setenv("NOTIFY_SOCKET", str(path))
+    with (
+        service_manager(path) as manager,
+        running(store, tmp_path / "log", "--workers", workers) as server,
+    ):
+        assert manager.received() == (server.process.pid, "READY=1")
+        assert is_ready(server)
+        if workers > 1:
+            replace_worker(server)
+        assert manager.is_empty()
+        server.process.terminate()
+        assert manager.received() == (server.process.pid, "STOPPING=1")
+        assert server.process.wait(timeout=60) == 0
+        assert manager.is_empty()
+
+
+def test_a_server_without_the_socket_it_is_told_serves(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nowhere"))
+    with running(store, tmp_path / "log") as server:
+        assert is_ready(server)
+        server.process.terminate()
+        assert server.process.wait(timeout=60) == 0
+    said = server.log.read_text()
+    assert "READY=1 was not reported to NOTIFY_SOCKET" in said
+    assert "STOPPING=1 was not reported to NOTIFY_SOCKET" in said
