@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from browser import Page, browsing
 from e2e.demo_server import Demo
@@ -162,6 +163,38 @@ def test_no_width_scrolls_sideways(page: Page, demo: Demo, scheme: str) -> None:
     assert grounds == {"rgb(16, 21, 27)" if scheme == "dark" else "rgb(245, 246, 248)"}
 
 
+PLACES = """['#ask-form', '#figures', '#models'].map((one) => {
+  const { left, top } = document.querySelector(one).getBoundingClientRect();
+  return { left, top };
+})"""
+
+
+def test_a_narrow_page_begins_with_the_form(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    page.until(FORM_IS_THERE)
+    page.until("document.querySelector('#tiles .value')")
+    try:
+        page.be(390, 844)
+        ask, figures, models = page.value(PLACES)
+        assert ask["top"] < figures["top"] < models["top"]
+        page.be(1280, 900)
+        ask, figures, models = page.value(PLACES)
+        assert figures["top"] < models["top"]
+        assert figures["top"] < ask["top"]
+        assert models["left"] < ask["left"]
+    finally:
+        page.be(1280, 900)
+
+
+def test_the_header_links_to_the_api_and_the_metrics(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    page.until("!document.querySelector('#links').hidden")
+    links = page.value("[...document.querySelectorAll('#links a')].map((one) => one.href)")
+    assert links == [f"{demo.server.http}/docs", f"{demo.server.http}/metrics"]
+    for link in links:
+        assert httpx.get(link).status_code == 200
+
+
 READ = """
 import('/console/metrics.js').then(({ Between, Reading }) => {
   const text = (ok, low, high, all) => `# HELP h of {x="y"} 1
@@ -280,6 +313,7 @@ def give_tokens(page: Page, port: int) -> None:
     page.until(IS_LIVE)
     page.until("document.querySelector('#access').hidden")
     assert "$TOKEN" in page.text("#curl")
+    assert page.value("document.querySelector('#links').hidden")  # browsers follow without a token
     assert "es_both" not in page.value("document.documentElement.outerHTML")
     assert page.value("[localStorage.length, document.cookie]") == [0, ""]
     page.open(f"http://127.0.0.1:{port}/console")  # again, in the same tab

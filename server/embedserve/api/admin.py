@@ -59,19 +59,27 @@ def add_admin(app: FastAPI, admin: AdminOperations) -> None:
     """Adds the routes to ``app``. The routes do not check roles; AuthMiddleware does."""
     json_only = [Depends(check_json)]
 
-    @app.post("/admin/load", tags=["admin"], dependencies=json_only)
+    @app.post("/admin/load", summary="Load a version", tags=["admin"], dependencies=json_only)
     async def load(name: Name) -> Loaded:
         """Loads a version, next to the served versions or in place of the one that its name meant
         before. Responds once the version is served; 409 with the reason if it cannot be served."""
         return Loaded(model=name.model, version=await admin.load(name.model))
 
-    @app.post("/admin/unload", tags=["admin"], dependencies=json_only)
+    @app.post(
+        "/admin/unload", summary="Stop serving a name", tags=["admin"], dependencies=json_only
+    )
     async def unload(name: Name) -> Done:
         """Stops serving a name; requests already queued are answered."""
         await admin.unload(name.model)
         return Done(status="unloaded")
 
-    @app.post("/admin/reload", tags=["admin"], dependencies=json_only, status_code=202)
+    @app.post(
+        "/admin/reload",
+        summary="Check the store now",
+        tags=["admin"],
+        dependencies=json_only,
+        status_code=202,
+    )
     async def reload() -> Done:
         """Checks the store immediately, whatever is followed, and retries versions that failed.
         /models shows the outcome."""

@@ -208,6 +208,7 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
     @app.get(
         "/metrics",
         name="metrics",
+        summary="Get Prometheus metrics",
         tags=["metrics"],
         response_class=Response,
         responses={200: text},
@@ -216,7 +217,7 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
         """Prometheus metrics."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/info", tags=["info"])
+    @app.get("/info", summary="Get server information", tags=["info"])
     async def info() -> Info:
         """Describes how the server runs; /models lists what it serves."""
         return Info(version=__version__, workers=metrics.workers, tables=metrics.tables)
@@ -226,7 +227,7 @@ def _add_models(app: FastAPI, served: ModelRegistry) -> None:
     def described(info: ModelInfo) -> Model:
         return Model.model_validate(describe(info) | served.status(info))
 
-    @app.get("/models", tags=["models"], response_model_exclude_none=True)
+    @app.get("/models", summary="List models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:
         """Lists every served version of every model."""
         return Models(
@@ -234,7 +235,9 @@ def _add_models(app: FastAPI, served: ModelRegistry) -> None:
             default_model=served.default_model,
         )
 
-    @app.get("/models/{model}", tags=["models"], response_model_exclude_none=True)
+    @app.get(
+        "/models/{model}", summary="Get a model", tags=["models"], response_model_exclude_none=True
+    )
     async def model(model: str) -> Model:
         """Returns one served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
         return described(served.model(model))
@@ -252,12 +255,12 @@ def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
 def _add_health(app: FastAPI, pipeline: RequestPipeline) -> None:
     add_open_inference_health(app, pipeline)
 
-    @app.get("/health/live", tags=["health"])
+    @app.get("/health/live", summary="Check liveness", tags=["health"])
     async def live() -> HealthResponse:
         """Reports that the process runs."""
         return HealthResponse(status="live")
 
-    @app.get("/health/ready", tags=["health"])
+    @app.get("/health/ready", summary="Check readiness", tags=["health"])
     async def ready() -> HealthResponse:
         """Reports that all models are loaded, checked and warm. 503 while draining before the stop,
         and if a model's files were changed while it was served."""

@@ -42,7 +42,7 @@ class Plan(BaseModel):
 def add_plan(app: FastAPI, models: ModelRegistry) -> None:
     """Adds the route to ``app``."""
 
-    @app.get("/models/{model}/plan", tags=["models"])
+    @app.get("/models/{model}/plan", summary="Get the sharding plan of a model", tags=["models"])
     async def plan(model: str) -> Plan:
         """Returns which rank holds which rows and columns of a served model's tables."""
         return plan_of(models.model(model))

@@ -68,17 +68,22 @@ def add_shared_memory(app: FastAPI, pipeline: RequestPipeline, shared: RegionReg
             for one in shared.status(owner, name)
         ]
 
-    @router.get("/status")
+    @router.get("/status", summary="List shared-memory regions")
     async def regions(request: Request) -> list[RegionStatus]:
         """Lists all regions registered by the caller."""
         return status_of(owner_of(request))
 
-    @router.get("/region/{region}/status")
+    @router.get("/region/{region}/status", summary="Get a shared-memory region")
     async def region(region: str, request: Request) -> list[RegionStatus]:
         """Returns a region registered by the caller; 404 if the caller has none of that name."""
         return status_of(owner_of(request), region)
 
-    @router.post("/region/{region}/register", response_class=Response, openapi_extra=_RANGE)
+    @router.post(
+        "/region/{region}/register",
+        summary="Register a shared-memory region",
+        response_class=Response,
+        openapi_extra=_RANGE,
+    )
     async def register_region(region: str, request: Request) -> Response:
         """Registers a range of a file in /dev/shm for the caller's tensors."""
         owner = owner_of(request)
@@ -86,13 +91,19 @@ def add_shared_memory(app: FastAPI, pipeline: RequestPipeline, shared: RegionReg
         shared.register(owner, region, given.key, given.offset, given.byte_size)
         return Response()
 
-    @router.post("/unregister", response_class=Response)
+    @router.post(
+        "/unregister", summary="Unregister all shared-memory regions", response_class=Response
+    )
     async def unregister_regions(request: Request) -> Response:
         """Unregisters all regions of the caller."""
         shared.unregister(owner_of(request))
         return Response()
 
-    @router.post("/region/{region}/unregister", response_class=Response)
+    @router.post(
+        "/region/{region}/unregister",
+        summary="Unregister a shared-memory region",
+        response_class=Response,
+    )
     async def unregister_region(region: str, request: Request) -> Response:
         """Unregisters a region of the caller, if it exists."""
         shared.unregister(owner_of(request), region)

@@ -40,7 +40,9 @@ class Slow(BaseModel):
 def add_slow(app: FastAPI, pipeline: RequestPipeline) -> None:
     """Adds the route to ``app``."""
 
-    @app.get("/slow", tags=["metrics"], response_model_exclude_none=True)
+    @app.get(
+        "/slow", summary="List slow requests", tags=["metrics"], response_model_exclude_none=True
+    )
     async def slow() -> Slow:
         """Lists the slowest requests of the last minutes, with the time spent in each stage."""
         requests = pipeline.telemetry.slow.fields()

@@ -23,6 +23,7 @@ from embedserve.errors import DRAINING
 from embedserve.model_info import PendingVersion
 from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
+from embedserve.shared_memory.region_registry import RegionRegistry
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
@@ -215,6 +216,34 @@ async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.Async
     assert sorted(one["operationId"] for one in operations) == sorted(OPERATIONS.split())
     for operation in operations:
         assert "default" in operation["responses"]
+
+
+class _Admin:
+    """Offers the operations of administrators, and does nothing."""
+
+    async def load(self, name: str) -> int:
+        return 1
+
+    async def unload(self, name: str) -> None: ...
+
+    def reload(self) -> None: ...
+
+
+def test_each_operation_has_a_summary_that_is_not_its_functions_name(
+    executor: ThreadPoolExecutor,
+) -> None:
+    """FastAPI makes "Models" of models(), which names nothing that the operation does."""
+    shared = RegionRegistry("/", Limits())
+    pipeline = make_pipeline(FakeEngine(), executor=executor, shared_memory=shared)
+    paths = management_app(pipeline, _Admin()).openapi()["paths"]
+    assert {"/admin/load", "/v2/systemsharedmemory/status", "/embed", "/v2"} <= set(paths)
+    for path, operations in paths.items():
+        for operation in operations.values():
+            name = operation["operationId"].removeprefix("v2_").replace("_", " ")
+            words = operation["summary"].split()
+            assert operation["summary"].lower() != name, path
+            assert len(words) > 1, path
+            assert words[1] == "Prometheus" or words[1].islower(), path
 
 
 async def test_only_what_a_route_reads_is_a_parameter(rest: httpx.AsyncClient) -> None:

@@ -79,7 +79,12 @@ def add_console(app: FastAPI, models: ModelRegistry, labels: Labels) -> None:
             raise HTTPException(404, "Not Found")
         return file(name)
 
-    @app.get(PATH + "/labels/{model}", tags=["console"], response_model=ModelLabels)
+    @app.get(
+        PATH + "/labels/{model}",
+        summary="Get the labels of a model's ids",
+        tags=["console"],
+        response_model=ModelLabels,
+    )
     async def labels_of(model: str) -> Response:
         """Returns the labels of a served model's ids, as given by `serve --labels`."""
         encoded = labels.get(models.model(model).name, NO_LABELS)

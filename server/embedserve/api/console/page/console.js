@@ -39,6 +39,7 @@ async function look() {
   showModels(models, defaultModel, between);
   await Promise.all([showPlans(models), offerModels(models)]);
   byId("access").hidden = true;
+  byId("links").hidden = hasToken(); // a browser that follows a link sends no token
   if (between) {
     showFigures(between);
     showLookups(models, between);

@@ -1,0 +1,50 @@
+"""Grafana can import the dashboard from its file: it names no data source of one installation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from documents import ROOT
+
+DASHBOARD = json.loads((ROOT / "deploy/monitoring/grafana/dashboard.json").read_text("utf-8"))
+UID = r"[A-Za-z0-9_-]{1,40}"
+"""What Grafana accepts as the identifier of a dashboard."""
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def queries() -> Iterator[dict[str, Any]]:
+    """All that asks a data source: panels and their targets, variables, annotations."""
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] != "row":
+            yield panel
+            yield from panel["targets"]
+    yield from (one for one in DASHBOARD["templating"]["list"] if one["type"] == "query")
+    yield from DASHBOARD["annotations"]["list"]
+
+
+def test_the_dashboard_has_an_identifier_and_a_version() -> None:
+    assert re.fullmatch(UID, DASHBOARD["uid"])
+    assert DASHBOARD["version"] >= 1
+    assert DASHBOARD["schemaVersion"] >= 36  # since then a data source is an object
+    assert "id" not in DASHBOARD  # the number of a row in one installation's database
+    assert "__inputs" not in DASHBOARD  # would be asked for at the import by a browser only
+
+
+def test_the_data_source_is_a_variable_that_comes_first() -> None:
+    first, *others = DASHBOARD["templating"]["list"]
+    assert (first["name"], first["type"], first["query"]) == (
+        "datasource",
+        "datasource",
+        "prometheus",
+    )
+    assert "datasource" not in {one["type"] for one in others}
+
+
+def test_whatever_asks_takes_the_data_source_of_the_variable() -> None:
+    asked = list(queries())
+    assert len(asked) > 50
+    for one in asked:
+        assert one["datasource"] == SOURCE, one.get("title") or one.get("name") or one.get("expr")
