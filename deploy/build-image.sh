@@ -47,6 +47,6 @@ if [ "${BASE:-}" = debootstrap ]; then
     BASE=$local_base
 fi
 if [ -n "${BASE:-}" ]; then base=(--build-arg "${variant^^}_IMAGE=$BASE"); fi
-version=$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)
+version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' proto/embedserve_proto/__init__.py)
 "$engine" build --file deploy/Dockerfile --build-arg "VARIANT=$variant" "${base[@]}" \
     --tag "${IMAGE:-localhost/embedserve:$version-$variant}" "$@" .

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from embedserve import __version__
+
 from .conftest import DEPLOY
 
 
@@ -35,12 +37,10 @@ def calls(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
-def test_the_base_is_the_dockerfiles_own(
-    tmp_path: Path, variant: str, pyproject: dict[str, dict[str, str]]
-) -> None:
+def test_the_base_is_the_dockerfiles_own(tmp_path: Path, variant: str) -> None:
     done = run(tmp_path, "--network", "host", VARIANT=variant)
     assert done.returncode == 0, done.stderr
-    tag = f"localhost/embedserve:{pyproject['project']['version']}-{variant}"
+    tag = f"localhost/embedserve:{__version__}-{variant}"
     assert calls(tmp_path) == [
         f"engine build --file deploy/Dockerfile --build-arg VARIANT={variant} "
         f"--tag {tag} --network host ."

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from embedserve import __version__
+
 from .conftest import (
     COMPONENTS,
     DEPLOY,
@@ -214,7 +216,7 @@ def test_an_overlay_has_the_last_word() -> None:
     assert Rendered("ours", kustomize_text(text)).settings.store == "s3://ours/models"
 
 
-def test_the_readmes_own_overlay(pyproject: dict[str, Any]) -> None:
+def test_the_readmes_own_overlay() -> None:
     page = (DEPLOY / "README.md").read_text()
     _, _, page = page.partition("\n## An overlay of your own\n")
     text = page.split("```yaml\n")[1].split("```")[0]
@@ -223,8 +225,7 @@ def test_the_readmes_own_overlay(pyproject: dict[str, Any]) -> None:
     components = tuple(one.rpartition("/")[2] for one in yaml.safe_load(text)["components"])
     assert len(components) == 3
     ours, plain = Rendered("ours", kustomize_text(text), components), compose(*components)
-    version = pyproject["project"]["version"]
-    assert ours.container["image"] == f"registry.example/embedserve:{version}-cpu"
+    assert ours.container["image"] == f"registry.example/embedserve:{__version__}-cpu"
     changed = dict(ours.variables.items() - plain.variables.items())
     assert changed == {
         "EMBEDSERVE_STORE": "s3://recommendations/embeddings",

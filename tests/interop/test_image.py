@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,10 +31,10 @@ from interop.pods import (
 )
 from interop.proxies import CONFIGURATIONS, Ports, haproxy_of
 from interop.test_proxy_restart import ANSWERED, OPTIONS, PROTOBUF, Load, rest, stream, unary
-from interop.tools import ROOT
 from packaging.utils import canonicalize_name
 from running_servers import free_port
 
+from embedserve_proto import __version__
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -48,8 +47,7 @@ CLIENTS = 2
 """Of each protocol."""
 TOO_LITTLE = "64Mi"
 """Less than Python and PyTorch take before they load a model."""
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-IMAGE = f"localhost/embedserve:{VERSION}-cpu"
+IMAGE = f"localhost/embedserve:{__version__}-cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,7 +123,7 @@ def test_the_image_lists_its_packages() -> None:
     found: dict[str, str] = {
         canonicalize_name(one["name"]): one["version"] for one in listed["components"]
     }
-    assert found["embedserve"] == VERSION
+    assert found["embedserve"] == __version__
     assert {"torch", "torchrec", "fbgemm-gpu-cpu"} <= set(found)
 
 
