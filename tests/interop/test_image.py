@@ -30,7 +30,7 @@ from interop.pods import (
     podman,
 )
 from interop.proxies import CONFIGURATIONS, Ports, haproxy_of
-from interop.test_proxy_restart import ANSWERED, OPTIONS, PROTOBUF, Load, rest, stream, unary
+from interop.test_proxy_restart import ANSWERED, PROTOBUF, Load, add_clients
 from packaging.utils import canonicalize_name
 from running_servers import free_port
 
@@ -142,12 +142,7 @@ def load(tmp_path: Path) -> Iterator[Load]:
         text = text.replace(old, new)
     with haproxy_of(tmp_path, text, ports) as proxy, ExitStack() as open_:
         for number in range(CLIENTS):
-            client = httpx.Client(base_url=proxy.http, timeout=EXIT_S_MAX)
-            load.add(f"REST {number}", rest(open_.enter_context(client)))
-            for kind in (unary, stream):
-                channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
-                stub = EmbeddingServiceStub(open_.enter_context(channel))
-                load.add(f"{kind.__name__} {number}", kind(stub))
+            add_clients(load, open_, proxy, str(number), EXIT_S_MAX)
         yield load
         load.stop()
 

@@ -166,17 +166,22 @@ def proxies(ports: Ports, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
         yield started
 
 
+def add_clients(load: Load, open_: ExitStack, proxy: Proxy, name: str, timeout_s: float) -> None:
+    """Adds a client of REST, of unary calls and of a stream behind ``proxy``, open until then."""
+    client = httpx.Client(base_url=proxy.http, timeout=timeout_s)
+    load.add(f"{name} REST", rest(open_.enter_context(client)))
+    for kind in (unary, stream):
+        channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
+        stub = EmbeddingServiceStub(open_.enter_context(channel))
+        load.add(f"{name} {kind.__name__}", kind(stub))
+
+
 @pytest.fixture
 def load(proxies: list[Proxy]) -> Iterator[Load]:
     load = Load()
     with ExitStack() as open_:
         for proxy in proxies:
-            client = httpx.Client(base_url=proxy.http, timeout=STEP_S_MAX)
-            load.add(f"{proxy.name} REST", rest(open_.enter_context(client)))
-            for kind in (unary, stream):
-                channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
-                stub = EmbeddingServiceStub(open_.enter_context(channel))
-                load.add(f"{proxy.name} {kind.__name__}", kind(stub))
+            add_clients(load, open_, proxy, proxy.name, STEP_S_MAX)
         yield load
         load.stop()
 

@@ -13,15 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
 from interop.proxies import PROXIES, Ports
-from interop.test_proxy_restart import ANSWERED, OPTIONS, Load, rest, stream, unary
+from interop.test_proxy_restart import ANSWERED, Load, add_clients
 from prometheus_client.parser import text_string_to_metric_families
 from running_servers import Running, free_port, running
-
-from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 CLIENTS = 4
 """Of each kind: requests come while others are on their way."""
@@ -41,12 +38,7 @@ def load(pair: list[Ports], tmp_path: Path, request: pytest.FixtureRequest) -> I
     with ExitStack() as open_:
         proxy = open_.enter_context(PROXIES[request.param](tmp_path, *pair))
         for number in range(CLIENTS):
-            client = httpx.Client(base_url=proxy.http, timeout=STEP_S_MAX)
-            load.add(f"REST {number}", rest(open_.enter_context(client)))
-            for kind in (unary, stream):
-                channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
-                stub = EmbeddingServiceStub(open_.enter_context(channel))
-                load.add(f"{kind.__name__} {number}", kind(stub))
+            add_clients(load, open_, proxy, str(number), STEP_S_MAX)
         yield load
         load.stop()
 

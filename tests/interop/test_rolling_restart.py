@@ -14,14 +14,10 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import grpc
-import httpx
 import pytest
 from interop.proxies import START_S_MAX, Ports, Proxy, haproxy, haproxy_of, nginx
-from interop.test_proxy_restart import ANSWERED, OPTIONS, Load, rest, stream, unary
+from interop.test_proxy_restart import ANSWERED, Load, add_clients
 from running_servers import Running, free_port, running
-
-from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 ROLLS = 1
 ANSWERS = 30
@@ -114,12 +110,7 @@ def load(service: Service, tmp_path: Path) -> Iterator[Load]:
             folder.mkdir()
             proxies.append(open_.enter_context(start(folder, ports)))
         for proxy in proxies:
-            client = httpx.Client(base_url=proxy.http, timeout=STEP_S_MAX)
-            load.add(f"{proxy.name} REST", rest(open_.enter_context(client)))
-            for kind in (unary, stream):
-                channel = grpc.insecure_channel(proxy.grpc, options=OPTIONS)
-                stub = EmbeddingServiceStub(open_.enter_context(channel))
-                load.add(f"{proxy.name} {kind.__name__}", kind(stub))
+            add_clients(load, open_, proxy, proxy.name, STEP_S_MAX)
         yield load
         load.stop()
 
