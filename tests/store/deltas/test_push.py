@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from server.python import run_warm_python
 from store.deltas.tracked_training import USER, ranker
 
@@ -54,14 +52,6 @@ def test_the_store_follows_training(tmp_path: Path) -> None:
     compacted = compact_deltas(store, "m")
     for name, table in tables.items():
         np.testing.assert_array_equal(models.load("m", compacted.version).tables.rows(name), table)
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    meeting = tmp_path / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_model_of_other_tables_is_refused(store: Path, one_rank: None) -> None:

@@ -6,14 +6,12 @@ TorchRec mends it: then our way around it can go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from server.python import run_warm_python
 from store.deltas.tracked_training import (
@@ -48,17 +46,10 @@ TRACKED = {name: table for name, table in TABLES.items() if name != "country"}
 TIMEOUT_S = 120
 
 pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
     pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    meeting = tmp_path_factory.mktemp("meeting") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def ids_of(bags: dict[str, list[int]]) -> KeyedJaggedTensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import trainer
 from server.python import run_warm_python
 from torch import nn
@@ -48,6 +46,8 @@ ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")
 WORD = TableSpec("word", 12, 4, ("word",), "none", "float32")
 TIMEOUT_S = 120
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 
 def bags(*, is_weighted: bool = False) -> EmbeddingBagCollection:
     tables = [
@@ -68,14 +68,6 @@ def words() -> EmbeddingCollection:
         name="word", num_embeddings=12, embedding_dim=4, feature_names=["word"]
     )
     return EmbeddingCollection(tables=[config])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    meeting = tmp_path_factory.mktemp("meeting") / "rendezvous"
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def sharded(module: nn.Module) -> DistributedModelParallel:
