@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from embedserve_store import CopiedModel, ModelStore, copy_versions
-from embedserve_store.terminal.console import say, transfer_progress
+from embedserve_store.terminal.console import listed, say, transfer_progress
 from embedserve_store.terminal.sigterm import sigterm_interrupts
 
 
@@ -26,16 +24,12 @@ def copy(source: str, target: str, model: str, aliases: bool) -> None:
 
 def report(copied: CopiedModel, target: str) -> None:
     """Prints what was copied."""
-    say(f"{copied.model}: copied versions to {target}: {_listed(copied.copied)}")
+    say(f"{copied.model}: copied versions to {target}: {listed(copied.copied)}")
     if copied.present:
-        say(f"{copied.model}: there already: {_listed(copied.present)}")
+        say(f"{copied.model}: there already: {listed(copied.present)}")
     if copied.notes:
         say(f"{copied.model}: copied notes: {copied.notes}")
     if copied.aliases:
-        say(f"{copied.model}: copied aliases: {_listed(copied.aliases)}")
+        say(f"{copied.model}: copied aliases: {listed(copied.aliases)}")
     if copied.left_out:
-        say(f"{copied.model}: left out, as their version is not there: {_listed(copied.left_out)}")
-
-
-def _listed(names: Sequence[object]) -> str:
-    return ", ".join(map(str, names)) or "none"
+        say(f"{copied.model}: left out, as their version is not there: {listed(copied.left_out)}")

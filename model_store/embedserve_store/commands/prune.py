@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from embedserve_store import prune as prune_versions
-from embedserve_store.terminal.console import say
+from embedserve_store.terminal.console import listed, say
 
 
 def prune(store: str, model: str, keep: int, is_trial: bool) -> None:
@@ -17,10 +15,6 @@ def prune(store: str, model: str, keep: int, is_trial: bool) -> None:
     """
     held: list[int] = []
     removed = prune_versions(store, model, keep, is_trial=is_trial, on_held=held.append)
-    say(f"{model}: {'would remove' if is_trial else 'removed'} versions: {_listed(removed)}")
+    say(f"{model}: {'would remove' if is_trial else 'removed'} versions: {listed(removed)}")
     if held:
-        say(f"{model}: in use, and kept: {_listed(held)}")
-
-
-def _listed(versions: Sequence[int]) -> str:
-    return ", ".join(map(str, versions)) or "none"
+        say(f"{model}: in use, and kept: {listed(held)}")

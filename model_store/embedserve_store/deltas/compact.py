@@ -29,12 +29,10 @@ from embedserve_store.publishing.publish import provenance, publish_files
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.publishing.version_writer import PublishedVersion, finish_version
+from embedserve_store.transfer.file_check import IDS, TABLES
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.verification import table_sha256
 from embedserve_store.writing.staging import sync
-
-TABLES = "tables.safetensors"
-IDS = "ids.safetensors"
 
 
 def compact_deltas(

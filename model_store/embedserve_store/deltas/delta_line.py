@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.delta_file import ChangedRows, decode
+from embedserve_store.format.delta_file import ChangedRows, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
     FOLDER,
     DeltaManifest,
@@ -107,7 +107,7 @@ class DeltaLine:
             StoreError: a file is missing or damaged, or holds rows that the version cannot have.
                 Or two files hold the same row.
         """
-        seen: dict[str, NDArray[np.int64]] = {}
+        seen: dict[str, list[NDArray[np.int64]]] = {}
         for file in delta.files:
             where = self._where(file.name)
             path = f"{self.start.line}/{file.name}"
@@ -115,16 +115,12 @@ class DeltaLine:
             changes = decode(data, file, self._tables, where)
             for change in changes:
                 name = change.table.name
-                before = seen.get(name, change.numbers[:0])
-                numbers = np.concatenate((before, change.numbers))
-                numbers.sort()
-                twice = np.flatnonzero(np.diff(numbers) == 0)
-                if len(twice):
+                numbers = seen.setdefault(name, [])
+                numbers.append(change.numbers)
+                if (row := repeated_row(*numbers)) is not None:
                     raise StoreError(
-                        f"{where}: table {name!r}: row {numbers[twice[0]]} is in another file of "
-                        "the delta, too"
+                        f"{where}: table {name!r}: row {row} is in another file of the delta, too"
                     )
-                seen[name] = numbers
             yield changes
 
     def _where(self, name: str) -> str:

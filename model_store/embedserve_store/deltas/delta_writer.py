@@ -16,15 +16,12 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.encode_changes import Changes, encode_changes
 from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.format.delta_file import ChangedRows, encode, split
+from embedserve_store.format.delta_file import ChangedRows, encode, repeated_row, split
 from embedserve_store.format.delta_manifest import (
     DELTA_BYTES_MAX,
     FILES_MAX,
@@ -44,8 +41,6 @@ if TYPE_CHECKING:
     import torch
 
 Result = TypeVar("Result")
-
-_NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class WriterFencedError(StoreError):
@@ -237,13 +232,9 @@ class DeltaWriter:
         ours = {name: change.numbers for name, change in changes.items()}
         every = self._ranks.from_all(ours)
         for name in self._tables:
-            numbers = np.concatenate([one[name] for one in every if name in one] or [_NO_ROWS])
-            numbers.sort()
-            twice = np.flatnonzero(np.diff(numbers) == 0)
-            if len(twice):
-                raise InvalidModelError(
-                    f"table {name!r}: row {numbers[twice[0]]} is pushed by two ranks"
-                )
+            row = repeated_row(*(one[name] for one in every if name in one))
+            if row is not None:
+                raise InvalidModelError(f"table {name!r}: row {row} is pushed by two ranks")
 
     def _append(self, changes: Mapping[str, ChangedRows], step: int | None, as_of: str) -> int:
         """Writes the delta and returns its seq; a collective."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import InvalidModelError, StoreError
-from embedserve_store.format.delta_file import ChangedRows, check_rows
+from embedserve_store.format.delta_file import ChangedRows, check_rows, repeated_row
 from embedserve_store.format.row_layout import encode_rows
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap
@@ -43,11 +43,11 @@ def encode_changes(
     Raises:
         InvalidModelError: names the table, and the id or row that cannot be stored.
     """
-    return {
-        name: encoded
+    encoded = {
+        name: _encode(_table(tables, name), ids, rows, id_maps.get(name))
         for name, (ids, rows) in changes.items()
-        if len((encoded := _encode(_table(tables, name), ids, rows, id_maps.get(name))).numbers)
     }
+    return {name: change for name, change in encoded.items() if len(change.numbers)}
 
 
 def _table(tables: Mapping[str, TableSpec], name: str) -> TableSpec:
@@ -65,7 +65,8 @@ def _encode(table: TableSpec, ids: Ids, rows: Rows, id_map: IdMap | None) -> Cha
         raise InvalidModelError(f"table {table.name!r}: {len(numbers)} ids for {len(block)} rows")
     order = np.argsort(numbers, kind="stable")
     numbers = numbers[order]
-    _check_unique(table, numbers)
+    if (row := repeated_row(numbers)) is not None:
+        raise InvalidModelError(f"table {table.name!r}: row {row} is pushed twice")
     if str(block.dtype) == "torch.bfloat16":
         block = block.float()
     values = encode_rows(block[order], table.dtype)
@@ -126,9 +127,3 @@ def _strings(table: TableSpec, ids: Ids) -> Sequence[str]:
 
 def _array(ids: Ids) -> NDArray[Any]:
     return np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
-
-
-def _check_unique(table: TableSpec, numbers: NDArray[np.int64]) -> None:
-    twice = np.flatnonzero(np.diff(numbers) == 0)
-    if len(twice):
-        raise InvalidModelError(f"table {table.name!r}: row {numbers[twice[0]]} is pushed twice")

@@ -100,6 +100,13 @@ def decode(
     return changes
 
 
+def repeated_row(*numbers: NDArray[np.int64]) -> int | None:
+    """Returns the lowest row that occurs more than once in ``numbers``; None if there is none."""
+    ordered = np.sort(np.concatenate(numbers)) if numbers else np.zeros(0, np.int64)
+    twice = np.flatnonzero(np.diff(ordered) == 0)
+    return int(ordered[twice[0]]) if len(twice) else None
+
+
 def check_rows(
     table: TableSpec, numbers: NDArray[np.int64], values: NDArray[np.uint8], where: str
 ) -> None:

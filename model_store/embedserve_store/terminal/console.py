@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from rich.console import Console
@@ -22,6 +22,11 @@ console = Console(stderr=True)
 def say(line: str) -> None:
     """Prints a line for a person. It is never wrapped or coloured, so that it can be copied."""
     console.print(sanitize(line), soft_wrap=True, highlight=False, markup=False)
+
+
+def listed(names: Sequence[object]) -> str:
+    """Returns names or numbers with commas between them, or "none"."""
+    return ", ".join(map(str, names)) or "none"
 
 
 def hush_torch() -> None:
