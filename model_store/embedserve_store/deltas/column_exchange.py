@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.errors import InvalidModelError
 
 if TYPE_CHECKING:
@@ -35,32 +36,21 @@ class ColumnExchange:
     """Exchanges columns, so that each row comes to be whole on one rank.
 
     Ranks that hold columns of a table have the same rows. Each gets a consecutive part of them,
-    and sends the columns of the other parts. The process group is its own, and the
-    constructor is a collective of all ranks.
+    and sends the columns of the other parts.
     """
 
-    def __init__(self, plan: dict[str, Any]) -> None:
-        """Creates the process group.
-
+    def __init__(self, plan: dict[str, Any], ranks: Ranks) -> None:
+        """
         Args:
             plan: TorchRec's ParameterSharding of each table.
         """
-        from torch import distributed
-
+        self._ranks = ranks
         self._columns = {
             table: columns
             for table, sharding in plan.items()
             if "column_wise" in sharding.sharding_type
             and len(columns := _columns_by_rank(sharding.sharding_spec.shards)) > 1
         }
-        self._group: Any = distributed.new_group(backend="gloo")
-
-    def close(self) -> None:
-        """Destroys the process group, unless all were destroyed before."""
-        from torch import distributed
-
-        if distributed.is_initialized():
-            distributed.destroy_process_group(self._group)
 
     def whole_rows(
         self, pieces: dict[str, list[Piece]], problem: str = ""
@@ -91,15 +81,12 @@ class ColumnExchange:
         return whole | (self._exchanged(pieces) if self._columns else {})
 
     def _check_alike(self, pieces: dict[str, list[Piece]], problem: str) -> None:
-        from torch import distributed
-
         mine = {
             table: (len(own[0].numbers), int(own[0].numbers @ own[0].numbers))
             for table, own in pieces.items()
             if table in self._columns
         }
-        told: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(told, (problem, mine), group=self._group)
+        told = self._ranks.from_all((problem, mine))
         for first in (problem for problem, _ in told if problem):
             raise InvalidModelError(first)
         for table, columns in self._columns.items():
@@ -116,9 +103,8 @@ class ColumnExchange:
     ) -> dict[str, tuple[NDArray[np.int64], torch.Tensor]]:
         """Returns this rank's parts of the rows of column-wise tables over several ranks."""
         import torch
-        from torch import distributed
 
-        ranks = range(distributed.get_world_size())
+        ranks = range(self._ranks.count)
         held = {table: pieces[table] for table in self._columns if table in pieces}
         outgoing = [
             [
@@ -139,13 +125,10 @@ class ColumnExchange:
             for rank in ranks
         ]
         sent = torch.cat([torch.empty(0, dtype=torch.uint8), *itertools.chain(*outgoing)])
-        received = torch.empty(sum(map(_nbytes, incoming)), dtype=torch.uint8)
-        distributed.all_to_all_single(
-            received,
+        received = self._ranks.exchange(
             sent,
-            [_nbytes(blocks) for blocks in incoming],
             [_nbytes(blocks) for blocks in outgoing],
-            group=self._group,
+            [_nbytes(blocks) for blocks in incoming],
         )
         blocks = list(itertools.chain(*incoming))
         for block, data in zip(blocks, received.split([b.nbytes for b in blocks]), strict=True):
@@ -155,10 +138,8 @@ class ColumnExchange:
 
     def _empty_part(self, table: str, piece: Piece) -> tuple[NDArray[np.int64], torch.Tensor]:
         """Returns the row numbers of this rank's part of a table, and room for the whole rows."""
-        from torch import distributed
-
         columns = self._columns[table]
-        numbers = piece.numbers[_part(len(piece.numbers), columns, distributed.get_rank())]
+        numbers = piece.numbers[_part(len(piece.numbers), columns, self._ranks.rank)]
         dim = sum(width for own in columns.values() for _, width in own)
         return numbers, piece.rows.new_empty(len(numbers), dim)
 

@@ -106,7 +106,7 @@ class DeltaWriter:
         self._position = self._on_first(lambda: self._find_end(is_alone))
         if module is not None:
             self._on_all(lambda: self._check_tables(module, prefix))
-            self._tracked = TrackedRows(module, prefix, overlap_steps)
+            self._tracked = TrackedRows(module, self._ranks, prefix, overlap_steps)
 
     @property
     def seq(self) -> int:

@@ -1,8 +1,12 @@
-"""Exchanges small Python objects between the ranks of a training job. Imports torch when called."""
+"""Exchanges objects and bytes between the ranks of a training job. Imports torch when called."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Ranks:
@@ -45,10 +49,31 @@ class Ranks:
         distributed.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    def close(self) -> None:
-        """Ends the group; a collective."""
-        if self._group is not None:
-            from torch import distributed
+    def exchange(
+        self, sent: torch.Tensor, to_each: Sequence[int], from_each: Sequence[int]
+    ) -> torch.Tensor:
+        """Sends a part of ``sent`` to each rank, and returns what the ranks sent to this one.
 
+        A collective, of several ranks.
+
+        Args:
+            sent: bytes, uint8 [n], on the CPU: the part of rank 0 first.
+            to_each: number of bytes for each rank.
+            from_each: number of bytes that each rank sends to this one.
+        """
+        import torch
+        from torch import distributed
+
+        received = torch.empty(sum(from_each), dtype=torch.uint8)
+        distributed.all_to_all_single(
+            received, sent, list(from_each), list(to_each), group=self._group
+        )
+        return received
+
+    def close(self) -> None:
+        """Ends the group, unless all groups have ended before; a collective."""
+        from torch import distributed
+
+        if self._group is not None and distributed.is_initialized():
             distributed.destroy_process_group(self._group)
-            self._group = None
+        self._group = None

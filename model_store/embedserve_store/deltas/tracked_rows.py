@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.deltas.column_exchange import ColumnExchange, Piece
+from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.touched_ids import TouchedIds
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
@@ -38,12 +39,15 @@ class TrackedRows:
     taken must be closed, else its ids accumulate.
     """
 
-    def __init__(self, module: torch.nn.Module, prefix: str = "", overlap_steps: int = 1) -> None:
-        """Starts tracking. A collective of all ranks, to be called before the first step.
+    def __init__(
+        self, module: torch.nn.Module, ranks: Ranks, prefix: str = "", overlap_steps: int = 1
+    ) -> None:
+        """Starts tracking. To be called on all ranks before the first step.
 
         Args:
             module: a DistributedModelParallel that holds a sharded EmbeddingBagCollection or
                 EmbeddingCollection. One TrackedRows at a time tracks a collection.
+            ranks: all ranks; the caller closes them.
             prefix: selects the collection if there are several.
             overlap_steps: training steps whose lookups are taken once more, as many as the
                 training pipeline looks up ahead.
@@ -54,17 +58,15 @@ class TrackedRows:
                 rows, or TorchRec's delta tracker cannot be used.
             ValueError: ``overlap_steps`` is negative.
         """
-        from torch import distributed
-
         if overlap_steps < 0:
             raise ValueError(f"overlap_steps is {overlap_steps}, expected 0 or more")
         self._tables, _, path = describe_sharded(module, prefix)
         self._collection = collection_of(module, prefix)
         self._is_closed = False
         world_size = self._collection._env.world_size
-        if world_size != distributed.get_world_size():
+        if world_size != ranks.count:
             raise InvalidModelError(
-                f"the model is sharded over {world_size} of {distributed.get_world_size()} ranks: "
+                f"the model is sharded over {world_size} of {ranks.count} ranks: "
                 "touched rows are taken from models that are sharded over all"
             )
         plan = self._collection.module_sharding_plan
@@ -81,7 +83,7 @@ class TrackedRows:
         except InvalidModelError:
             self._ids.close()
             raise
-        self._exchange = ColumnExchange({table.name: plan[table.name] for table in self._tables})
+        self._exchange = ColumnExchange({t.name: plan[t.name] for t in self._tables}, ranks)
 
     @property
     def tables(self) -> tuple[TableSpec, ...]:
@@ -91,9 +93,8 @@ class TrackedRows:
     def take(self) -> dict[str, tuple[NDArray[np.int64], torch.Tensor]]:
         """Returns the rows that this rank is to write, by table. A collective of all ranks.
 
-        Ranks exchange by a process group of their own (gloo). Weights are read as they are, so this
-        is called between two steps, on the thread and CUDA stream that train. Until ``mark_taken``
-        the same rows are returned again.
+        Weights are read as they are, so this is called between two steps, on the thread and CUDA
+        stream that train. Until ``mark_taken`` the same rows are returned again.
 
         Returns:
             Row numbers in the table, int64 [n], unique and ascending, and the whole rows [n, dim]
@@ -124,7 +125,6 @@ class TrackedRows:
         if not self._is_closed:
             self._is_closed = True
             self._ids.close()
-            self._exchange.close()
 
     def _read(self) -> dict[str, list[Piece]]:
         """Returns the touched rows of this rank's shards, by table."""

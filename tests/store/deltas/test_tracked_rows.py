@@ -36,6 +36,7 @@ from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 
 from embedserve_store.deltas import tracked_rows
+from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.sources.live_dmp import asked_apart, describe_sharded
@@ -113,14 +114,14 @@ def test_ranks_take_what_training_changed(tmp_path: Path, world_size: int) -> No
 )
 def test_one_rank_takes_what_training_changed(optimizer: EmbOptimType, dtype: str) -> None:
     dmp = ranker(optimizer, dtype)
-    tracked = TrackedRows(dmp)
+    tracked = TrackedRows(dmp, Ranks())
     assert tracked.tables == describe_sharded(dmp)[0]
     check_takes([run(dmp, tracked)])
 
 
 def test_bfloat16_rows_are_taken_as_float32() -> None:
     dmp = ranker(dtype="bfloat16")  # which FBGEMM does not train on the CPU
-    tracked = TrackedRows(dmp)
+    tracked = TrackedRows(dmp, Ranks())
     record(dmp, "user", [7, 3])
     record(dmp, "tag", [9])
     now, taken = gathered(dmp), take(tracked)
@@ -133,7 +134,7 @@ def test_bfloat16_rows_are_taken_as_float32() -> None:
 
 def test_taken_rows_are_copies() -> None:
     dmp = ranker()
-    tracked, step = TrackedRows(dmp), stepper(dmp)
+    tracked, step = TrackedRows(dmp, Ranks()), stepper(dmp)
     step()
     taken = take(tracked)
     kept = {name: rows.clone() for name, (_, rows) in taken.items()}
@@ -150,7 +151,7 @@ def test_an_embedding_collection_is_tracked() -> None:
         nn.ModuleDict({"ec": EmbeddingCollection(tables=[config]), "over": nn.Linear(4, 1)}),
         device=torch.device("cpu"),
     )
-    tracked = TrackedRows(dmp)
+    tracked = TrackedRows(dmp, Ranks())
     dmp.module["ec"](ids_of({"word": [3, 30, 3]}))["word"].values()
     numbers, rows = take(tracked)["word"]
     assert numbers.tolist() == [3, 30]
@@ -186,7 +187,7 @@ def apply(served: dict[str, torch.Tensor], taken: dict[str, Any]) -> None:
 
 def test_a_pipeline_that_looks_ahead_loses_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     dmp = ranker(tables=TRACKED)
-    tracked, served = TrackedRows(dmp), gathered(dmp)
+    tracked, served = TrackedRows(dmp, Ranks()), gathered(dmp)
     pipeline, rng = semi_sync(dmp, monkeypatch), np.random.default_rng(0)
     batches = iter([batch(rng, TRACKED) for _ in range(30)])
     for at in range(30):
@@ -200,7 +201,7 @@ def test_without_overlap_a_pipeline_that_looks_ahead_loses_updates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dmp = ranker(tables=TRACKED)
-    tracked, served = TrackedRows(dmp, overlap_steps=0), gathered(dmp)
+    tracked, served = TrackedRows(dmp, Ranks(), overlap_steps=0), gathered(dmp)
     pipeline, rng = semi_sync(dmp, monkeypatch), np.random.default_rng(0)
     batches = iter([batch(rng, TRACKED) for _ in range(6)])
     for _ in range(6):
@@ -224,7 +225,7 @@ def test_torchrec_reports_ids_at_the_lookup_and_not_after_the_update() -> None:
 @pytest.mark.parametrize("overlap_steps", [1, 2, 3])
 def test_the_ids_of_the_last_steps_are_taken_once_more(overlap_steps: int) -> None:
     dmp = ranker(tables=USER)
-    tracked, step = TrackedRows(dmp, overlap_steps=overlap_steps), stepper(dmp)
+    tracked, step = TrackedRows(dmp, Ranks(), overlap_steps=overlap_steps), stepper(dmp)
     rng, ids = np.random.default_rng(5), []
     for at in range(12):
         features = batch(rng, USER)
@@ -237,7 +238,7 @@ def test_the_ids_of_the_last_steps_are_taken_once_more(overlap_steps: int) -> No
 
 def test_forwards_of_an_evaluation_count_as_no_step() -> None:
     dmp = ranker(tables=USER)
-    tracked, served = TrackedRows(dmp), gathered(dmp)
+    tracked, served = TrackedRows(dmp, Ranks()), gathered(dmp)
     rng = np.random.default_rng(0)
     ahead, _ = dmp(batch(rng, USER))  # looked up, not updated
     with torch.no_grad():
@@ -254,7 +255,7 @@ def test_forwards_of_an_evaluation_count_as_no_step() -> None:
 
 def test_ids_are_taken_again_until_a_step_follows_their_lookup() -> None:
     dmp = ranker(tables=USER)
-    tracked, step = TrackedRows(dmp), stepper(dmp)
+    tracked, step = TrackedRows(dmp, Ranks()), stepper(dmp)
     record(dmp, "user", [9])  # as a pipeline that begins
     for _ in range(2):
         assert take(tracked)["user"][0].tolist() == [9]
@@ -266,7 +267,7 @@ def test_ids_are_taken_again_until_a_step_follows_their_lookup() -> None:
 
 def test_lookups_between_a_take_and_the_next_forward_are_taken() -> None:
     dmp = ranker(tables=USER)
-    tracked = TrackedRows(dmp)
+    tracked = TrackedRows(dmp, Ranks())
     take(tracked)
     dmp.module.ebc(ids_of({"user": [9], "friend": [8]}))
     assert take(tracked)["user"][0].tolist() == [8, 9]
@@ -287,7 +288,7 @@ def test_torchrec_loses_lookups_between_a_read_and_the_next_forward() -> None:
 
 def test_nothing_looked_up_is_an_empty_result() -> None:
     dmp = ranker(tables=USER)
-    tracked, step = TrackedRows(dmp, overlap_steps=0), stepper(dmp)
+    tracked, step = TrackedRows(dmp, Ranks(), overlap_steps=0), stepper(dmp)
     assert take(tracked) == {}
     step()
     assert list(take(tracked)) == ["user"]
@@ -306,7 +307,7 @@ def test_torchrec_raises_where_nothing_was_looked_up() -> None:
 @pytest.mark.parametrize("id_", [-1, 103])
 def test_ids_outside_of_the_table_are_refused_and_nothing_counts_as_taken(id_: int) -> None:
     dmp = ranker(tables=USER)
-    tracked = TrackedRows(dmp)
+    tracked = TrackedRows(dmp, Ranks())
     record(dmp, "user", [5, id_])
     for _ in range(2):
         with pytest.raises(InvalidModelError, match=rf"table 'user': id {id_} was looked up on"):
@@ -315,7 +316,7 @@ def test_ids_outside_of_the_table_are_refused_and_nothing_counts_as_taken(id_: i
 
 def test_goldens_of_the_training_model_are_not_taken() -> None:
     dmp = ranker(tables=USER)
-    tracked = TrackedRows(dmp)
+    tracked = TrackedRows(dmp, Ranks())
     with torch.no_grad(), asked_apart(dmp) as twin:
         twin(batch(np.random.default_rng(0), USER)).values()
     assert take(tracked) == {}
@@ -326,7 +327,7 @@ def test_goldens_of_the_training_model_are_not_taken() -> None:
 
 def test_taken_ids_are_freed() -> None:
     dmp = ranker(tables=TRACKED)
-    tracked, step = TrackedRows(dmp), stepper(dmp)
+    tracked, step = TrackedRows(dmp, Ranks()), stepper(dmp)
     tracker = dmp.get_delta_tracker()
     for _ in range(10):
         for _ in range(3):
@@ -341,7 +342,7 @@ def test_after_close_nothing_is_recorded_and_another_can_begin() -> None:
     dmp = ranker(tables=USER)
     step = stepper(dmp)
     for _ in range(2):
-        tracked, tracker = TrackedRows(dmp), dmp.get_delta_tracker()
+        tracked, tracker = TrackedRows(dmp, Ranks()), dmp.get_delta_tracker()
         step()
         assert take(tracked)
         tracked.close()
@@ -358,7 +359,7 @@ def test_a_tracker_without_our_consumer_is_refused_with_the_way_out() -> None:
     dmp = ranker(tables=USER)
     dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"]))
     with pytest.raises(InvalidModelError, match=rf"for 'own' alone: add '{OURS}' to the consumers"):
-        TrackedRows(dmp)
+        TrackedRows(dmp, Ranks())
 
 
 @pytest.mark.parametrize("auto_compact", [False, True])
@@ -369,7 +370,7 @@ def test_others_may_read_the_same_tracker(
     consumers = [OURS] if auto_compact else ["own", OURS]
     config = DeltaTrackerConfig(consumers=consumers, auto_compact=auto_compact)
     tracker = dmp.init_torchrec_delta_tracker(config)
-    tracked, served = TrackedRows(dmp), gathered(dmp)
+    tracked, served = TrackedRows(dmp, Ranks()), gathered(dmp)
     pipeline, rng = semi_sync(dmp, monkeypatch), np.random.default_rng(0)
     batches = iter([batch(rng, TRACKED) for _ in range(24)])
     for at in range(24):
@@ -386,7 +387,7 @@ def test_others_may_read_the_same_tracker(
 def test_batches_that_the_tracker_merged_are_taken_once_more() -> None:
     dmp = ranker(tables=USER)
     dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=[OURS], auto_compact=True))
-    tracked, step = TrackedRows(dmp, overlap_steps=2), stepper(dmp)
+    tracked, step = TrackedRows(dmp, Ranks(), overlap_steps=2), stepper(dmp)
     for id_ in (1, 2, 3, 4):
         step(ids_of({"user": [id_], "friend": []}))
     assert take(tracked)["user"][0].tolist() == [1, 2, 3, 4]
@@ -404,7 +405,7 @@ def test_two_collections_of_a_model_are_tracked_apart() -> None:
     dmp = shard(both, {"user": "row_wise", "word": "table_wise"})
     consumers = ["embedserve:a.ebc", "embedserve:b.ebc"]
     dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=consumers))
-    first, second = TrackedRows(dmp, "a"), TrackedRows(dmp, "b")
+    first, second = TrackedRows(dmp, Ranks(), "a"), TrackedRows(dmp, Ranks(), "b")
     record(dmp, "user", [3])
     record(dmp, "word", [4])
     assert [(name, taken[0].tolist()) for name, taken in take(first).items()] == [("user", [3])]
@@ -420,25 +421,25 @@ def test_a_model_without_dense_parameters_is_refused_with_the_way_out() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'module'"):
         dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"]))
     with pytest.raises(InvalidModelError, match=r"no attribute 'module'\)\. Call init_data_par"):
-        TrackedRows(dmp)
+        TrackedRows(dmp, Ranks())
     held = nn.Module()
     held.add_module("module", Ranker(tables=USER).ebc)
     dmp = shard(held, {"user": "row_wise"})
-    tracked = TrackedRows(dmp)
+    tracked = TrackedRows(dmp, Ranks())
     record(dmp, "user", [3])
     assert take(tracked)["user"][0].tolist() == [3]
 
 
 def test_a_module_that_is_no_dmp_is_refused() -> None:
     with pytest.raises(InvalidModelError, match="DistributedModelParallel, not in a Ranker"):
-        TrackedRows(ranker(tables=USER).module)
+        TrackedRows(ranker(tables=USER).module, Ranks())
 
 
 def test_two_tables_of_one_name_are_refused_with_their_modules() -> None:
     both = nn.ModuleDict({"a": Ranker(tables=USER), "b": Ranker(tables=USER)})
     dmp = shard(both, {"user": "row_wise"})
     with pytest.raises(InvalidModelError, match=r"'user' is in a\.ebc and in b\.ebc, which"):
-        TrackedRows(dmp, "a")
+        TrackedRows(dmp, Ranks(), "a")
     assert dmp.get_delta_tracker() is None
     tracker = dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"]))
     assert list(tracker.table_to_fqn.values()) == ["b.ebc.embedding_bags.user"]
@@ -448,7 +449,7 @@ def test_a_table_with_the_name_of_a_module_is_refused() -> None:
     tables = {"ebc": (30, 4, ["f"], "table_wise"), **USER}
     dmp = ranker(tables=tables)
     with pytest.raises(InvalidModelError, match="rename the table or the module"):
-        TrackedRows(dmp)
+        TrackedRows(dmp, Ranks())
     tracker = dmp.init_torchrec_delta_tracker(DeltaTrackerConfig(consumers=["own"]))
     assert len(set(tracker.table_to_fqn.values())) == 1
 
@@ -463,7 +464,7 @@ def shared(rows: int) -> dict[str, Any]:
 
 def test_tables_that_share_a_feature_are_taken_whole() -> None:
     dmp = ranker(tables=shared(30))
-    tracked, tracker = TrackedRows(dmp), dmp.get_delta_tracker()
+    tracked, tracker = TrackedRows(dmp, Ranks()), dmp.get_delta_tracker()
     dmp.module.ebc(ids_of({"f": [1], "user": [], "friend": []}))
     recorded = [fqn for fqn, found in tracker.store.per_fqn_lookups.items() if len(found[0].ids)]
     assert recorded == ["ebc.embedding_bags.first"], "TorchRec has all ids for the first"
@@ -475,7 +476,7 @@ def test_tables_that_share_a_feature_are_taken_whole() -> None:
 def test_larger_tables_that_share_a_feature_are_refused() -> None:
     dmp = ranker(tables=shared(10_001))
     with pytest.raises(InvalidModelError, match=r"'second' shares a feature .* its 10001 rows"):
-        TrackedRows(dmp)
+        TrackedRows(dmp, Ranks())
     assert dmp.get_delta_tracker() is None
 
 
@@ -483,7 +484,7 @@ def test_data_parallel_tables_are_taken_whole_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dmp = ranker()
-    tracked = TrackedRows(dmp)
+    tracked = TrackedRows(dmp, Ranks())
     for _ in range(2):
         numbers, rows = take(tracked)["country"]
         assert numbers.tolist() == list(range(12))
@@ -491,14 +492,14 @@ def test_data_parallel_tables_are_taken_whole_up_to_a_limit(
     tracked.close()
     monkeypatch.setattr(tracked_rows, "WHOLE_ROWS_MAX", 11)
     with pytest.raises(InvalidModelError, match=r"'country' is data_parallel, .* 12 rows .* 11 "):
-        TrackedRows(dmp)
+        TrackedRows(dmp, Ranks())
 
 
 def test_tables_of_a_dense_kernel_are_taken_whole() -> None:
     tables = {**USER, "item": TABLES["item"]}
     sharding = {"user": "row_wise", "item": "table_wise"}
     dmp = shard(Ranker(tables=tables), sharding, kernels={"item": "dense"})
-    tracked, served, step = TrackedRows(dmp), gathered(dmp), stepper(dmp)
+    tracked, served, step = TrackedRows(dmp, Ranks()), gathered(dmp), stepper(dmp)
     for _ in range(2):
         features = batch(np.random.default_rng(1), tables)
         step(features)
@@ -513,22 +514,22 @@ def test_other_shardings_are_refused(kind: str) -> None:
     dmp = ranker(tables=USER)
     dmp.module.ebc.module_sharding_plan["user"].sharding_type = kind
     with pytest.raises(InvalidModelError, match=f"table 'user': touched rows of {kind} tables"):
-        TrackedRows(dmp)
+        TrackedRows(dmp, Ranks())
 
 
 def test_a_model_over_some_of_the_ranks_is_refused() -> None:
     dmp = ranker(tables=USER)
     dmp.module.ebc._env.world_size = 2
     with pytest.raises(InvalidModelError, match="the model is sharded over 2 of 1 ranks"):
-        TrackedRows(dmp)
+        TrackedRows(dmp, Ranks())
 
 
 def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracked_rows, "SOURCE_DTYPES", ("float32", "float16"))
     with pytest.raises(InvalidModelError, match=r"table .user. has a .* of bfloat16: expected a"):
-        TrackedRows(ranker(tables=USER, dtype="bfloat16"))
+        TrackedRows(ranker(tables=USER, dtype="bfloat16"), Ranks())
 
 
 def test_a_negative_overlap_is_refused() -> None:
     with pytest.raises(ValueError, match="overlap_steps is -1, expected 0 or more"):
-        TrackedRows(ranker(tables=USER), overlap_steps=-1)
+        TrackedRows(ranker(tables=USER), Ranks(), overlap_steps=-1)

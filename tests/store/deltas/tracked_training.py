@@ -32,6 +32,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import InvalidModelError
 
@@ -192,7 +193,7 @@ def refusals(dmp: DistributedModelParallel, tracked: TrackedRows) -> list[str]:
         except InvalidModelError as error:
             found.append(str(error))
         tracked.close()
-        tracked = TrackedRows(dmp)
+        tracked = TrackedRows(dmp, Ranks())
     return found
 
 
@@ -204,7 +205,7 @@ def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
     found: dict[str, Any] = {}
     for name, (optimizer, dtype) in RUNS.items():
         dmp = ranker(optimizer, dtype)
-        tracked = TrackedRows(dmp)
+        tracked = TrackedRows(dmp, Ranks())
         found[name] = run(dmp, tracked)
     found["refusals"] = refusals(dmp, tracked)
     torch.save(found, out / f"rank-{rank}.pt")
