@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _PEER = re.compile(r"ipv[46]:(.*):[0-9]+")
 TIMEOUT_S_MAX = 1e9
 """Seconds above which a remaining time means no deadline; grpcio then reports a huge number."""
+OTHER_CALLS_S = 1.0
+"""Seconds after which a drain cancels the other calls, if no embed call is in flight."""
 
 
 class GrpcioWriter(ResponseWriter):
@@ -112,6 +114,7 @@ class GrpcioServer:
         self._pipeline = pipeline
         self._service = GrpcService(pipeline)
         self._draining = asyncio.Event()
+        self._calls_in_flight = 0
         options = [
             ("grpc.max_receive_message_length", pipeline.limits.body_bytes_max),
             ("grpc.max_send_message_length", -1),
@@ -173,10 +176,29 @@ class GrpcioServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, drain_s: float) -> None:
-        """Rejects new calls, and waits up to ``drain_s`` for the calls in flight."""
+        """Rejects new calls, and waits up to ``drain_s`` for the calls in flight.
+
+        A call that grpcio handles without this class, such as a health watch, may never end, and
+        grpcio 1.85 can lose a call that it accepts at the moment of the stop. Once no embed call is
+        in flight, they are cancelled, so that their clients do not wait for their own deadline.
+        """
         await self._health.enter_graceful_shutdown()
         self._draining.set()
-        await self._server.stop(drain_s)
+        stopped = asyncio.create_task(self._server.stop(drain_s))
+        while not stopped.done():
+            await asyncio.wait((stopped,), timeout=OTHER_CALLS_S)
+            if not self._calls_in_flight:
+                await self._server.stop(None)
+        await stopped
+
+    def _count(self, context: grpc.aio.ServicerContext) -> None:
+        """Counts a call in flight until its last byte is sent."""
+
+        def end(_: object) -> None:
+            self._calls_in_flight -= 1
+
+        self._calls_in_flight += 1
+        context.add_done_callback(end)
 
     def _call(self, codec: Codec, context: grpc.aio.ServicerContext) -> Call:
         remaining_s = context.time_remaining()
@@ -190,6 +212,7 @@ class GrpcioServer:
         return RequestContext(options, perf_counter(), self._pipeline, writer), writer
 
     async def _embed(self, codec: Codec, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        self._count(context)
         call, writer = self._call(codec, context)
         self._pipeline.submit(call, body)
         try:
@@ -205,6 +228,7 @@ class GrpcioServer:
         self, codec: Codec, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         """Yields responses in request order; a task reads ahead while responses are awaited."""
+        self._count(context)
         calls: deque[Call] = deque()
         changed = asyncio.Event()
         reading = asyncio.create_task(self._read(codec, bodies, context, calls, changed))

@@ -14,8 +14,11 @@ from running_servers import free_port
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
+from server.pipelines import IN_THREAD
+from server.waiting import until
 
 from embedserve.pipeline import RequestPipeline
+from embedserve.wire import grpcio_server
 from embedserve.wire.grpc.service import SERVICE_NAME
 from embedserve.wire.grpcio_server import GrpcioServer
 from embedserve_proto import embedding_pb2 as pb
@@ -38,6 +41,43 @@ async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) ->
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
         await draining
+
+
+async def test_a_drain_does_not_wait_for_a_health_watch(pipeline: RequestPipeline) -> None:
+    """Calls that grpcio loses at the moment of the stop end the same way; they are rare."""
+    server = GrpcioServer(pipeline, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
+    ) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        )
+        await watch.read()
+        await asyncio.wait_for(server.drain(300), 60)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+            await watch.read()
+
+
+async def test_a_drain_waits_for_an_embed_call(
+    engine: FakeEngine, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpcio_server, "OTHER_CALLS_S", 0.01)
+    pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
+    server = GrpcioServer(pipeline, "127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(
+        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
+    ) as channel:
+        engine.hold()
+        call = EmbeddingServiceStub(channel).Embed(REQUEST)
+        await until(lambda: engine.lookups)
+        draining = asyncio.create_task(server.drain(300))
+        await asyncio.wait((draining,), timeout=0.2)
+        engine.release()
+        assert (await call).batch_size == 2
+        await asyncio.wait_for(draining, 60)
 
 
 async def test_a_port_in_use_is_said_so(pipeline: RequestPipeline) -> None:
