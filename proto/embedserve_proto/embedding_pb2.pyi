@@ -45,7 +45,7 @@ class EmbedRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ..., string_keys: _Optional[_Iterable[str]] = ..., string_ids: _Optional[_Iterable[str]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ..., version: _Optional[str] = ..., output_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
-    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error", "unknown_ids", "lengths", "output_dtype")
+    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error", "unknown_ids", "lengths", "output_dtype", "seq")
     class UnknownIdsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class EmbedResponse(_message.Message):
     UNKNOWN_IDS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: int
     keys: _containers.RepeatedScalarFieldContainer[str]
@@ -73,7 +74,8 @@ class EmbedResponse(_message.Message):
     unknown_ids: _containers.ScalarMap[str, int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
     output_dtype: OutputDType
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., unknown_ids: _Optional[_Mapping[str, int]] = ..., lengths: _Optional[_Iterable[int]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ...) -> None: ...
+    seq: int
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., unknown_ids: _Optional[_Mapping[str, int]] = ..., lengths: _Optional[_Iterable[int]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ..., seq: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "field")

@@ -108,6 +108,7 @@ class LookupResult:
             the first rows. The chunks are written one after the other, as joining them would copy
             them all.
         output: response options of the request.
+        seq: seq of the last delta in the rows; None for a version that follows no deltas.
     """
 
     model: ModelInfo
@@ -116,6 +117,7 @@ class LookupResult:
     lengths: np.ndarray | None = None
     extra_chunks: Sequence[np.ndarray] = ()
     output: OutputOptions | None = None
+    seq: int | None = None
 
 
 @dataclass(slots=True)

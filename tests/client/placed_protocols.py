@@ -118,7 +118,11 @@ class Grpc:
             }
             for one in answer["outputs"]
         ]
-        return call.read(ParseDict(answer | {"outputs": outputs}, pb.ModelInferResponse()))
+        parameters = {
+            name: {"int64_param": number} for name, number in answer.get("parameters", {}).items()
+        }
+        answer |= {"outputs": outputs, "parameters": parameters}
+        return call.read(ParseDict(answer, pb.ModelInferResponse()))
 
     @classmethod
     def error(cls, call: Rpc[Any], status: int, said: str, **headers: str) -> EmbedServeClientError:

@@ -143,8 +143,8 @@ class Json(Format):
                 for key, dim in zip(keys, dims, strict=True)
             }
             lengths = [lengths[key] for key in keys]
-        unknown = told.get("unknown_ids", {})
-        return Vectors(told["model"], str(told["version"]), by_key, unknown, lengths)
+        unknown, seq = told.get("unknown_ids", {}), told.get("seq")
+        return Vectors(told["model"], str(told["version"]), by_key, unknown, lengths, seq)
 
 
 def message_of(request: Request) -> pb.EmbedRequest:
@@ -169,8 +169,8 @@ def vectors_of(message: pb.EmbedResponse) -> Vectors:
         by_key = dict(zip(keys, np.split(values.reshape(-1, dims[0]), ends), strict=True))
     else:
         by_key = split_by_key(values.reshape(message.batch_size, -1), keys, dims)
-    unknown = dict(message.unknown_ids)
-    return Vectors(message.model, str(message.version), by_key, unknown, lengths)
+    unknown, seq = dict(message.unknown_ids), message.seq if message.HasField("seq") else None
+    return Vectors(message.model, str(message.version), by_key, unknown, lengths, seq)
 
 
 class Protobuf(Format):
@@ -219,8 +219,8 @@ class Arrow(Format):
             assert table.column_names == keys
             by_key = {key: arrow_streams.vectors(table[key]) for key in keys}
             lengths = [[len(bag) for bag in table[key].to_pylist()] for key in keys]
-        unknown = told.get("unknown_ids", {})
-        return Vectors(told["model"], str(told["version"]), by_key, unknown, lengths)
+        unknown, seq = told.get("unknown_ids", {}), told.get("seq")
+        return Vectors(told["model"], str(told["version"]), by_key, unknown, lengths, seq)
 
 
 class Grpc(Format):
@@ -292,10 +292,10 @@ def asked(request: Request) -> Asked:
 
 
 def inferred(answered: Answered) -> Vectors:
-    unknown = {
-        name.removeprefix("unknown_ids."): int(count) for name, count in answered.parameters.items()
-    }
-    return Vectors(answered.model, answered.version, answered.outputs, unknown)
+    parameters = dict(answered.parameters)
+    seq = parameters.pop("seq", None)
+    unknown = {name.removeprefix("unknown_ids."): int(count) for name, count in parameters.items()}
+    return Vectors(answered.model, answered.version, answered.outputs, unknown, seq=seq)
 
 
 class Infer(Format):
@@ -401,7 +401,8 @@ class Predict(Grpc):
             key: np.array(predictions[key].data, np.float32).reshape(-1, dim)
             for key, dim in self.dims.items()
         }
-        return Vectors(None, None, by_key)
+        seq = raw.headers.get("x-embedding-seq")
+        return Vectors(None, None, by_key, seq=None if seq is None else int(seq))
 
 
 ROOM = 1 << 16

@@ -59,6 +59,7 @@ class Vectors:
         by_key: [B, dim] by key, in the response's order; of an unpooled model [n, dim].
         unknown_ids: counts by feature; None where the protocol does not tell them.
         lengths: ids of each bag by key, of an unpooled model; None where the protocol has none.
+        seq: seq of the last delta in the rows; None where the version follows no deltas.
     """
 
     model: str | None
@@ -66,6 +67,7 @@ class Vectors:
     by_key: Mapping[str, np.ndarray]
     unknown_ids: Mapping[str, int] | None = None
     lengths: Sequence[Sequence[int]] | None = None
+    seq: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class Response:
     vectors: Vectors | None = None
 
 
-def check_vectors(response: Response, engine: FakeEngine, request: Request) -> None:
+def check_vectors(
+    response: Response, engine: FakeEngine, request: Request, seq: int | None = None
+) -> None:
     """Compares with the oracle: every key, bit by bit, and all that the protocol tells."""
     assert response.code == "OK", response
     vectors = response.vectors
@@ -99,6 +103,7 @@ def check_vectors(response: Response, engine: FakeEngine, request: Request) -> N
     for key in keys:
         assert vectors.by_key[key].dtype == expected[key].dtype
         assert np.array_equal(vectors.by_key[key], expected[key]), key
+    assert vectors.seq == seq
     if vectors.model is not None:
         assert (vectors.model, vectors.version) == (info.name, str(info.version))
     if vectors.unknown_ids is not None:

@@ -107,7 +107,10 @@ class AnswerReader:
             )
         values = np.frombuffer(message.values, dtype=dtype).reshape(rows, width)
         unknown_ids = dict(message.unknown_ids)
-        return EmbedResult(values, layout, message.model, message.version, unknown_ids, lengths)
+        seq = message.seq if message.HasField("seq") else None
+        return EmbedResult(
+            values, layout, message.model, message.version, unknown_ids, lengths, seq
+        )
 
     def outcome(
         self, message: pb.EmbedResponse, batch_size: int

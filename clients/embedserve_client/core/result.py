@@ -78,6 +78,8 @@ class EmbedResult:
         unknown_ids: number of ids without a row, by feature; only features that have any.
         lengths: int32 [keys, batch_size], the number of ids, if the model is not pooled; otherwise
             None.
+        seq: sequence number (seq) of the last delta in the rows, 0 before the first; None if the
+            version follows no deltas.
     """
 
     values: Vectors
@@ -86,6 +88,7 @@ class EmbedResult:
     version: int
     unknown_ids: dict[str, int] = field(default_factory=dict)
     lengths: NDArray[np.int32] | None = None
+    seq: int | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -110,7 +113,8 @@ class EmbedResult:
     def __repr__(self) -> str:
         """Shows the model, and the shape and first values of each key."""
         examples = f"{self.batch_size} example{'s' * (self.batch_size != 1)}"
-        head = f"{self.model} version {self.version}: {examples}, {self.values.dtype.name}"
+        seq = "" if self.seq is None else f" seq {self.seq}"
+        head = f"{self.model} version {self.version}{seq}: {examples}, {self.values.dtype.name}"
         width = max(map(len, self.keys), default=0)
         lines = [f"  {key:{width}}  {_short(self[key])}" for key in self.keys]
         unknown = ", ".join(f"{count} of {key}" for key, count in self.unknown_ids.items())

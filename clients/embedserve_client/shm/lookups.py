@@ -148,7 +148,13 @@ class SharedMemory:
         values = self._regions.lend(region, lookup.start, form.shape(batch), answer.dtype)
         lengths = None if form.is_pooled else form.lengths(batch)
         return EmbedResult(
-            values, form.layout, answer.model, answer.version, answer.unknown_ids, lengths
+            values,
+            form.layout,
+            answer.model,
+            answer.version,
+            answer.unknown_ids,
+            lengths,
+            answer.seq,
         )
 
     def _learn(self, model: str | None, answer: EmbedResult, turn: int) -> None:

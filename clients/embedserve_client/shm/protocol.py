@@ -31,6 +31,8 @@ BYTE_SIZE = "shared_memory_byte_size"
 """Names of the parameters that locate a tensor in shared memory."""
 UNKNOWN_IDS = "unknown_ids."
 """Prefix of the response parameters that count unknown ids."""
+SEQ = "seq"
+"""Response parameter with the seq of the rows."""
 DATATYPES = {"float32": "FP32", "float16": "FP16"}
 _DTYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype("<f4"), "FP16": np.dtype("<f2")}
 
@@ -120,6 +122,7 @@ class Answer:
     outputs: list[Output]
     dtype: np.dtype[Any]
     unknown_ids: dict[str, int]
+    seq: int | None
 
 
 def may_be_placed(batch: RequestBatch, output_dtype: object, output_keys: object) -> bool:
@@ -219,13 +222,15 @@ def answer_of(
     (datatype,) = {one for _, _, one, _ in told}
     if not all(is_placed for _, _, _, is_placed in told):
         raise ValueError("an output is not in shared memory")
+    numbers = dict(parameters)
     unknown_ids = {
         name.removeprefix(UNKNOWN_IDS): int(number)
-        for name, number in parameters
+        for name, number in numbers.items()
         if name.startswith(UNKNOWN_IDS)
     }
     shapes: list[Any] = [(name, (*shape,)) for name, shape, _, _ in told]
-    return Answer(model, int(version), shapes, _DTYPES[datatype], unknown_ids)
+    seq = int(numbers[SEQ]) if SEQ in numbers else None
+    return Answer(model, int(version), shapes, _DTYPES[datatype], unknown_ids, seq)
 
 
 @contextmanager

@@ -122,6 +122,12 @@ SCHEMAS: Schema = {
                     },
                 ],
             },
+            "seq": {
+                "type": "integer",
+                "minimum": 0,
+                "description": "Sequence number of the last delta in the rows; 0 before the first. "
+                "Absent if the version follows no deltas.",
+            },
         },
     },
     "InferRequest": {
@@ -154,7 +160,11 @@ SCHEMAS: Schema = {
             "model_version": {"type": "string"},
             "id": {"type": "string"},
             "outputs": {"type": "array", "items": _TENSOR},
-            "parameters": _PARAMETERS,
+            "parameters": _PARAMETERS
+            | {
+                "description": "unknown_ids.F: number of ids of feature F without a row. seq: "
+                "sequence number of the last delta in the rows, if the version follows deltas."
+            },
         },
     },
     "Error": {

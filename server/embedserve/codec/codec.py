@@ -54,6 +54,8 @@ class Codec:
         head_bytes: function from the chunks of a response to the bytes of its JSON, which are sent
             in a header; 0 where the whole response is JSON. None for formats without binary values
             behind JSON.
+        response_headers: function from a result to headers of its response, or gRPC trailers. None
+            for formats whose messages have a field for everything.
         in_regions: function from regions of shared memory to (try_decode_inline, decode) for
             requests whose tensors may be located there. None for formats without such tensors.
     """
@@ -69,6 +71,7 @@ class Codec:
     encode_error: Callable[[EmbedServeError], bytes] = json_codec.encode_error
     encode_streamed_error: Callable[[EmbedServeError], bytes] = protobuf_answers.encode_error
     head_bytes: Callable[[ResponseChunks], int] | None = None
+    response_headers: Callable[[LookupResult], list[tuple[bytes, bytes]]] | None = None
     in_regions: Callable[[Regions], tuple[TryDecodeInline, Decode]] | None = None
 
     def bytes_max(self, limits: Limits) -> int:
@@ -107,6 +110,7 @@ PREDICT = Codec(
     try_encode_inline=predictor_codec.try_encode_inline,
     peek_model=lambda body: "",
     estimate_size=predictor_codec.estimate_size,
+    response_headers=predictor_codec.response_headers,
 )
 """Codec of TorchRec's PredictionRequest and PredictionResponse."""
 

@@ -268,7 +268,8 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     if is_whole and values.dtype is _FLOAT32:
         # Most responses are encoded as one chunk here: the chunks of encode_result cost a quarter
         # more.
-        body = b'%b,"values":%b}' % (result.model.json_start, _numpy_json(values))
+        start, end = result.model.json_start, _end(result)
+        body = b'%b,"values":%b%b' % (start, _numpy_json(values), end)
     else:
         body = encode_result(result)
     return (body,), len(body)
@@ -282,6 +283,8 @@ def encode_result(result: LookupResult) -> bytes:
 
     Numbers have the fewest digits that read back as the same float32. If float16 was requested,
     they read back as the same float16, and "output_dtype" says so.
+
+    "seq" comes last, for a version that follows deltas.
 
     A value that is not finite is null, because JSON has no infinity: a weighted sum past the
     largest float32, or past 65504 for float16. Protobuf carries such values unchanged.
@@ -305,14 +308,19 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes]:
     head += b',"values":'
     if result.lengths is None:
         yield from _rows(head, (result.values, *result.extra_chunks))
-        yield b"}"
+        yield _end(result)
         return
     ends = np.cumsum(result.lengths.sum(axis=1)).tolist()
     opening = head + b"{"
     for key, rows in _by_key(np.split(result.values, ends[:-1]), result.model).items():
         yield from _rows(opening + orjson.dumps(key) + b":", (rows,))
         opening = b","
-    yield b"}}"
+    yield b"}" + _end(result)
+
+
+def _end(result: LookupResult) -> bytes:
+    """Returns all bytes after the values."""
+    return b"}" if result.seq is None else b',"seq":%d}' % result.seq
 
 
 def _rows(before: bytes, arrays: Iterable[np.ndarray]) -> Iterator[bytes]:

@@ -69,6 +69,8 @@ _SPARSE = _tags(
 )
 NOT_READ = frozenset({"float_features", "embedding_features"})
 
+SEQ_HEADER = b"x-embedding-seq"
+"""Trailing metadata with the seq of the rows."""
 _FORM, _OUTPUT = ResponseOptions(), OutputOptions()
 """Options of every response: the values of all keys, with no other output."""
 _ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
@@ -292,6 +294,11 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
         yield start
         for values in one.pieces(result):
             yield np.ascontiguousarray(values, _FLOAT32).data
+
+
+def response_headers(result: LookupResult) -> list[tuple[bytes, bytes]]:
+    """Returns the seq of the rows as a header, as a PredictionResponse has no field for it."""
+    return [] if result.seq is None else [(SEQ_HEADER, b"%d" % result.seq)]
 
 
 def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTensor]]:

@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.json_format import ParseDict
 
 from embedserve.codec.model_description import describe
-from embedserve.codec.protobuf_fields import varint
+from embedserve.codec.protobuf_fields import VARINT, number_of, tag_of, varint
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import EncodedResponse, LookupResult, with_size
 from embedserve.model_info import ModelInfo
@@ -18,6 +18,7 @@ from embedserve_proto import embedding_pb2
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
 VALUES_TAG = b"\x32"
 """Tag of EmbedResponse.values: field 6, length-delimited."""
+SEQ_TAG = bytes([tag_of(number_of(embedding_pb2.EmbedResponse, "seq"), VARINT)])
 INLINE_LENGTHS_MAX = 32_768
 """Lengths in a response that is encoded on the event loop's thread, in about a millisecond."""
 ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
@@ -30,7 +31,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
 
     A protobuf message is the concatenation of its fields. The fields that all responses of a model
     share are therefore encoded once. Lengths and unknown_ids, which few responses have, follow
-    them.
+    them, and seq, which changes many times a second.
     """
     values, lengths, model = result.values, result.lengths, result.model
     is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
@@ -41,7 +42,10 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     start = model.response_prefix_cache.get((size, values.itemsize))
     if start is None:
         start = _start(model, len(values), size, values.itemsize)
-    return (start, values.data), len(start) + size
+    if result.seq is None:
+        return (start, values.data), len(start) + size
+    end = SEQ_TAG + varint(result.seq)
+    return (start, values.data, end), len(start) + size + len(end)
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
@@ -59,6 +63,8 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
             yield embedding_pb2.EmbedResponse(lengths=some).SerializeToString()
     if result.unknown_ids:
         yield embedding_pb2.EmbedResponse(unknown_ids=result.unknown_ids).SerializeToString()
+    if result.seq is not None:
+        yield SEQ_TAG + varint(result.seq)
 
 
 def _little_endian(values: np.ndarray) -> np.ndarray:

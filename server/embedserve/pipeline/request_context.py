@@ -140,39 +140,45 @@ class RequestContext(PendingRequest):
             if encoded is None:
                 self.pipeline.encode_later(self, result)
             else:
-                self.write(*encoded)
+                self.write(result, *encoded)
         except EmbedServeError as error:
             self.reject(error)
         except Exception:
             self.fail()
 
-    def write(self, parts: ResponseChunks, nbytes: int) -> None:
-        """Writes the encoded response and counts the request as answered."""
+    def write(self, result: LookupResult, parts: ResponseChunks, nbytes: int) -> None:
+        """Writes the response that ``result`` was encoded to, and counts the request as
+        answered."""
         self.is_waiting = False
         encoded_s = perf_counter()
         seconds = encoded_s - self.start_s
         options, telemetry = self.options, self.pipeline.telemetry
+        headers_of = options.response_codec.response_headers
+        headers = None if headers_of is None else headers_of(result)
         if seconds >= telemetry.watched_s or nbytes > LARGE_RESPONSE_BYTES:
-            self._write_observed(parts, nbytes, encoded_s)
+            self._write_observed(parts, nbytes, encoded_s, headers or [])
         else:
             quota = self.quota
             if quota is not None:
                 quota.active -= 1
                 quota.answered_count += 1
                 self.quota = None
-            self.writer.write_response(
-                parts, nbytes, telemetry.request_id_headers(self) if options.has_id else None
-            )
+            if options.has_id:
+                headers = [*(headers or ()), *telemetry.request_id_headers(self)]
+            self.writer.write_response(parts, nbytes, headers)
         options.metrics.count_answered(seconds, nbytes)
         assert self.ticket is not None
         self.ticket.count_answered(seconds)
 
-    def _write_observed(self, parts: ResponseChunks, nbytes: int, encoded_s: float) -> None:
+    def _write_observed(
+        self, parts: ResponseChunks, nbytes: int, encoded_s: float, headers: HeaderList
+    ) -> None:
         """Writes a response that is large, or whose request may have to be logged or traced, or
         needs timing headers. Slow path of `write`."""
         telemetry, quota = self.pipeline.telemetry, self.quota
         self._leave("OK")
-        self.writer.write_response(parts, nbytes, telemetry.response_headers(self, encoded_s))
+        headers = [*headers, *telemetry.response_headers(self, encoded_s)]
+        self.writer.write_response(parts, nbytes, headers)
         if nbytes > LARGE_RESPONSE_BYTES:
             self.pipeline.record_large_response(nbytes)
         end_s = perf_counter()

@@ -142,7 +142,7 @@ class RequestPipeline:
         nbytes = result.values.nbytes + sum(piece.nbytes for piece in result.extra_chunks)
         encode = partial(_encode, context, result)
         self._codec_executor.submit(
-            context, "answer", nbytes, encode, lambda encoded: context.write(*encoded)
+            context, "answer", nbytes, encode, lambda encoded: context.write(result, *encoded)
         )
 
     def reject_if_overloaded(self, context: RequestContext) -> None:

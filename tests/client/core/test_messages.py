@@ -148,6 +148,14 @@ def test_unknown_ids_are_a_dict_and_empty_if_there_were_none() -> None:
     assert reader.read(answer([[1, 2]]), 1).unknown_ids == {}
 
 
+@pytest.mark.parametrize("seq", [0, 1234, 2**63 - 1])
+def test_the_seq_is_that_of_the_answer_and_none_if_there_is_none(seq: int) -> None:
+    reader = AnswerReader()
+
+    assert reader.read(answer([[1, 2]], seq=seq), 1).seq == seq
+    assert reader.read(answer([[1, 2]]), 1).seq is None
+
+
 def unpooled(values: Any, lengths: list[int], **fields: Any) -> pb.EmbedResponse:
     given_fields = {"keys": ["movie", "user"], "length_per_key": [2, 2], "batch_size": 2} | fields
     return answer(values, lengths=lengths, **given_fields)

@@ -53,6 +53,12 @@ def test_printed_it_says_what_was_unknown_and_leaves_out_the_rest() -> None:
     )
 
 
+def test_printed_it_says_its_seq() -> None:
+    one = EmbedResult(VALUES, Layout(("movie",), (3,)), "shop", 7, seq=0)
+
+    assert str(one).startswith("shop version 7 seq 0: 2 examples, float32\n")
+
+
 def test_to_dict_has_every_key_in_order(result: EmbedResult) -> None:
     vectors = result.to_dict()
 

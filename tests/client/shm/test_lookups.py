@@ -62,7 +62,7 @@ def protocol(request: pytest.FixtureRequest) -> Any:
     return PROTOCOLS[request.param]
 
 
-def inferred(call: Any, version: int = 1, width: int = WIDTH) -> Any:
+def inferred(call: Any, version: int = 1, width: int = WIDTH, seq: int | None = None) -> Any:
     """The answer to an inference, which has written nothing but its first number."""
     protocol = protocol_of(call)
     (output,) = protocol.asked(call)["outputs"]
@@ -74,8 +74,9 @@ def inferred(call: Any, version: int = 1, width: int = WIDTH) -> Any:
     shape = [EXAMPLES, width]
     placed = {"shared_memory_region": place["shared_memory_region"]}
     answered = {"name": "pooled", "datatype": "FP32", "shape": shape, "parameters": placed}
+    parameters = {} if seq is None else {"seq": seq}
     answer = {"model_name": "shop", "model_version": str(version), "outputs": [answered]}
-    return protocol.answered(call, answer)
+    return protocol.answered(call, answer | {"parameters": parameters})
 
 
 def ended(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
@@ -107,6 +108,13 @@ def test_the_first_registers_a_region_and_the_next_uses_it(calls: Calls, protoco
     assert result.values[0, 0] == 1
     assert result.values.base is not None
     assert len(files()) == 1
+
+
+def test_the_seq_is_a_parameter(calls: Calls) -> None:
+    learn(calls)
+    for seq in (0, None, 1234):
+        steps = lookup(calls)
+        assert ended(steps, inferred(next(steps), seq=seq)).seq == seq
 
 
 def test_a_name_is_asked_for_as_it_was_given(calls: Calls) -> None:

@@ -62,6 +62,10 @@ INLINE_LENGTHS_MAX = 262_144
 INLINE_VECTORS_MAX, INLINE_BYTES_MAX = 16_384, 8 << 20
 """Vectors and bytes that are copied on the event loop's thread. A vector takes about 20 ns, and 14
 bytes are copied per nanosecond."""
+SEQ_DIGITS_MAX = 19
+"""Digits of the largest int64."""
+_SEQ_ROOM = "0" * SEQ_DIGITS_MAX
+"""Text in place of the seq in a cached start."""
 _ALL_KEYS, _OUTPUT = ResponseOptions(), OutputOptions()
 Piece = bytes | memoryview
 
@@ -162,14 +166,26 @@ def _pieces(tensor: OutputTensor, result: LookupResult, dtype: np.dtype) -> Iter
 
 def _start(result: LookupResult, body: _BodyBuffers) -> bytes:
     """Returns all bytes before the body of the record batch. For pooled responses they are cached
-    with the model, by the number of examples, the dtype and the layout."""
-    key = None
+    with the model, by the number of examples, the dtype, the layout and whether there is a seq. The
+    seq itself, which changes many times a second, is written into a copy."""
+    key = made = None
     if result.lengths is None and result.unknown_ids is None:
-        key = ("arrow", body.nodes[0][0], result.values.itemsize, _is_by_key(result))
-        start: bytes | None = result.model.response_prefix_cache.get(key)
-        if start is not None:
-            return start
-    start = message_of(SCHEMA, _schema(result), 0) + message_of(
+        layout = _is_by_key(result), result.seq is not None
+        key = ("arrow", body.nodes[0][0], result.values.itemsize, *layout)
+        made = result.model.response_prefix_cache.get(key)
+    if made is None:
+        made = _make_start(result, body)
+        keep_start(result.model, key, made)
+    start, seq_at = made
+    return start if result.seq is None else _with_seq(start, seq_at, result.seq)
+
+
+def _make_start(result: LookupResult, body: _BodyBuffers) -> tuple[bytes, int]:
+    """Returns (all bytes before the body, with room for a seq; the position of its string)."""
+    schema = message_of(SCHEMA, _schema(result), 0)
+    # The last string of the schema, which follows the names from the manifest.
+    seq_at = 0 if result.seq is None else schema.rindex(_SEQ_ROOM.encode()) - INT32.size
+    batch = message_of(
         RECORD_BATCH,
         {
             ROWS: Number(INT64, body.nodes[0][0]),
@@ -178,8 +194,15 @@ def _start(result: LookupResult, body: _BodyBuffers) -> bytes:
         },
         body.nbytes,
     )
-    keep_start(result.model, key, start)
-    return start
+    return schema + batch, seq_at
+
+
+def _with_seq(start: bytes, seq_at: int, seq: int) -> bytes:
+    """Returns ``start`` with ``seq`` in the room at ``seq_at``. A FlatBuffers string has its size
+    before it and a zero behind it; the rest of the room is padding."""
+    digits = b"%d" % seq
+    text = INT32.pack(len(digits)) + digits.ljust(SEQ_DIGITS_MAX, b"\0")
+    return start[:seq_at] + text + start[seq_at + len(text) :]
 
 
 def _schema(result: LookupResult) -> Fields:
@@ -202,6 +225,8 @@ def _schema(result: LookupResult) -> Fields:
     }
     if result.unknown_ids:
         said = {**said, "unknown_ids": result.unknown_ids}
+    if result.seq is not None:
+        said = {**said, "seq": _SEQ_ROOM}
     return {
         FIELDS: columns,
         METADATA: [{KEY: PREFIX + name, VALUE: _text(value)} for name, value in said.items()],

@@ -31,6 +31,10 @@ OTHERS_MAX = 64
 INLINE_BYTES_MAX = 1 << 20
 """Bytes of values that are reordered, or written to shared memory, on the event loop's thread, in
 about a millisecond."""
+SEQ = "seq"
+"""Parameter of a response with the seq of its rows."""
+UNKNOWN_IDS = "unknown_ids."
+"""Prefix of the parameters of a response that count unknown ids."""
 PLACES_MAX = 64
 """Outputs of a request in shared memory. Their locations stay in memory while the request waits."""
 
@@ -160,6 +164,15 @@ def response_options_of(result: LookupResult) -> tuple[ResponseOptions, OutputOp
             "outputs",
         )
     return options, output
+
+
+def parameters_of(result: LookupResult) -> dict[str, int]:
+    """Returns the parameters of the response: counts of unknown ids, and the seq of its rows."""
+    unknown = result.unknown_ids or {}
+    parameters = {UNKNOWN_IDS + feature: count for feature, count in unknown.items()}
+    if result.seq is not None:
+        parameters[SEQ] = result.seq
+    return parameters
 
 
 @dataclass(frozen=True, slots=True)

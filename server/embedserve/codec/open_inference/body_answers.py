@@ -20,6 +20,7 @@ from embedserve.codec.open_inference.answers import (
     are_in_order,
     is_quick,
     keep_start,
+    parameters_of,
     response_options_of,
     start_key,
     tensors_of,
@@ -91,9 +92,9 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
         keep_start(model, ("v2 model",), start)
     if options.request_id:
         start += b',"id":' + orjson.dumps(options.request_id)
-    if result.unknown_ids:
-        unknown = {f"unknown_ids.{name}": count for name, count in result.unknown_ids.items()}
-        start += b',"parameters":' + orjson.dumps(unknown)
+    parameters = parameters_of(result)
+    if parameters:
+        start += b',"parameters":' + orjson.dumps(parameters)
     head: bytes = start
     return head
 

@@ -13,6 +13,7 @@ from embedserve.codec.open_inference.answers import (
     ResponseOptions,
     is_quick,
     keep_start,
+    parameters_of,
     response_options_of,
     start_key,
     tensors_of,
@@ -105,11 +106,11 @@ def _head(result: LookupResult, options: ResponseOptions) -> bytes:
     if options.request_id:
         request_id = options.request_id.encode()
         head += ID_TAG + varint(len(request_id)) + request_id
-    if result.unknown_ids:
-        parameters = {
-            f"unknown_ids.{name}": pb.InferParameter(int64_param=count)
-            for name, count in result.unknown_ids.items()
-        }
+    parameters = {
+        name: pb.InferParameter(int64_param=number)
+        for name, number in parameters_of(result).items()
+    }
+    if parameters:
         head += pb.ModelInferResponse(parameters=parameters).SerializeToString()
     return head
 

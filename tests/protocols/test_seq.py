@@ -1,0 +1,103 @@
+"""Responses of a version that follows deltas name the seq of their rows, over every protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from protocols.requests import Request, check_vectors
+from protocols.servers import MATRIX, Servers, Setup
+from server.fake_engine import Bags
+from server.fake_models import model_info, ruled_info, unpooled_info
+
+from embedserve.lookup_types import LookupResult
+from embedserve.pipeline import RequestContext
+
+pytestmark = MATRIX
+
+BAGS: Bags = {"user": [[4], [], [6]], "movie": [[], [10, 10], []], "tag": [[1], [2, 3], []]}
+SEQS = (0, 1, 127, 128, 1234, 10**12, 2**63 - 1)
+SHOP, SEQUENCE = Setup(), Setup([unpooled_info()])
+RULED = Setup([ruled_info()])
+UNKNOWN: Bags = {
+    "user": [[12], [14]],
+    "movie": [[1], [99, -1]],
+    "day": [[0], [1]],
+    "shelf": [[], []],
+}
+WIDE = Setup([model_info("wide", {"user": (7, 256), "movie": (5, 128), "tag": (3, 256)})])
+
+
+@pytest.fixture
+def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Sets the seq of all results from now on, as a batcher does."""
+    complete = RequestContext.complete
+
+    def follow_to(seq: int | None) -> None:
+        def complete_at(context: RequestContext, result: LookupResult) -> None:
+            result.seq = seq
+            complete(context, result)
+
+        monkeypatch.setattr(RequestContext, "complete", complete_at)
+
+    return follow_to
+
+
+Follow = Callable[[int | None], None]
+
+
+async def test_a_response_names_its_seq(servers: Servers, protocol: str, follow: Follow) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    some = Request(BAGS)
+    one = Request({feature: bags[:1] for feature, bags in BAGS.items()})
+    async with driver.connect() as connection:
+        for seq in (*SEQS, None, *SEQS):
+            follow(seq)
+            for request in (some, one):
+                response = await driver.ask(request, connection)
+                check_vectors(response, driver.engine, request, seq)
+
+
+async def test_selected_keys_and_float16(servers: Servers, protocol: str, follow: Follow) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    if not driver.can("dtype", "keys"):
+        pytest.skip("requests select no outputs")
+    follow(1234)
+    request = Request(BAGS, output_dtype="float16", output_keys=("tag", "user"))
+    check_vectors(await driver.ask(request), driver.engine, request, 1234)
+
+
+async def test_an_unpooled_response(servers: Servers, protocol: str, follow: Follow) -> None:
+    driver = await servers.driver(protocol, SEQUENCE)
+    request = Request({"last": [[0], [8, 8]], "tag": [[], []], "item": [[9, 3], []]})
+    follow(1234)
+    check_vectors(await driver.ask(request), driver.engine, request, 1234)
+
+
+async def test_a_response_with_unknown_ids(servers: Servers, protocol: str, follow: Follow) -> None:
+    driver = await servers.driver(protocol, RULED)
+    request = Request(UNKNOWN)
+    follow(1234)
+    check_vectors(await driver.ask(request), driver.engine, request, 1234)
+
+
+async def test_a_large_response(servers: Servers, protocol: str, follow: Follow) -> None:
+    """It is encoded off the event loop, and its writing is recorded."""
+    if protocol.startswith("shared-memory"):
+        pytest.skip("nothing large goes over the connection")
+    driver = await servers.driver(protocol, WIDE)
+    bags: Bags = {name: [[0]] * 600 for name in ("user", "movie", "tag")}
+    request = Request(bags)
+    follow(1234)
+    check_vectors(await driver.ask(request), driver.engine, request, 1234)
+
+
+async def test_a_request_id_beside_it(servers: Servers, protocol: str, follow: Follow) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    request = replace(Request(BAGS), headers={"x-request-id": "a7"})
+    follow(1234)
+    response = await driver.ask(request)
+    check_vectors(response, driver.engine, request, 1234)
+    if protocol != "stream-grpcio":
+        assert response.headers["x-request-id"] == "a7"

@@ -1,0 +1,191 @@
+"""The seq of a result is in its response in every format; without one, responses are as before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import Message
+from server.arrow_streams import read_answer, said_in
+from server.codecs import CODECS
+from server.fake_models import model_info, unpooled_info
+
+from embedserve.codec.codec import Codec
+from embedserve.codec.open_inference.answers import ResponseOptions
+from embedserve.lookup_types import LookupResult, OutputOptions
+from embedserve.model_info import ModelInfo
+from embedserve_proto import embedding_pb2, open_inference_pb2
+
+SEQS = (0, 1, 127, 128, 1234, 2**53 + 1, 2**63 - 1)
+LENGTHS = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 1], [2, 0, 1]], np.int32)
+UNKNOWN = {"tag": 3}
+SEQS_MANY = 3000
+
+
+def results(options: OutputOptions | None) -> Iterator[LookupResult]:
+    """Yields results of every shape: whole, of one example, in chunks, of some keys, unpooled."""
+    pooled, unpooled = model_info(), unpooled_info()
+    for dtype in (np.float32, np.float16):
+        values = np.arange(45, dtype=dtype).reshape(5, 9)
+        rows = np.arange(4 * LENGTHS.sum(), dtype=dtype).reshape(-1, 4)
+        for unknown in (None, UNKNOWN):
+            yield LookupResult(pooled, values, unknown, output=options)
+            yield LookupResult(pooled, values[:1], unknown, output=options)
+            chunks = [values[2:4], values[4:]]
+            yield LookupResult(pooled, values[:2], unknown, None, chunks, options)
+            part = pooled.with_keys(("tag", "user"))
+            some = np.ascontiguousarray(values[:, [0, 1, 2, 3, 7, 8]])
+            yield LookupResult(part, some, unknown, output=options)
+            yield LookupResult(unpooled, rows, unknown, LENGTHS, output=options)
+
+
+def encoded(codec: Codec, result: LookupResult) -> bytes:
+    """Encodes in chunks, and inline where that is quick, to the same bytes."""
+    pieces = [*codec.encode(result)]
+    whole = b"".join(pieces)
+    inline = codec.try_encode_inline(result)
+    if inline is not None:
+        parts, nbytes = inline
+        assert b"".join(parts) == whole
+        assert nbytes == len(whole)
+        if codec.head_bytes is not None:
+            assert codec.head_bytes(parts) == codec.head_bytes(pieces)
+    return whole
+
+
+def json_seq(response: bytes) -> tuple[bytes, int | None]:
+    """Returns (the response without its seq, the seq)."""
+    told = json.loads(response)
+    seq = told.pop("seq", None)
+    if seq is not None:
+        end = b',"seq":%d}' % seq
+        assert response.endswith(end)
+        response = response[: -len(end)] + b"}"
+    return response, seq
+
+
+def protobuf_seq(response: bytes) -> tuple[bytes, int | None]:
+    message = embedding_pb2.EmbedResponse.FromString(response)
+    if not message.HasField("seq"):
+        return response, None
+    end = embedding_pb2.EmbedResponse(seq=message.seq).SerializeToString()
+    assert response.endswith(end)
+    return response[: -len(end)], message.seq
+
+
+def arrow_seq(response: bytes) -> tuple[bytes, int | None]:
+    """The layout of the schema differs by the entry, so tables and metadata are compared."""
+    table = read_answer(response)
+    said = said_in(table)
+    seq = said.pop("seq", None)
+    assert seq is None or table.schema.metadata[b"embedserve.seq"] == b"%d" % seq
+    return repr((said, table.to_pydict())).encode(), seq
+
+
+def infer_seq(response: bytes) -> tuple[bytes, int | None]:
+    head, end = json.JSONDecoder().raw_decode(response.decode("latin-1"))
+    parameters = head.get("parameters", {})
+    seq = parameters.pop("seq", None)
+    if not parameters:
+        head.pop("parameters", None)
+    return json.dumps(head).encode() + response[end:], seq
+
+
+def parameter_of(message: Any) -> int | None:
+    if "seq" not in message.parameters:
+        return None
+    seq: int = message.parameters["seq"].int64_param
+    del message.parameters["seq"]
+    return seq
+
+
+def _rewritten(message: Message) -> bytes:
+    return message.SerializeToString(deterministic=True)
+
+
+def message_seq(response: bytes) -> tuple[bytes, int | None]:
+    message = open_inference_pb2.ModelInferResponse.FromString(response)
+    seq = parameter_of(message)
+    return _rewritten(message), seq
+
+
+def streamed_seq(response: bytes) -> tuple[bytes, int | None]:
+    message = open_inference_pb2.ModelStreamInferResponse.FromString(response)
+    seq = parameter_of(message.infer_response)
+    return _rewritten(message), seq
+
+
+Read = Callable[[bytes], tuple[bytes, int | None]]
+WITH_ID, BINARY = ResponseOptions("id7"), ResponseOptions(is_binary=True)
+FORMATS: dict[str, tuple[Codec, object, Read]] = {
+    "json": (CODECS.json, None, json_seq),
+    "protobuf": (CODECS.protobuf, None, protobuf_seq),
+    "arrow": (CODECS.arrow, None, arrow_seq),
+    "arrow by key": (CODECS.arrow, "keys", arrow_seq),
+    "infer": (CODECS.infer, WITH_ID, infer_seq),
+    "infer binary": (CODECS.infer, BINARY, infer_seq),
+    "infer message": (CODECS.infer_message, WITH_ID, message_seq),
+    "infer streamed": (CODECS.infer_streamed, WITH_ID, streamed_seq),
+}
+each_format = pytest.mark.parametrize("name", FORMATS)
+
+
+def options_of(format_options: object) -> OutputOptions | None:
+    return None if format_options is None else OutputOptions(format_options=format_options)
+
+
+@each_format
+def test_a_seq_is_added_and_nothing_else(name: str) -> None:
+    codec, format_options, read = FORMATS[name]
+    for result in results(options_of(format_options)):
+        plain, none = read(encoded(codec, result))
+        assert none is None
+        for seq in SEQS:
+            assert read(encoded(codec, replace(result, seq=seq))) == (plain, seq)
+
+
+@each_format
+def test_without_a_seq_the_bytes_stay(name: str) -> None:
+    """They are those of a model that has never had one, also from its caches."""
+    codec, format_options, _ = FORMATS[name]
+    options = options_of(format_options)
+    for fresh, result in zip(results(options), results(options), strict=True):
+        for seq in SEQS:
+            encoded(codec, replace(result, seq=seq))
+        assert encoded(codec, result) == encoded(codec, fresh)
+
+
+def test_a_prediction_stays_and_its_seq_is_a_trailer() -> None:
+    codec = CODECS.predict
+    assert codec.response_headers is not None
+    for result in results(None):
+        plain = encoded(codec, result)
+        assert codec.response_headers(result) == []
+        for seq in SEQS:
+            at_seq = replace(result, seq=seq)
+            assert encoded(codec, at_seq) == plain
+            assert codec.response_headers(at_seq) == [(b"x-embedding-seq", b"%d" % seq)]
+
+
+def entries(model: ModelInfo) -> int:
+    """Returns the number of entries in the caches of ``model``."""
+    selections = model.key_selections.values()
+    return len(model.response_prefix_cache) + sum(
+        len(one.response_prefix_cache) for one in selections
+    )
+
+
+@each_format
+def test_caches_do_not_grow_by_seqs(name: str) -> None:
+    codec, format_options, _ = FORMATS[name]
+    model = model_info()
+    result = LookupResult(model, np.ones((2, 9), np.float32), output=options_of(format_options))
+    encoded(codec, replace(result, seq=0))
+    before = entries(model)
+    for seq in np.random.default_rng(1).integers(0, 2**63, SEQS_MANY).tolist():
+        encoded(codec, replace(result, seq=seq))
+    assert entries(model) == before
