@@ -135,6 +135,8 @@ class Batch:
         unknown_counts: int64 [requests, F] number of ids without a row; None if all ids had a row.
         skipped: positions in ``ids`` of skipped ids, for an unpooled model, which returns rows of
             zeros for them. The batch of a pooled model no longer contains them.
+        view: view of the rows that is looked up, and the seq of the last delta in it; None for a
+            version whose rows never change.
     """
 
     ids: np.ndarray
@@ -145,3 +147,4 @@ class Batch:
     ids_per_feature: np.ndarray = field(init=False)
     unknown_counts: np.ndarray | None = None
     skipped: np.ndarray | None = None
+    view: tuple[int, int] | None = None

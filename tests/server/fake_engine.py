@@ -17,6 +17,7 @@ from server.fake_models import FEATURES, VOCABULARIES, model_info
 
 from embedserve.batching.join import adapt_to_model
 from embedserve.codec.string_ids import HashedStrings
+from embedserve.deltas.rows_reader import RowsReader
 from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve_store.format.table_spec import TableSpec
@@ -66,6 +67,7 @@ class FakeEngine:
         }
         self.waits_for_device = False
         self.replicas = 1
+        self.rows: RowsReader | None = None
         self.delay_s = 0.0
         self.failure: Exception | None = None
         self.damage: Exception | None = None

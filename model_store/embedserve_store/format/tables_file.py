@@ -83,7 +83,8 @@ class TablesFile:
 
     path: Path
     data: NDArray[np.uint8]
-    """Whole data section, read-only, starting at a page."""
+    """Mapping of the tables, read-only, starting at a page: the whole data section. A server of
+    deltas maps each table by itself, with memory for changed rows behind it."""
     offsets: Mapping[str, int]
     """Offset of each table in ``data``, in bytes."""
     tables: Mapping[str, TableSpec]

@@ -18,7 +18,7 @@ from random import random
 import numpy as np
 
 from embedserve.batching.join import adapt_to_model, join
-from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.batching.lookup_engine import LookupEngine, begin_view, end_view
 from embedserve.batching.split import in_request_order
 from embedserve.batching.validation import find_invalid
 from embedserve.errors import InvalidRequestError
@@ -138,7 +138,11 @@ def compare(
     batch, requested = _joined(requests, model)
     sums = np.zeros((len(KEY_SUMS), len(keys)))
     if batch is not None:
-        ours = engine.lookup(batch.ids, batch.lengths, batch.weights)
+        try:
+            begin_view(engine, batch)
+            ours = engine.lookup(batch.ids, batch.lengths, batch.weights)
+        finally:
+            end_view(engine, batch)
         ours = in_request_order(ours, batch, model)
         theirs = (
             values[_rows(requests, requested, served)] if len(requested) < len(requests) else values

@@ -74,6 +74,9 @@ def split(
         results = _split_pooled(pieces[0], requests, model)
     else:
         results = _split_pieces(pieces, requests, model)
+    if batch.view is not None:
+        for result in results:
+            result.seq = batch.view[1]
     if batch.unknown_counts is not None:
         for result, counts in zip(results, batch.unknown_counts.tolist(), strict=True):
             if any(counts):

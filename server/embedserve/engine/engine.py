@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from embedserve.deltas.rows_reader import RowsReader
 from embedserve.engine.compile import KINDS, Compiled
 from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.replicas import Replicas
@@ -55,6 +56,7 @@ class Engine:
             plan.
         compiled: compiled lookups of all replicas in order; a pooled model has a plain and a
             weighted lookup in each replica.
+        rows: reader of changed rows, set by whoever serves deltas; the engine does not use it.
         lookup_kind: the slowest kind among ``compiled``, one of compile.KINDS.
     """
 
@@ -74,6 +76,7 @@ class Engine:
         self.plan = plan
         self.device_type = device_type
         self.waits_for_device = device_type == "cuda"
+        self.rows: RowsReader | None = None
         self.replicas = len(compiled)
         self.compiled = tuple(one for replica in compiled for one in replica)
         self.lookup_kind = max((one.kind for one in self.compiled), key=KINDS.index)

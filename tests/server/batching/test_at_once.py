@@ -59,6 +59,7 @@ class OnTwoGpus:
 
     def __init__(self, each: Sequence[FakeEngine]) -> None:
         self.replicas = len(each)
+        self.rows = each[0].rows
         self.lookup = Replicas(each).lookup
         self.to_float16 = each[0].to_float16
         self.check = each[0].check

@@ -1,0 +1,6 @@
+"""Serves the deltas of a version: rows that change while lookups run, without a lock.
+
+Rows of the version are never written to. A changed row is written to a spare row behind its table
+(live_rows.py, the memory that all processes share), and lookups take the number of the newest spare
+row that belongs to their view (rows_reader.py). rows_writer.py adds deltas.
+"""

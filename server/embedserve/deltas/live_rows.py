@@ -1,0 +1,198 @@
+"""Lays out the memory in which the changed rows of a version are shared.
+
+Each table is followed by spare rows. A changed row is written to a spare row and is never
+overwritten while a lookup may read it. All spare rows of a version are numbered from 1:
+
+    newest[row]    number of the newest spare row of a row; 0: the row is as published
+    views[spare]   view from which on a spare row counts
+    before[spare]  spare row that it replaced; 0: the published row
+
+A view is the state of all tables after a delta. The committed view and its seq are one word, so
+that one store makes a delta visible in all tables and processes at once. Each reading process has a
+cell with the oldest view that its lookups use. The writer frees only what no cell can still reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve.deltas.region import FileRange, map_with_room, shared_memory
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_manifest import position_of
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import TablesFile, header_bytes
+from embedserve_store.model_version import ModelVersion
+
+NUMBER_MAX = 2**32 - 1
+"""Maximum seq, view and number of a spare row: each is a uint32."""
+BYTES_PER_SPARE = 8
+IDLE = 2**64 - 1
+"""Value of a cell while its process reads no rows."""
+RANKS_MAX = 4096
+"""Ranks of a row_wise table whose rows can change. Spare rows begin this many rows behind it, past
+the last row that its ranks would have if each had as many as the first."""
+_CACHE_LINE = 8
+"""Words of a cache line. Each word that processes write is alone on one."""
+
+
+@dataclass(frozen=True)
+class SpareRows:
+    """The spare rows of a table.
+
+    Attributes:
+        table: the table.
+        row_start: position of the table's row 0 in ``newest``.
+        start: number of the first spare row.
+        first_row: row number, as kernels count them, of the first spare row.
+        rows: uint8 [n, row_bytes], the spare rows themselves.
+    """
+
+    table: TableSpec
+    row_start: int
+    start: int
+    first_row: int
+    rows: NDArray[np.uint8]
+
+
+class LiveRows:
+    """Changed rows of a version, in memory that is shared with processes that are forked later.
+
+    Attributes:
+        version: the version, with spare rows behind its tables.
+        memory_max: bytes that changed rows may take.
+        spares: spare rows of each table, by its name.
+        newest, views, before: uint32 arrays, described above.
+        peaks: uint64 [tables], number of spare rows of each table that were ever used.
+    """
+
+    def __init__(self, version: ModelVersion, memory_max: int, readers: int) -> None:
+        """
+        Args:
+            version: a version whose tables are mapped.
+            memory_max: bytes that changed rows may take.
+            readers: number of processes that look rows up.
+
+        Raises:
+            StoreError: the version's deltas cannot be served.
+        """
+        manifest = version.manifest
+        _check_features(version)
+        self.memory_max = memory_max
+        counts = {
+            table.name: memory_max // (table.row_bytes + BYTES_PER_SPARE)
+            for table in manifest.tables
+        }
+        count = sum(counts.values()) + 1
+        if count > NUMBER_MAX:
+            raise StoreError(
+                f"{version.path}: {memory_max} bytes of changed rows are {count} spare rows, more "
+                f"than {NUMBER_MAX}: give less memory"
+            )
+        ranges = _file_ranges(version.tables, counts)
+        memory, offsets = map_with_room(version.tables.path, ranges)
+        version.tables.check_unchanged()
+        data = memory.view()
+        data.flags.writeable = False
+        self.version = replace(version, tables=replace(version.tables, data=data, offsets=offsets))
+        self.spares = dict(_spare_rows(memory, offsets, manifest.tables, ranges, counts))
+        rows = sum(table.num_embeddings for table in manifest.tables)
+        self.newest = shared_memory(4 * rows).view(np.uint32)
+        self.views = shared_memory(4 * count).view(np.uint32)
+        self.before = shared_memory(4 * count).view(np.uint32)
+        words = shared_memory(8 * _CACHE_LINE * (2 + readers) + 8 * len(counts)).view(np.uint64)
+        self._committed, self._floor = words[:1], words[_CACHE_LINE : _CACHE_LINE + 1]
+        cells_end = _CACHE_LINE * (2 + readers)
+        self._cells = words[2 * _CACHE_LINE : cells_end : _CACHE_LINE]
+        self._cells[:] = IDLE
+        self.peaks = words[cells_end:]
+        self.commit(1, position_of(manifest).seq)
+
+    @property
+    def tables(self) -> TablesFile:
+        return self.version.tables
+
+    @property
+    def committed(self) -> tuple[int, int]:
+        """Returns the committed view and its seq, read in one load."""
+        return divmod(int(self._committed[0]), 1 << 32)
+
+    @property
+    def seq(self) -> int:
+        """Returns the seq of the last delta that lookups read."""
+        return self.committed[1]
+
+    def commit(self, view: int, seq: int) -> None:
+        """Makes ``view`` the view of lookups that begin from now on, in one store."""
+        self._committed[0] = view << 32 | seq
+
+    def check_numbers(self, view: int, seq: int) -> None:
+        """Raises StoreError if a view or a seq is larger than a uint32."""
+        if max(view, seq) > NUMBER_MAX:
+            raise StoreError(f"{self.version.path}: seq {seq} is too large: compact the line")
+
+    @property
+    def floor(self) -> int:
+        """Returns the oldest view that a lookup may begin with."""
+        return int(self._floor[0])
+
+    def raise_floor(self, view: int) -> None:
+        self._floor[0] = view
+
+    def set_cell(self, reader: int, view: int) -> None:
+        """Sets the oldest view that a process reads; IDLE while it reads none, or has ended."""
+        self._cells[reader] = view
+
+    def oldest_read(self) -> int:
+        """Returns the oldest view in any cell; IDLE if there is none."""
+        return int(self._cells.min())
+
+
+def _check_features(version: ModelVersion) -> None:
+    """Raises StoreError if a feature looks rows up in several tables: its ids go to the kernels
+    once, as one number for all of these tables."""
+    manifest = version.manifest
+    seen: dict[int, str] = {}
+    for column in manifest.columns:
+        other = seen.setdefault(column.feature, column.table.name)
+        if other != column.table.name:
+            raise StoreError(
+                f"{version.path}: feature {manifest.features[column.feature]!r} is looked up in "
+                f"the tables {other!r} and {column.table.name!r}: deltas are served only where a "
+                "feature has one table"
+            )
+
+
+def _file_ranges(tables: TablesFile, counts: Mapping[str, int]) -> dict[str, FileRange]:
+    """Returns the range of each table in its file, with room for ``counts`` spare rows."""
+    header = len(header_bytes(tuple(tables.tables.values())))
+    return {
+        name: FileRange(
+            header + start,
+            tables.tables[name].nbytes,
+            (counts[name] + RANKS_MAX + 1) * tables.tables[name].row_bytes,
+        )
+        for name, start in tables.offsets.items()
+    }
+
+
+def _spare_rows(
+    memory: NDArray[np.uint8],
+    offsets: Mapping[str, int],
+    tables: Sequence[TableSpec],
+    ranges: Mapping[str, FileRange],
+    counts: Mapping[str, int],
+) -> Iterator[tuple[str, SpareRows]]:
+    row_start, start = 0, 1
+    for table in tables:
+        name, count = table.name, counts[table.name]
+        # Rows that begin before lie in part in the last page of the file's range.
+        first_row = -(-(ranges[name].mapped - ranges[name].before) // table.row_bytes) + RANKS_MAX
+        begin = offsets[name] + first_row * table.row_bytes
+        rows = memory[begin : begin + count * table.row_bytes].reshape(count, table.row_bytes)
+        yield name, SpareRows(table, row_start, start, first_row, rows)
+        row_start += table.num_embeddings
+        start += count

@@ -1,0 +1,128 @@
+"""Finds the newest rows of the ids of a batch, as one view of all tables."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve.deltas import membarrier
+from embedserve.deltas.live_rows import IDLE, LiveRows, SpareRows
+from embedserve_store.errors import StoreError
+from embedserve_store.plans.plan import Plan
+
+STEPS_MAX = 100_000
+"""Deltas that may be committed during a lookup before it fails."""
+
+
+class RowsReader:
+    """Reader of the shared rows of one version, in one process. Threads may share it."""
+
+    def __init__(self, live: LiveRows, reader: int, plan: Plan) -> None:
+        """
+        Args:
+            reader: number of this process among the readers of ``live``.
+            plan: plan of the engine that gets the row numbers.
+
+        Raises:
+            OSError: this host does not support membarrier(2).
+            StoreError: the plan has column shards, which are copies without spare rows.
+        """
+        manifest = live.version.manifest
+        membarrier.register()
+        live.set_cell(reader, IDLE)
+        self._live = live
+        self._reader = reader
+        self._lock = threading.Lock()
+        self._views: list[int] = []
+        spares = {column.feature: live.spares[column.table.name] for column in manifest.columns}
+        features = [spares[feature] for feature in range(len(manifest.features))]
+        self._row_starts = np.array([one.row_start for one in features])
+        self._shifts = np.array([one.first_row - one.start for one in features])
+        blocks = [_blocks(plan, one) for one in features]
+        self._ranks, self._rank_rows = np.array(blocks).T
+        self._is_row_wise = bool((self._ranks > 1).any())
+
+    def begin(self) -> tuple[int, int]:
+        """Returns the view of a lookup that begins, and its seq.
+
+        Until ``end`` is called with the view, none of its rows is overwritten.
+        """
+        live = self._live
+        with self._lock:
+            while True:
+                view, seq = live.committed
+                self._views.append(view)
+                live.set_cell(self._reader, self._views[0])
+                if live.floor <= view:
+                    return view, seq
+                self._end(view)  # this process stood still before it set its cell
+
+    def end(self, view: int) -> None:
+        with self._lock:
+            self._end(view)
+
+    def _end(self, view: int) -> None:
+        self._views.remove(view)
+        self._live.set_cell(self._reader, self._views[0] if self._views else IDLE)
+
+    def newest(
+        self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64], view: int
+    ) -> NDArray[np.int64]:
+        """Returns the row numbers, as kernels count them, of the rows in ``view``.
+
+        Args:
+            ids: int64 [n] row numbers, feature-major; returned themselves if no row has changed.
+            ids_per_feature: int64 [F].
+
+        Raises:
+            StoreError: too many deltas were committed since ``begin``.
+        """
+        live = self._live
+        newest = live.newest[ids + np.repeat(self._row_starts, ids_per_feature)]
+        changed = newest.nonzero()[0]
+        if not len(changed):
+            return ids
+        spares = newest[changed]
+        late = np.flatnonzero(live.views[spares] > view)
+        for _ in range(STEPS_MAX):
+            if not len(late):
+                break
+            spares[late] = live.before[spares[late]]
+            late = late[live.views[spares[late]] > view]
+        else:
+            raise StoreError(f"more than {STEPS_MAX} deltas were applied during one lookup")
+        features = np.repeat(np.arange(len(ids_per_feature)), ids_per_feature)[changed]
+        rows = spares + self._shifts[features]
+        if self._is_row_wise:
+            # The row is read by the rank that has the published row, so that sums over ranks stay
+            # the same bits. Past the last row, torchrec gives id n to rank n % ranks, as that
+            # rank's row n // ranks.
+            ranks, rank_rows = self._ranks[features], self._rank_rows[features]
+            rank = ids[changed] // rank_rows
+            rows = (rows - rank * rank_rows) * ranks + rank
+        result = ids.copy()
+        result[changed] = np.where(spares, rows, ids[changed])
+        return result
+
+
+def _blocks(plan: Plan, spare: SpareRows) -> tuple[int, int]:
+    """Returns the number of ranks that have rows of a table, and the rows of each.
+
+    Raises:
+        StoreError: the table has column shards, or its ranks are too many.
+    """
+    name = spare.table.name
+    found = plan.tables[name]
+    if found.sharding_type == "column_wise":
+        raise StoreError(
+            f"table {name!r} is column_wise: its shards are copies, whose rows cannot change while "
+            "they are served: publish it with another sharding"
+        )
+    if found.sharding_type != "row_wise":
+        return 1, spare.table.num_embeddings
+    ranks, rows = len(found.shards), found.shards[0].row_count
+    if ranks * rows > spare.first_row:
+        raise StoreError(f"table {name!r} is on {ranks} ranks, more than deltas are served on")
+    return ranks, rows

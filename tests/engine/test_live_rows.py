@@ -1,0 +1,123 @@
+"""An engine over live rows answers as one over a version that was compacted from the deltas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pooled import collection
+from torchrec import PoolingType
+from unpooled import unpooled_collection
+
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.engine.compile import KINDS
+from embedserve.engine.engine import Engine
+from embedserve.engine.restore import restore
+from embedserve_store import DeltaWriter, ModelStore, ModelVersion, compact_deltas, publish
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.format.table_spec import DTYPES
+
+MEMORY = 256 << 10
+TABLES = [
+    ("movie", 1001, 6, ["history", "candidate"], PoolingType.MEAN),
+    ("genre", 3, 16, ["genres"], PoolingType.SUM),
+    ("user", 50, 33, ["user"], PoolingType.SUM),
+]
+SHARDING = {"movie": "row_wise", "genre": "data_parallel", "user": "table_wise"}
+ROWS = {name: rows for name, rows, *_ in TABLES}
+FEATURES = {"history": 1001, "candidate": 1001, "genres": 3, "user": 50}
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a model for each dtype, with deltas, and version 2 compacted from them."""
+    torch.manual_seed(7)
+    store = tmp_path_factory.mktemp("live") / "store"
+    source = collection(TABLES)
+    for dtype in DTYPES:
+        publish(source, store, model=dtype, dtype=dtype, sharding=SHARDING, world_size=2)
+        push_and_compact(store, dtype, {name: dim for name, _, dim, *_ in TABLES})
+    return store
+
+
+@pytest.fixture(scope="module")
+def unpooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("unpooled") / "store"
+    source = unpooled_collection([(name, rows, keys) for name, rows, _, keys, _ in TABLES])
+    dim = source.embedding_configs()[0].embedding_dim
+    publish(source, store, model="rows", sharding="row_wise", world_size=3)
+    push_and_compact(store, "rows", dict.fromkeys(ROWS, dim))
+    return store
+
+
+def push_and_compact(store: Path, model: str, dims: dict[str, int]) -> None:
+    random = np.random.default_rng(1)
+    with DeltaWriter(store, model=model) as writer:
+        for _ in range(3):
+            changes = {}
+            for name, rows in ROWS.items():
+                numbers = np.sort(random.choice(rows, max(2, rows // 3), replace=False))
+                values = random.normal(size=(len(numbers), dims[name])).astype(np.float32)
+                changes[name] = (numbers, values)
+            writer.push_rows(changes)
+    compact_deltas(store, model)
+
+
+def replay(store: Path, model: str) -> LiveRows:
+    models = ModelStore(store)
+    live = LiveRows(models.load(model, 1), MEMORY, readers=1)
+    writer = RowsWriter(live)
+    line = DeltaLine(models, live.version.manifest)
+    for delta, _ in line.deltas():
+        writer.apply(delta.seq, [change for file in line.rows(delta) for change in file])
+    return live
+
+
+def look_up(engine: Engine, live: LiveRows | None, weighted: bool) -> np.ndarray:
+    random = np.random.default_rng(5)
+    lengths = random.integers(0, 5, (len(FEATURES), 200)).astype(np.int32)
+    counts = lengths.sum(axis=1, dtype=np.int64)
+    ids = np.concatenate(
+        [random.integers(0, rows, n) for rows, n in zip(FEATURES.values(), counts, strict=True)]
+    )
+    weights = random.normal(size=len(ids)).astype(np.float32) if weighted else None
+    if live is None:
+        return engine.lookup(ids, lengths.reshape(-1), weights)
+    reader = RowsReader(live, 0, engine.plan)
+    view, _ = reader.begin()
+    found = engine.lookup(reader.newest(ids, counts, view), lengths.reshape(-1), weights)
+    reader.end(view)
+    return found
+
+
+def compacted(store: Path, model: str) -> ModelVersion:
+    return ModelStore(store).load(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks"), [*((dtype, ranks) for dtype in DTYPES for ranks in (1, 2)), ("float32", 3)]
+)
+def test_changed_rows_are_those_of_the_compacted_version(
+    pooled: Path, dtype: str, ranks: int
+) -> None:
+    live = replay(pooled, dtype)
+    engine = restore(live.version, f"cpu:{ranks}")
+    same = restore(compacted(pooled, dtype), f"cpu:{ranks}")
+    for weighted in (False, True):
+        expected = look_up(same, None, weighted)
+        assert np.array_equal(look_up(engine, live, weighted), expected)
+        assert not np.array_equal(look_up(engine, None, weighted), expected)
+    engine.check()  # the published rows are as they were
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_unpooled_rows_on_three_ranks(unpooled: Path, is_eager: bool) -> None:
+    live = replay(unpooled, "rows")
+    engine = restore(live.version, "cpu:3", is_eager=is_eager)
+    assert engine.lookup_kind in KINDS
+    expected = look_up(restore(compacted(unpooled, "rows"), "cpu:3"), None, False)
+    assert np.array_equal(look_up(engine, live, False), expected)

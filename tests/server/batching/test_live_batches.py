@@ -1,0 +1,133 @@
+"""Batches over rows that change: one view for each batch, which ends with its lookup."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from server.fake_engine import Bags, FakeEngine, make_request
+from server.fake_models import ruled_info
+from server.pending_requests import submit
+
+from embedserve.batching.batcher import Batcher
+from embedserve.batching.join import adapt_to_model
+from embedserve.batching.shadow import compare
+from embedserve.config import Limits
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.errors import EngineError
+from embedserve.metrics.model_metrics import ModelMetrics
+from embedserve_store import StoreError
+
+INLINE = Limits()
+IN_THREAD = Limits(inline_bytes_max=0)
+USER: Bags = {"user": [[0, 1], [], [2]], "tag": [[0], [1], []]}
+NEXT: Bags = {"user": [[1, 2], [], [3]], "tag": [[1], [2], []]}
+
+
+class NextRows(RowsReader):
+    """Gives each row the number of the next; view n has seq 10 n."""
+
+    def __init__(self) -> None:
+        self.views: list[int] = []
+        self.begun = 0
+        self.failure: Exception | None = None
+
+    def begin(self) -> tuple[int, int]:
+        self.begun += 1
+        self.views.append(self.begun)
+        return self.begun, 10 * self.begun
+
+    def end(self, view: int) -> None:
+        self.views.remove(view)
+
+    def newest(
+        self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64], view: int
+    ) -> NDArray[np.int64]:
+        assert view in self.views
+        assert ids_per_feature.sum() == ids.size
+        if self.failure is not None:
+            raise self.failure
+        return ids + 1
+
+
+@pytest.fixture
+def rows(engine: FakeEngine) -> NextRows:
+    engine.rows = NextRows()
+    return engine.rows
+
+
+def batcher_of(engine: FakeEngine, limits: Limits, executor: Executor) -> Batcher:
+    return Batcher(engine, engine.model, limits, ModelMetrics(engine.model), executor, threads=2)
+
+
+@pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
+async def test_each_batch_is_looked_up_in_the_view_that_it_began_with(
+    engine: FakeEngine, rows: NextRows, limits: Limits, executor: ThreadPoolExecutor
+) -> None:
+    batcher = batcher_of(engine, limits, executor)
+    for batch in range(1, 4):
+        result = await submit(batcher, engine.request(USER))
+        values = np.concatenate([result.values, *result.extra_chunks])
+        assert np.array_equal(values, engine.expected(NEXT))
+        assert result.seq == 10 * batch
+        assert not rows.views
+
+
+@pytest.mark.parametrize("limits", [INLINE, IN_THREAD])
+@pytest.mark.parametrize("fails", ["rows", "lookup"])
+async def test_a_view_ends_with_a_lookup_that_fails(
+    engine: FakeEngine, rows: NextRows, limits: Limits, fails: str, executor: ThreadPoolExecutor
+) -> None:
+    batcher = batcher_of(engine, limits, executor)
+    if fails == "rows":
+        rows.failure = StoreError("more than 100 deltas")
+    else:
+        engine.failure = RuntimeError("a kernel")
+    with pytest.raises(EngineError, match="the lookup failed"):
+        await submit(batcher, engine.request(USER))
+    rows.failure = engine.failure = None
+    assert (await submit(batcher, engine.request(USER))).seq == 20
+    assert not rows.views
+
+
+async def test_a_view_ends_where_no_thread_takes_the_batch(
+    engine: FakeEngine, rows: NextRows
+) -> None:
+    executor = ThreadPoolExecutor(1)
+    executor.shutdown()
+    with pytest.raises(EngineError):
+        await submit(batcher_of(engine, IN_THREAD, executor), engine.request(USER))
+    assert rows.begun
+    assert not rows.views
+
+
+async def test_ids_that_are_skipped_shift_no_feature(executor: ThreadPoolExecutor) -> None:
+    engine = FakeEngine(ruled_info())
+    engine.rows = NextRows()
+    request = engine.request({"user": [[7, 4040404]], "day": [[2]]})
+    assert (await submit(batcher_of(engine, INLINE, executor), request)).seq == 10
+
+
+async def test_rows_that_never_change_have_no_seq(
+    engine: FakeEngine, executor: ThreadPoolExecutor
+) -> None:
+    assert (await submit(batcher_of(engine, INLINE, executor), engine.request(USER))).seq is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_shadow_compares_the_newest_rows(engine: FakeEngine, fails: bool) -> None:
+    rows = engine.rows = NextRows()
+    served = FakeEngine(engine.model)
+    requests = [adapt_to_model(make_request(USER), engine.model)]
+    if fails:
+        rows.failure = StoreError("more than 100 deltas")
+        with pytest.raises(StoreError):
+            compare(requests, served.expected(NEXT), None, served.model, engine, engine.model)
+    else:
+        model = replace(served.model)
+        found = compare(requests, served.expected(NEXT), None, model, engine, engine.model)
+        assert found.sums[2].tolist() == [0] * len(model.keys)
+    assert not rows.views
