@@ -103,10 +103,10 @@ class LiveRows:
         self.newest = shared_memory(4 * rows).view(np.uint32)
         self.views = shared_memory(4 * count).view(np.uint32)
         self.before = shared_memory(4 * count).view(np.uint32)
-        words = shared_memory(8 * _CACHE_LINE * (2 + readers) + 8 * len(counts)).view(np.uint64)
-        self._committed, self._floor = words[:1], words[_CACHE_LINE : _CACHE_LINE + 1]
-        cells_end = _CACHE_LINE * (2 + readers)
-        self._cells = words[2 * _CACHE_LINE : cells_end : _CACHE_LINE]
+        cells_end = _CACHE_LINE * (3 + readers)
+        words = shared_memory(8 * (cells_end + len(counts))).view(np.uint64)
+        self._committed, self._floor, self._written, *_ = words[:cells_end].reshape(-1, _CACHE_LINE)
+        self._cells = words[3 * _CACHE_LINE : cells_end : _CACHE_LINE]
         self._cells[:] = IDLE
         self.peaks = words[cells_end:]
         self.commit(1, position_of(manifest).seq)
@@ -133,6 +133,15 @@ class LiveRows:
         """Raises StoreError if a view or a seq is larger than a uint32."""
         if max(view, seq) > NUMBER_MAX:
             raise StoreError(f"{self.version.path}: seq {seq} is too large: compact the line")
+
+    @property
+    def written(self) -> int:
+        """Returns the newest view of any row in ``newest``, or a later one."""
+        return int(self._written[0])
+
+    def set_written(self, view: int) -> None:
+        """Announces that rows of ``view`` are going to be written to ``newest``."""
+        self._written[0] = view
 
     @property
     def floor(self) -> int:

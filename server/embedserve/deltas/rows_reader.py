@@ -81,19 +81,15 @@ class RowsReader:
         """
         live = self._live
         newest = live.newest[ids + np.repeat(self._row_starts, ids_per_feature)]
-        changed = newest.nonzero()[0]
+        changed = newest.astype(bool).nonzero()[0]
         if not len(changed):
             return ids
-        spares = newest[changed]
-        late = np.flatnonzero(live.views[spares] > view)
-        for _ in range(STEPS_MAX):
-            if not len(late):
-                break
-            spares[late] = live.before[spares[late]]
-            late = late[live.views[spares[late]] > view]
-        else:
-            raise StoreError(f"more than {STEPS_MAX} deltas were applied during one lookup")
-        features = np.repeat(np.arange(len(ids_per_feature)), ids_per_feature)[changed]
+        spares = newest[changed].astype(np.int64)
+        if live.written > view:
+            self._go_back(spares, view)
+            are_of_view = spares.astype(bool)
+            spares, changed = spares[are_of_view], changed[are_of_view]
+        features = ids_per_feature.cumsum().searchsorted(changed, "right")
         rows = spares + self._shifts[features]
         if self._is_row_wise:
             # The row is read by the rank that has the published row, so that sums over ranks stay
@@ -103,8 +99,20 @@ class RowsReader:
             rank = ids[changed] // rank_rows
             rows = (rows - rank * rank_rows) * ranks + rank
         result = ids.copy()
-        result[changed] = np.where(spares, rows, ids[changed])
+        result[changed] = rows
         return result
+
+    def _go_back(self, spares: NDArray[np.int64], view: int) -> None:
+        """Replaces the spare rows that are newer than ``view`` by the rows before them, 0 for the
+        published row."""
+        live = self._live
+        late = np.flatnonzero(live.views[spares] > view)
+        for _ in range(STEPS_MAX):
+            if not len(late):
+                return
+            spares[late] = live.before[spares[late]]
+            late = late[live.views[spares[late]] > view]
+        raise StoreError(f"more than {STEPS_MAX} deltas were applied during one lookup")
 
 
 def _blocks(plan: Plan, spare: SpareRows) -> tuple[int, int]:

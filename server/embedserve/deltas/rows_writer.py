@@ -86,7 +86,8 @@ class RowsWriter:
         self._free_unseen()
         self._check_room(changes)
         written = [(change, self._write(change, view)) for change in changes]
-        membarrier.barrier()  # a reader that finds a spare row finds its view and content, too
+        live.set_written(view)
+        membarrier.barrier()  # a reader that finds a spare row finds all of the above, too
         replaced = {}
         for change, numbers in written:
             newest = self._newest(change.table.name)
@@ -166,6 +167,7 @@ class RowsWriter:
             start = free.spare.start
             used_once = in_use[start : start + int(live.peaks[free.index])]
             unused[name] = (start + np.flatnonzero(~used_once)).astype(np.uint32)
+        live.set_written(view + 1)
         membarrier.barrier()
         live.commit(view + 1, seq)
         self._replaced.append((view + 1, unused))
