@@ -70,6 +70,7 @@ class LookupRequest:
             for tables with integer ids; None without string ids.
         output_dtype: requested dtype of the response's values, "float32" or "float16".
         output: response options; None, as in most requests, for the full default response.
+        min_seq: smallest seq that the rows of the response may have; None for any.
     """
 
     model: str
@@ -82,6 +83,7 @@ class LookupRequest:
     strings: StringIds | None = None
     output_dtype: str = "float32"
     output: OutputOptions | None = None
+    min_seq: int | None = None
 
     def response_bytes(self, model: ModelInfo) -> int:
         """Returns the bytes of the float32 values in ``model``'s result; an upper bound if it is

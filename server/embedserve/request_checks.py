@@ -7,6 +7,10 @@ import numpy as np
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 
+SEQ_MAX = 2**63 - 1
+SEQ_DIGITS_MAX = 19
+"""Decimal digits of SEQ_MAX."""
+
 
 def check_feature_count(field: str, count: int, limits: Limits) -> None:
     """Raises RequestTooLargeError if ``count`` exceeds the number of features of a request."""
@@ -27,6 +31,23 @@ def check_lengths(lengths: np.ndarray, ids: int) -> None:
     total = int(lengths.sum(dtype=np.int64))
     if total != ids:
         raise InvalidRequestError(f"lengths add up to {total}, but there are {ids} ids", "lengths")
+
+
+def check_min_seq(field: str, value: object) -> int:
+    """Returns ``value``, the min_seq in ``field``. Raises InvalidRequestError unless it is an
+    integer from 0 to SEQ_MAX."""
+    if type(value) is int and 0 <= value <= SEQ_MAX:
+        return value
+    raise InvalidRequestError(
+        f"{field} is {value!r:.64}, expected an integer from 0 to {SEQ_MAX}", field
+    )
+
+
+def parse_min_seq(field: str, text: str) -> int:
+    """Returns the min_seq that ``field`` has as decimal digits. Raises InvalidRequestError as
+    check_min_seq does."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= SEQ_DIGITS_MAX
+    return check_min_seq(field, int(text) if is_number else text)
 
 
 def find_bag(lengths: np.ndarray, position: int) -> tuple[int, int]:

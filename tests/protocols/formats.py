@@ -123,6 +123,8 @@ class Json(Format):
             "output_keys": list(request.output_keys),
         }
         body |= {name: value for name, value in options.items() if value}
+        if request.min_seq is not None:
+            body["min_seq"] = request.min_seq
         return Sent(embed_path(request), rest_headers(request), json.dumps(body).encode())
 
     def decode(self, raw: Raw) -> Vectors:
@@ -152,6 +154,8 @@ def message_of(request: Request) -> pb.EmbedRequest:
     message = arrow_streams.message_of(request.bags, request.weights or None)
     message.model, message.version = request.model, request.version
     message.output_keys.extend(request.output_keys)
+    if request.min_seq is not None:
+        message.min_seq = request.min_seq
     if request.output_dtype:
         message.output_dtype = {"float32": pb.FLOAT32, "float16": pb.FLOAT16}[request.output_dtype]
     return message
@@ -203,6 +207,8 @@ class Arrow(Format):
         options = {"version": request.version, "output_dtype": request.output_dtype}
         if request.output_keys:
             options["output_keys"] = json.dumps(list(request.output_keys))
+        if request.min_seq is not None:
+            options["min_seq"] = str(request.min_seq)
         options = {name: value for name, value in options.items() if value}
         body = arrow_streams.stream_of(pa.table(columns), options=options)
         return Sent(embed_path(request), rest_headers(request, **{"content-type": ARROW}), body)
@@ -284,7 +290,9 @@ def asked(request: Request) -> Asked:
     for feature, weights in request.weights.items():
         flat = [one for bag in weights for one in bag]
         inputs.append(Input(f"{feature}.weights", "FP32", flat))
-    parameters = {}
+    parameters: dict[str, str | int] = {}
+    if request.min_seq is not None:
+        parameters["min_seq"] = request.min_seq
     if request.output_dtype:
         names = {"float16": "FP16", "float32": "FP32"}
         parameters["output_dtype"] = names.get(request.output_dtype, request.output_dtype)
@@ -390,8 +398,9 @@ class Predict(Grpc):
     def encode(self, request: Request, engine: FakeEngine) -> Sent:
         order = engine.model.features
         message = prediction_request(order, request.bags, request.weights or None)
+        min_seq = {} if request.min_seq is None else {"x-min-seq": str(request.min_seq)}
         self.dims = dict(zip(engine.model.keys, engine.model.length_per_key, strict=True))
-        return Sent(PREDICT, metadata(request), message.SerializeToString())
+        return Sent(PREDICT, metadata(request) | min_seq, message.SerializeToString())
 
     def decode(self, raw: Raw) -> Vectors:
         (data,) = unframed(raw.body)
@@ -489,8 +498,7 @@ class SharedMemoryMessage(InferMessage):
         body = self.placed.place(request, engine)
         model = request.model or engine.model.name
         message = inference.ModelInferRequest(model_name=model, model_version=request.version)
-        for name, value in body["parameters"].items():
-            message.parameters[name].string_param = value
+        _put(message.parameters, body["parameters"])
         for one in body["inputs"]:
             tensor = message.inputs.add(
                 name=one["name"], datatype=one["datatype"], shape=one["shape"]

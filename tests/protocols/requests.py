@@ -20,6 +20,7 @@ class Request:
         output_dtype: "float32", "float16", or "" to leave it out.
         headers: HTTP headers or gRPC metadata.
         timeout_s: deadline in seconds.
+        min_seq: smallest seq of the response's rows; None to leave it out.
     """
 
     bags: Bags
@@ -30,6 +31,7 @@ class Request:
     output_keys: Sequence[str] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
+    min_seq: int | None = None
 
 
 @dataclass(frozen=True)

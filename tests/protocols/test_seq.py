@@ -1,4 +1,5 @@
-"""Responses of a version that follows deltas name the seq of their rows, over every protocol."""
+"""Responses of a version that follows deltas name the seq of their rows, and requests the smallest
+seq that they accept, over every protocol."""
 
 from __future__ import annotations
 
@@ -101,3 +102,44 @@ async def test_a_request_id_beside_it(servers: Servers, protocol: str, follow: F
     check_vectors(response, driver.engine, request, 1234)
     if protocol != "stream-grpcio":
         assert response.headers["x-request-id"] == "a7"
+
+
+@pytest.fixture
+def min_seqs(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """The min_seq of each completed request, as the server has read it."""
+    complete = RequestContext.complete
+    seen: list[int | None] = []
+
+    def complete_and_note(context: RequestContext, result: LookupResult) -> None:
+        seen.append(context.request.min_seq)
+        complete(context, result)
+
+    monkeypatch.setattr(RequestContext, "complete", complete_and_note)
+    return seen
+
+
+async def test_a_min_seq_is_read(
+    servers: Servers, protocol: str, min_seqs: list[int | None]
+) -> None:
+    """Also between requests without one, which match templates, and for features in another
+    order, whose request is a copy."""
+    driver = await servers.driver(protocol, SHOP)
+    asked = [None, 0, None, 1234, None, 1235, 2**63 - 1, None]
+    some = Request({"tag": [[1]], "movie": [[2]], "user": [[3]]})
+    async with driver.connect() as connection:
+        for request in (Request(BAGS), some):
+            min_seqs.clear()
+            for seq in asked:
+                one = replace(request, min_seq=seq)
+                check_vectors(await driver.ask(one, connection), driver.engine, one)
+            assert min_seqs == asked
+
+
+async def test_a_min_seq_that_is_none_is_rejected(servers: Servers, protocol: str) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    response = await driver.ask(replace(Request(BAGS), min_seq=-1))
+    assert response.code == "INVALID_ARGUMENT"
+    assert f"expected an integer from 0 to {2**63 - 1}" in response.message
+    assert "min" in response.message.partition(" is ")[0]
+    if response.field:
+        assert response.message.startswith(f"{response.field} is ")

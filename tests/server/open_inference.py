@@ -107,7 +107,8 @@ class Asked:
         for name in self.outputs:
             request.outputs.add(name=name)
         for name, value in self.parameters.items():
-            request.parameters[name].string_param = value
+            kind = "string_param" if isinstance(value, str) else "int64_param"
+            setattr(request.parameters[name], kind, value)
         return request
 
 

@@ -80,6 +80,13 @@ SCHEMAS: Schema = {
                 "description": "Keys of the response, each once. Default, and if empty: all keys "
                 "of the model.",
             },
+            "min_seq": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": 2**63 - 1,
+                "description": "Smallest seq that the rows may have, if the version follows "
+                "deltas. Default: any.",
+            },
         },
     },
     "EmbedResponse": {

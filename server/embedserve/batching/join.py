@@ -79,6 +79,7 @@ def adapt_to_model(
         strings=request.strings,
         output_dtype=request.output_dtype,
         output=request.output,
+        min_seq=request.min_seq,
     )
 
 

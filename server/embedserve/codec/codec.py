@@ -163,6 +163,14 @@ class Codecs:
             codec = self._binary[json_bytes] = _infer_binary(self._bodies, self.infer, json_bytes)
         return codec
 
+    def predict_from(self, min_seq: bytes | None) -> Codec:
+        """Returns the codec for a PredictionRequest with ``min_seq`` as the value of its header
+        x-min-seq; None if absent."""
+        if min_seq is None:
+            return self.predict
+        decode = partial(predictor_codec.decode_request, min_seq=min_seq)
+        return replace(self.predict, decode=decode, try_decode_inline=decode)
+
 
 def _protobuf(decoder: ProtobufDecoder) -> Codec:
     return Codec(

@@ -35,6 +35,7 @@ class _EmbedBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     output_dtype: Literal["float32", "float16"] = "float32"
     version: _Number | str | None = None
     output_keys: list[str] | None = None
+    min_seq: _Number | None = None
 
 
 class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -43,6 +44,7 @@ class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     output_dtype: Literal["float32", "float16"] = "float32"
     version: _Number | str | None = None
     output_keys: list[str] | None = None
+    min_seq: _Number | None = None
 
 
 INLINE_BYTES_MAX = 64 << 10
@@ -91,6 +93,7 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
     if parsed.output_keys:
         check_feature_count("output_keys", len(parsed.output_keys), limits)
         request.output = OutputOptions(tuple(parsed.output_keys))
+    request.min_seq = parsed.min_seq
     return request
 
 

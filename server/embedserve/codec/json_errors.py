@@ -15,6 +15,7 @@ import numpy as np
 
 from embedserve.codec.string_ids import integers_of
 from embedserve.errors import InvalidRequestError
+from embedserve.request_checks import SEQ_MAX
 
 _Check = Callable[[list[Any]], bool]
 """Returns whether all values of a list are right, without a call for each value."""
@@ -23,7 +24,7 @@ CHUNK = 1024
 where an element is wrong."""
 QUOTED_CHARACTERS_MAX = 60
 INT64_MAX = 2**63 - 1
-FIELDS = ("features", "weights", "output_dtype", "version", "output_keys")
+FIELDS = ("features", "weights", "output_dtype", "version", "output_keys", "min_seq")
 OUTPUT_DTYPES = ("float32", "float16")
 
 
@@ -45,7 +46,13 @@ def explain_invalid_json(body: bytes) -> InvalidRequestError | None:
             return _wrong(
                 name or '""', f"is not a field of a request; there are {', '.join(FIELDS)}"
             )
-    return _features(parsed) or _weights(parsed) or _choices(parsed) or _output_keys(parsed)
+    return (
+        _features(parsed)
+        or _weights(parsed)
+        or _choices(parsed)
+        or _output_keys(parsed)
+        or _min_seq(parsed)
+    )
 
 
 def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
@@ -164,6 +171,13 @@ def _output_keys(parsed: dict[str, Any]) -> InvalidRequestError | None:
             problem = _problem(key, _are_strings) if isinstance(key, str) else "expected a key"
             return _wrong(f"output_keys[{i}]", f"is {_quote(key)}: {problem}")
     return None
+
+
+def _min_seq(parsed: dict[str, Any]) -> InvalidRequestError | None:
+    min_seq = parsed.get("min_seq")
+    if min_seq is None or (type(min_seq) is int and 0 <= min_seq <= SEQ_MAX):
+        return None
+    return _wrong("min_seq", f"is {_quote(min_seq)}, expected an integer from 0 to {SEQ_MAX}")
 
 
 def _jagged(field: str, bags: Any, what: str, are_right: _Check) -> InvalidRequestError | None:

@@ -39,7 +39,7 @@ from embedserve.lookup_types import (
     OutputOptions,
     with_size,
 )
-from embedserve.request_checks import check_feature_count
+from embedserve.request_checks import check_feature_count, parse_min_seq
 from embedserve_proto import predictor_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ NOT_READ = frozenset({"float_features", "embedding_features"})
 
 SEQ_HEADER = b"x-embedding-seq"
 """Trailing metadata with the seq of the rows."""
+MIN_SEQ_HEADER = b"x-min-seq"
+"""Metadata with the min_seq of a request."""
 _FORM, _OUTPUT = ResponseOptions(), OutputOptions()
 """Options of every response: the values of all keys, with no other output."""
 _ENTRY_TAG, _KEY_TAG, _VALUE_TAG, _DATA_TAG = (
@@ -108,12 +110,21 @@ class _PredictorBags:
     weights: np.ndarray | None
 
 
-def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
+def decode_request(
+    body: bytes,
+    model: str = "",
+    limits: Limits = DEFAULT_LIMITS,
+    min_seq: bytes | None = None,
+) -> LookupRequest:
     """Returns the PredictionRequest in ``body``, addressed to the default model. Its features have
     no names.
 
+    Args:
+        min_seq: value of MIN_SEQ_HEADER; None if absent.
+
     Raises:
-        InvalidRequestError: the body is not a PredictionRequest, or not a batch of jagged ids.
+        InvalidRequestError: the body is not a PredictionRequest, or not a batch of jagged ids, or
+            ``min_seq`` is no number.
         RequestTooLargeError: the body has more than ``limits`` allow.
     """
     batch_size, of_ids, of_scored = _read(body)
@@ -142,7 +153,10 @@ def decode_request(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS
                 for one in given
             ]
         )
-    return LookupRequest(model, (), ids, lengths, weights, batch_size)
+    request = LookupRequest(model, (), ids, lengths, weights, batch_size)
+    if min_seq is not None:
+        request.min_seq = parse_min_seq(MIN_SEQ_HEADER.decode(), min_seq.decode("latin-1"))
+    return request
 
 
 try_decode_inline = decode_request

@@ -34,7 +34,7 @@ from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_names import qualified_model_name
-from embedserve.request_checks import check_feature_count, check_lengths
+from embedserve.request_checks import check_feature_count, check_lengths, check_min_seq
 from embedserve_proto import embedding_pb2
 
 _FLOAT32 = np.dtype("<f4")
@@ -203,6 +203,8 @@ def _request(
     if message.output_keys:
         check_feature_count("output_keys", len(message.output_keys), limits)
         request.output = OutputOptions(tuple(message.output_keys[:]))
+    if message.HasField("min_seq"):
+        request.min_seq = check_min_seq("min_seq", message.min_seq)
     if message.string_keys or message.string_ids:
         _add_strings(request, message)
     weights = array("weights", 1, "request_ids_max")

@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from embedserve.codec.codec import Codec
+from embedserve.codec.predictor_codec import MIN_SEQ_HEADER
 from embedserve.errors import DRAINING, INTERNAL, EmbedServeError, EngineError, NotReadyError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
@@ -70,8 +71,7 @@ class GrpcioWriter(ResponseWriter):
         return self._peer if found is None else found[1].strip("[]")
 
     def header(self, name: bytes) -> bytes | None:
-        value = dict(self._metadata).get(name.decode())
-        return value.encode() if isinstance(value, str) else value
+        return _header(self._metadata, name)
 
     def write_response(
         self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
@@ -123,7 +123,7 @@ class GrpcioServer:
         if age_s := pipeline.limits.connection_age_s_max:
             options.append(("grpc.max_connection_age_ms", round(1000 * age_s)))
         self._server = grpc.aio.server(options=options)
-        predict = grpc.unary_unary_rpc_method_handler(partial(self._embed, pipeline.codecs.predict))
+        predict = grpc.unary_unary_rpc_method_handler(self._predict)
         self._server.add_generic_rpc_handlers(
             (
                 self._handlers(),
@@ -224,6 +224,11 @@ class GrpcioServer:
         context.set_trailing_metadata(_metadata(writer.trailers))
         return end
 
+    async def _predict(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        min_seq = _header(context.invocation_metadata() or (), MIN_SEQ_HEADER)
+        codec = self._pipeline.codecs.predict_from(min_seq)
+        return await self._embed(codec, body, context)
+
     async def _embed_stream(
         self, codec: Codec, bodies: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
@@ -286,6 +291,11 @@ class GrpcioServer:
         finally:
             draining.cancel()
             changed.set()
+
+
+def _header(metadata: Iterable[tuple[str, str | bytes]], name: bytes) -> bytes | None:
+    value = dict(metadata).get(name.decode())
+    return value.encode() if isinstance(value, str) else value
 
 
 def _unary(function: Callable[[bytes], bytes]) -> grpc.RpcMethodHandler:

@@ -21,6 +21,7 @@ from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, UnknownRegionError
 from embedserve.lookup_types import LookupRequest
 from embedserve.shared_memory.region import Region, open_region
+from embedserve_proto import open_inference_pb2 as pb
 
 LIMITS = Limits()
 BAGS: dict[str, list[list[Any]]] = {"user": [[4], [], [6]], "tag": [[1], [2, 3] * 9, []]}
@@ -121,6 +122,17 @@ def form(request: pytest.FixtureRequest) -> Any:
     """Returns (maker of bodies, a decoder of theirs)."""
     make, decoder = DECODERS[request.param]
     return make, decoder()
+
+
+def with_min_seq(encoded: bytes, min_seq: int) -> bytes:
+    """Adds a min_seq to a body or message."""
+    if encoded.startswith(b"{"):
+        told = json.loads(encoded)
+        told["parameters"]["min_seq"] = min_seq
+        return json.dumps(told).encode()
+    request = pb.ModelInferRequest.FromString(encoded)
+    request.parameters["min_seq"].int64_param = min_seq
+    return request.SerializeToString(deterministic=True)
 
 
 def contents(request: LookupRequest | None) -> tuple[object, ...]:
@@ -274,3 +286,24 @@ def test_what_is_kept_is_bounded(caller: Callable[[str], Caller], form: Any) -> 
     assert decoder.of_placed.find(first, LIMITS) is None
     assert all(decoder.of_placed.find(one, LIMITS) is not None for one in every)
     assert decoder.of_placed.find(ask("f" * TEMPLATE_BYTES_MAX), LIMITS) is None
+
+
+def test_a_min_seq_is_read_and_such_requests_are_not_cached(
+    form: Any, caller: Callable[[str], Caller]
+) -> None:
+    make, decoder = form
+    one = caller("one")
+    inputs = jagged(BAGS)
+    plain = make(inputs, one.put(inputs))
+    decoder.try_decode_inline(plain, "shop", LIMITS, regions=one.regions)
+    before = [*decoder.of_placed.templates]
+    assert before
+    for seq in (7, 7, 8):
+        encoded = with_min_seq(plain, seq)
+        for decode in (decoder.try_decode_inline, decoder.decode_request):
+            request = decode(encoded, "shop", LIMITS, regions=one.regions)
+            assert request.min_seq == seq
+            assert contents(request) == expected(BAGS, one)
+    assert decoder.of_placed.templates == before
+    again = decoder.try_decode_inline(plain, "shop", LIMITS, regions=one.regions)
+    assert again.min_seq is None

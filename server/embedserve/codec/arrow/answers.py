@@ -46,6 +46,7 @@ from embedserve.codec.open_inference.answers import (
     tensors_of,
 )
 from embedserve.lookup_types import EncodedResponse, LookupResult, OutputOptions, with_size
+from embedserve.request_checks import SEQ_DIGITS_MAX
 
 VALUES = "values"
 """Name of the column with the vectors of all keys."""
@@ -62,8 +63,6 @@ INLINE_LENGTHS_MAX = 262_144
 INLINE_VECTORS_MAX, INLINE_BYTES_MAX = 16_384, 8 << 20
 """Vectors and bytes that are copied on the event loop's thread. A vector takes about 20 ns, and 14
 bytes are copied per nanosecond."""
-SEQ_DIGITS_MAX = 19
-"""Digits of the largest int64."""
 _SEQ_ROOM = "0" * SEQ_DIGITS_MAX
 """Text in place of the seq in a cached start."""
 _ALL_KEYS, _OUTPUT = ResponseOptions(), OutputOptions()

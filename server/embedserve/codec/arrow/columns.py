@@ -91,6 +91,7 @@ class Options:
     output_dtype: str = "float32"
     output_keys: tuple[str, ...] = ()
     columns: str = IN_ONE
+    min_seq: int | None = None
 
 
 PLAIN = Options()

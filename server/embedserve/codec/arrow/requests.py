@@ -146,6 +146,7 @@ def _quick(
 def _want(request: LookupRequest, options: Options, limits: Limits) -> None:
     """Applies the response options of the caller to ``request``."""
     request.output_dtype = options.output_dtype
+    request.min_seq = options.min_seq
     if options.version:
         request.model = qualified_model_name(request.model, options.version)
     if options.output_keys or options.columns != IN_ONE:

@@ -27,7 +27,7 @@ from embedserve.codec.arrow.columns import (
 from embedserve.codec.arrow.flatbuffers import INT16, INT32, MALFORMED, UINT8, FlatTable
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError
-from embedserve.request_checks import check_feature_count
+from embedserve.request_checks import check_feature_count, parse_min_seq
 
 WEIGHTS = ".weights"
 """Suffix that turns the name of a feature into the name of its column of weights."""
@@ -253,5 +253,6 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "output_dtype": _one_of("float32", "float16"),
     "output_keys": _keys,
     "columns": _one_of(IN_ONE, BY_KEY),
+    "min_seq": parse_min_seq,
 }
 """Parsers of metadata values, by the attribute of Options that they set."""

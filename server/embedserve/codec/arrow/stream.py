@@ -165,7 +165,8 @@ def read_schema(
     if message is None or message.kind != SCHEMA:
         raise malformed("it does not begin with a schema")
     schema = parse(message.header, limits, is_inline=is_inline)
-    if message.start == message.end:
+    if message.start == message.end and schema.options.min_seq is None:
+        # A min_seq differs from request to request, and would evict other callers' schemas.
         schemas.remember(body[: message.end], schema)
     return schema, message.end
 

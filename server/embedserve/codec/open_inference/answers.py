@@ -17,6 +17,7 @@ from embedserve.errors import InvalidRequestError, RequestTooLargeError
 from embedserve.lookup_types import LookupRequest, LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.model_names import qualified_model_name
+from embedserve.request_checks import check_min_seq
 from embedserve.shared_memory.memory_slice import MemorySlice
 
 POOLED = "pooled"
@@ -139,6 +140,16 @@ def set_output_dtype(request: LookupRequest, value: object) -> None:
             "parameters.output_dtype",
         )
     request.output_dtype = dtype
+
+
+def set_min_seq(request: LookupRequest, value: object) -> None:
+    """Sets the min_seq of ``request`` from its parameter `min_seq`; None if absent.
+
+    Raises:
+        InvalidRequestError: the value is not an integer from 0 to SEQ_MAX.
+    """
+    if value is not None:
+        request.min_seq = check_min_seq("parameters.min_seq", value)
 
 
 def versioned(model: str, version: str) -> str:

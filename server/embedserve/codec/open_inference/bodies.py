@@ -15,6 +15,7 @@ import numpy as np
 
 from embedserve.codec.json_codec import INLINE_BYTES_MAX, check_cost
 from embedserve.codec.open_inference.answers import (
+    set_min_seq,
     set_output,
     set_output_dtype,
 )
@@ -149,9 +150,12 @@ class BodyDecoder:
         else:
             set_output(request, parsed.id, (), (), is_binary, limits)
         set_output_dtype(request, parameters.output_dtype)
-        if len(rest) and not parsed.id and _is_plain(parsed, request):
+        set_min_seq(request, parameters.min_seq)
+        if parsed.id or request.min_seq is not None:  # these differ from request to request
+            return request
+        if len(rest) and _is_plain(parsed, request):
             self.templates.remember(head, request, lambda marked: _sizes_of_same(marked, parsed))
-        if of_placed is not None and not parsed.id:
+        if of_placed is not None:
             self.of_placed.remember(head, of_placed, request)
         return request
 

@@ -40,6 +40,7 @@ class Output(msgspec.Struct, gc=False):
 class Parameters(msgspec.Struct, gc=False):
     binary_data_output: bool = False
     output_dtype: str | None = None
+    min_seq: int | None = None
 
 
 class InferBody(msgspec.Struct, gc=False):

@@ -13,6 +13,7 @@ from itertools import islice
 from google.protobuf.message import DecodeError
 
 from embedserve.codec.open_inference.answers import (
+    set_min_seq,
     set_output,
     set_output_dtype,
     versioned,
@@ -249,7 +250,11 @@ class MessageDecoder:
         set_output(request, message.id, names, (True,) * len(names), True, limits, places or None)
         if message.parameters and "output_dtype" in message.parameters:
             set_output_dtype(request, message.parameters["output_dtype"].string_param)
-        if template is not None and not message.id:
+        if message.parameters and "min_seq" in message.parameters:
+            parameter = message.parameters["min_seq"]
+            kind = parameter.WhichOneof("parameter_choice")
+            set_min_seq(request, getattr(parameter, kind) if kind else "")
+        if template is not None and not message.id and request.min_seq is None:
             self.of_placed.remember(body, template, request)
         return request
 

@@ -11,6 +11,7 @@ from embedserve.access.authenticator import Authenticator, headers_by_name
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.codec import protobuf_answers
 from embedserve.codec.codec import Codec
+from embedserve.codec.predictor_codec import MIN_SEQ_HEADER
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
@@ -37,7 +38,7 @@ MakeCall = Callable[[Stream], Handler]
 HeadersByName = dict[bytes, bytes]
 Method = Callable[[bytes, RequestOptions, HeadersByName], MakeCall]
 """Resolver of (encoding, request options, headers) to a handler factory of calls."""
-ONCE_METADATA = frozenset({ROUTING_KEY, b"grpc-timeout", b"grpc-encoding"})
+ONCE_METADATA = frozenset({ROUTING_KEY, MIN_SEQ_HEADER, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
 EMBEDDERS = frozenset({"embed"})
 CALLERS = frozenset({"embed", "admin"})
@@ -94,7 +95,7 @@ class GrpcService:
                 EMBEDDERS,
                 charge=False,
             )
-        self._methods[_path(PREDICTOR_NAME, "Predict")] = partial(self._embed, codecs.predict)
+        self._methods[_path(PREDICTOR_NAME, "Predict")] = self._predict
         self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
         for name, function in self.open_inference.health.items():
             self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = self._unary(function)
@@ -162,6 +163,12 @@ class GrpcService:
         self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
     ) -> MakeCall:
         return partial(GrpcEmbedCall, options.with_codec(codec), self._pipeline, encoding, headers)
+
+    def _predict(
+        self, encoding: bytes, options: RequestOptions, headers: HeadersByName
+    ) -> MakeCall:
+        codec = self._codecs.predict_from(headers.get(MIN_SEQ_HEADER))
+        return self._embed(codec, encoding, options, headers)
 
     def _embed_stream(
         self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName

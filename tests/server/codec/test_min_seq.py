@@ -1,0 +1,197 @@
+"""The min_seq that a request has, in every format; requests with one leave no templates."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from server.arrow_streams import stream_of
+from server.open_inference import Asked, jagged
+from server.predictions import prediction_request
+
+from embedserve.codec.codec import Codec, Codecs
+from embedserve.config import DEFAULT_LIMITS
+from embedserve.errors import InvalidRequestError
+from embedserve.lookup_types import LookupRequest
+from embedserve_proto import embedding_pb2, open_inference_pb2
+
+SEQ_MAX = 2**63 - 1
+SEQS = (0, 1, 1234, 10**17, SEQ_MAX)
+BAGS = {"user": [[1, 2], []]}
+REQUESTS = 50
+
+
+class Format:
+    """Requests of one format, with and without a min_seq, decoded by codecs of their own.
+
+    Attributes:
+        field: name of min_seq in errors.
+    """
+
+    field = "min_seq"
+
+    def __init__(self) -> None:
+        self.codecs = Codecs()
+
+    def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
+        raise NotImplementedError
+
+    def decode(self, min_seq: Any = None) -> LookupRequest:
+        codec, body = self.encode(min_seq)
+        request = codec.try_decode_inline(body, "shop", DEFAULT_LIMITS)
+        assert request is not None
+        assert request.ids.tolist() == [1, 2]
+        whole = codec.decode(body, "shop", DEFAULT_LIMITS)
+        assert whole.min_seq == request.min_seq
+        return request
+
+    def templates(self) -> list[object]:
+        """Returns all templates of its decoders."""
+        codecs: Any = self.codecs
+        decoders = [
+            one.decode.__self__ for one in (codecs.protobuf, codecs.infer, codecs.infer_message)
+        ]
+        caches = [codecs.arrow.decode.__self__.schemas, *[one.templates for one in decoders]]
+        return [template for cache in caches for template in cache.templates]
+
+
+class Json(Format):
+    def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
+        body = {"features": BAGS} | ({} if min_seq is None else {"min_seq": min_seq})
+        return self.codecs.json, json.dumps(body).encode()
+
+
+class Protobuf(Format):
+    def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
+        message = embedding_pb2.EmbedRequest(keys=["user"], min_seq=min_seq)
+        message.ids_bytes = np.array([1, 2], "<i8").tobytes()
+        message.lengths_bytes = np.array([2, 0], "<i4").tobytes()
+        return self.codecs.protobuf, message.SerializeToString()
+
+
+class Arrow(Format):
+    field = "embedserve.min_seq"
+
+    def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
+        table = pa.table({"user": pa.array(BAGS["user"], pa.list_(pa.int64()))})
+        options = None if min_seq is None else {"min_seq": str(min_seq)}
+        return self.codecs.arrow, stream_of(table, options=options)
+
+
+class Infer(Format):
+    field = "parameters.min_seq"
+
+    def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
+        body = self.asked(min_seq).json_body()
+        return self.codecs.infer, body
+
+    def asked(self, min_seq: Any) -> Asked:
+        return Asked(jagged(BAGS), parameters={} if min_seq is None else {"min_seq": min_seq})
+
+
+class InferBinary(Infer):
+    """JSON whose numbers are followed by line breaks, which templates do not take for numbers."""
+
+    def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
+        body, headers = self.asked(min_seq).binary_body()
+        (json_bytes,) = map(int, headers.values())
+        head, rest = body[:json_bytes], body[json_bytes:]
+        if min_seq is not None:
+            shown = json.dumps(min_seq).encode()
+            head = head.replace(b'"min_seq": ' + shown, b'"min_seq":\n' + shown + b"\n")
+        return self.codecs.infer_binary(len(head)), head + rest
+
+
+class InferMessage(Infer):
+    def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
+        message = self.asked(min_seq).message("shop", is_raw=True)
+        return self.codecs.infer_message, message.SerializeToString()
+
+
+class Predict(Format):
+    field = "x-min-seq"
+
+    def encode(self, min_seq: Any) -> tuple[Codec, bytes]:
+        header = None if min_seq is None else str(min_seq).encode()
+        body = prediction_request(("user",), BAGS).SerializeToString()
+        return self.codecs.predict_from(header), body
+
+
+FORMATS = (Json, Protobuf, Arrow, Infer, InferBinary, InferMessage, Predict)
+each_format = pytest.mark.parametrize("make", FORMATS)
+
+
+@each_format
+def test_a_min_seq_is_read_and_is_none_where_there_is_none(make: type[Format]) -> None:
+    one = make()
+    for _ in range(2):  # the second finds what the first has cached
+        assert one.decode().min_seq is None
+        for seq in SEQS:
+            assert one.decode(seq).min_seq == seq
+            assert one.decode(seq).min_seq == seq
+
+
+@each_format
+def test_requests_with_one_leave_no_templates(make: type[Format]) -> None:
+    """They would evict those of other callers, as each has another min_seq."""
+    one = make()
+    one.decode()
+    before = one.templates()
+    for seq in range(REQUESTS):
+        one.decode(seq)
+    assert one.templates() == before
+
+
+@each_format
+def test_a_negative_one_is_rejected(make: type[Format]) -> None:
+    rejected(make(), -1, "-1")
+
+
+@pytest.mark.parametrize("make", [Json, Arrow, Infer, InferBinary, Predict])
+def test_one_past_int64_is_rejected(make: type[Format]) -> None:
+    rejected(make(), 2**63, str(2**63))
+
+
+@pytest.mark.parametrize("make", [Arrow, Predict])
+@pytest.mark.parametrize("text", ["", "+1", " 1", "1.0", "1_0", "\u0663", "x" * 70, "0" * 20])
+def test_text_that_is_no_number_is_rejected(make: type[Format], text: str) -> None:
+    said = text if make is Arrow else text.encode().decode("latin-1")
+    rejected(make(), text, repr(said)[:60])
+
+
+@pytest.mark.parametrize("value", [1.5, 1.0, True, "7", [7], {}, 10**4000])
+def test_other_json_is_rejected(value: Any) -> None:
+    rejected(Json(), value, json.dumps(value)[:60])
+
+
+@pytest.mark.parametrize("value", [True, "7", 1.5])
+def test_another_parameter_is_rejected(value: Any) -> None:
+    one = InferMessage()
+    codec, body = one.encode(1)
+    message = open_inference_pb2.ModelInferRequest.FromString(body)
+    kind = {bool: "bool_param", str: "string_param", float: "double_param"}[type(value)]
+    setattr(message.parameters["min_seq"], kind, value)
+    with pytest.raises(InvalidRequestError, match=f"min_seq is {value!r}, expected an integer"):
+        codec.try_decode_inline(message.SerializeToString(), "", DEFAULT_LIMITS)
+
+
+@pytest.mark.parametrize("value", [1.5, True, "7", [7], {}])
+def test_another_json_parameter_is_rejected(value: Any) -> None:
+    codec, body = Infer().encode(value)
+    with pytest.raises(InvalidRequestError, match=r"parameters\.min_seq"):
+        codec.try_decode_inline(body, "shop", DEFAULT_LIMITS)
+
+
+def rejected(one: Format, min_seq: Any, said: str) -> None:
+    """Fails unless the error names field and value."""
+    codec, body = one.encode(min_seq)
+    for decode in (codec.try_decode_inline, codec.decode):
+        with pytest.raises(InvalidRequestError) as caught:
+            decode(body, "shop", DEFAULT_LIMITS)
+        assert caught.value.field == one.field
+        shown = caught.value.message.removeprefix(f"{one.field} is ")
+        assert shown.startswith((said, repr(said)))
+        assert caught.value.message.endswith(f"expected an integer from 0 to {SEQ_MAX}")
