@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from signal import Signals
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from embedserve.access.authenticator import Authenticator
@@ -48,6 +49,8 @@ from embedserve_store.memory.available_memory import available_bytes
 from embedserve_store.memory.mapped_tables import populate
 
 if TYPE_CHECKING:
+    from embedserve.deltas.follower import FollowedModel
+    from embedserve.deltas.status import DeltaStatus
     from embedserve.engine.engine import Engine
     from embedserve.tracing.otlp import OtlpTraces
     from embedserve.wire.grpcio_server import GrpcioServer
@@ -65,7 +68,7 @@ GARBAGE_THRESHOLD = 20_000
 of a core."""
 
 
-def model_info(engine: Engine, name: str) -> ModelInfo:
+def model_info(engine: Engine, name: str, deltas: DeltaStatus | None = None) -> ModelInfo:
     """Returns the description of a restored model, as served under ``name``."""
     return ModelInfo(
         manifest=engine.manifest,
@@ -77,6 +80,7 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
         replicas=engine.replicas,
         served_name=name,
         example=example_features(engine.manifest, engine.goldens().bags),
+        deltas=deltas,
     )
 
 
@@ -101,10 +105,15 @@ def build_pipeline(
     counters: WorkerCounters | None = None,
     names: int = 0,
     columns_max: int = 0,
+    deltas: Mapping[str, FollowedModel] = MappingProxyType({}),
 ) -> RequestPipeline:
     """Returns the pipeline over ``engines``, which are keyed by served name. A worker counts in its
-    ``counters``, which have room for ``names`` models of up to ``columns_max`` features or keys."""
-    infos = {name: model_info(engine, name) for name, engine in engines.items()}
+    ``counters``, which have room for ``names`` models of up to ``columns_max`` features or keys.
+    ``deltas`` are the followed models, by served name."""
+    infos = {
+        name: model_info(engine, name, deltas[name].status if name in deltas else None)
+        for name, engine in engines.items()
+    }
     metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {
         name: _batcher(engine, infos[name], settings, metrics, executor)
@@ -210,7 +219,7 @@ async def run_server(
             labels are missing.
         ValueError: one of these files was damaged since the start.
     """
-    async with watched(settings.worker_hang_s if settings.workers == 1 else 0.0):
+    async with watched(0.0 if settings.is_supervised else settings.worker_hang_s):
         files = tls_files(settings)
         certificates = None if files is None else Certificates(files)
         wires = _wires(pipeline, settings, certificates, admin)
