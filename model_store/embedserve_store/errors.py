@@ -17,6 +17,10 @@ class UnknownAliasError(StoreError):
     """No alias has the requested name."""
 
 
+class MissingFileError(StoreError):
+    """A file does not exist in the store."""
+
+
 class InvalidModelError(StoreError):
     """A model, description or plan cannot be published. Names the table and the reason."""
 

@@ -11,7 +11,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, missing_model, missing_version
+from embedserve_store.errors import (
+    MissingFileError,
+    StoreError,
+    missing_model,
+    missing_version,
+)
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
 from embedserve_store.format.manifest_checksum import check_sha256
@@ -101,7 +106,7 @@ class LocalStore:
         ]
 
     def read_beside(self, model: str, what: str, path: str) -> bytes:
-        """Reads the file at ``path``, which files_beside returned."""
+        """Reads a file, such as files_beside returns; MissingFileError if it does not exist."""
         return _read(self.path / model / what / path)
 
     def folders(self, path: str) -> list[str]:
@@ -179,5 +184,7 @@ def _read(path: Path) -> bytes:
         if size > SMALL_FILE_BYTES_MAX:
             raise StoreError(f"{path}: {size} bytes, the limit is {SMALL_FILE_BYTES_MAX}")
         return path.read_bytes()
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}: cannot be read: {error.strerror}") from error
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error

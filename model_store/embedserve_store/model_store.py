@@ -92,7 +92,7 @@ class ModelStore:
         return self._store.files_beside(model, what)
 
     def read_beside(self, model: str, what: str, path: str) -> bytes:
-        """Reads a file that files_beside returned."""
+        """Reads a file, such as files_beside returns; MissingFileError if it does not exist."""
         return self._store.read_beside(model, what, path)
 
     def aliases(self, model: str) -> dict[str, Alias]:

@@ -192,6 +192,23 @@ class ServeSettings:
         "also follow the newest version.",
     )
     follow_s: float = setting(10.0, "Seconds between two polls of the store.", min=0.1, max=86400)
+    deltas: str = setting(
+        "none",
+        "none: rows are those of the versions; follow: rows that training pushes as deltas are "
+        "applied while the server runs, on CPUs and with fixed versions.",
+    )
+    delta_poll_s: float = setting(
+        0.0,
+        "Seconds between two polls for deltas, 0.01 or more. 0: 0.05 for a folder, 0.25 for a URL.",
+        min=0,
+        max=3600,
+    )
+    delta_memory: int = setting(
+        0,
+        "Bytes of memory for changed rows of each model. 0: a tenth of the version's tables, at "
+        "least 256 MiB.",
+        min=0,
+    )
     wait: bool = setting(
         False,
         "Wait at startup for models that the store does not have yet, and for a store that is "
@@ -270,6 +287,11 @@ class ServeSettings:
     )
     limits: Limits = field(default_factory=Limits)
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether a supervisor runs the server's processes."""
+        return self.workers > 1 or self.deltas != "none"
+
 
 UDS_PATH_BYTES_MAX = 107
 """Maximum bytes of a Unix socket's path: the kernel's 108 without the terminating null."""
@@ -279,7 +301,9 @@ HANG_S_MIN = 2.0
 """Smallest worker_hang_s in seconds, unless it is 0. Workers send a heartbeat every half second; a
 shorter limit would replace workers of a busy host."""
 OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+DELTA_POLL_S_MIN = 0.01
 CHOICES = {
+    "deltas": ("none", "follow"),
     "follow": ("none", "alias", "latest"),
     "gpu_layout": ("auto", "replicas", "shards"),
     "grpc_server": ("native", "grpcio"),

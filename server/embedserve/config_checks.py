@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from embedserve.config import (
     CHOICES,
+    DELTA_POLL_S_MIN,
     HANG_S_MIN,
     OPENTELEMETRY,
     UDS_PATH_BYTES_MAX,
@@ -16,6 +18,7 @@ from embedserve.config import (
     is_loopback,
     uds_mode,
 )
+from embedserve_store.remote.remote_store import is_url
 
 
 def check_settings(settings: ServeSettings) -> None:
@@ -30,6 +33,7 @@ def check_settings(settings: ServeSettings) -> None:
             f"worker_hang_s is {settings.worker_hang_s:g}, which a busy host's workers would pass: "
             f"use {HANG_S_MIN:g} or more, or 0 for never"
         )
+    _check_deltas(settings)
     _check_security(settings)
     _check_proxies(settings)
     _check_traces(settings)
@@ -44,12 +48,33 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
             "the tables go to GPUs, where a version that comes would have to fit beside the one "
             "that answers, which is not seen to yet: use none"
         )
+    if settings.deltas != "none":
+        return "the rows of the served versions follow their deltas: use --deltas none"
     if settings.workers > 1 and settings.tables == "resident":
         return (
             "a version that comes while workers run cannot be copied into memory that they share: "
             "use --tables mapped, or --workers 1"
         )
     return ""
+
+
+def delta_poll_s(settings: ServeSettings) -> float:
+    """Returns the seconds between two polls for deltas."""
+    return settings.delta_poll_s or (0.25 if is_url(settings.store) else 0.05)
+
+
+def _check_deltas(settings: ServeSettings) -> None:
+    poll_s = settings.delta_poll_s
+    if poll_s and not DELTA_POLL_S_MIN <= poll_s < math.inf:
+        raise ValueError(
+            f"delta_poll_s is {poll_s:g}, expected {DELTA_POLL_S_MIN:g} to 3600, or 0 for the "
+            "default"
+        )
+    if settings.deltas != "none" and settings.tables == "resident":
+        raise ValueError(
+            f"deltas is {settings.deltas!r}, but tables is 'resident': changed rows are kept "
+            "beside mapped tables: use mapped"
+        )
 
 
 def _check_traces(settings: ServeSettings) -> None:
@@ -140,6 +165,11 @@ def check_device(settings: ServeSettings, device_type: str) -> None:
         raise ValueError(f"follow is {settings.follow!r}, but {why}")
     if device_type != "cuda":
         return
+    if settings.deltas != "none":
+        raise ValueError(
+            f"deltas is {settings.deltas!r}, but the tables go to GPUs, where no delta is applied "
+            "yet: use --devices cpu"
+        )
     if settings.workers > 1:
         raise ValueError(
             f"workers is {settings.workers}, but the tables go to GPUs, and each worker would copy "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import orjson
@@ -17,6 +17,9 @@ from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from embedserve.deltas.status import FollowedModel
 
 T = TypeVar("T")
 SELECTIONS_MAX = PART_STARTS_MAX = 16
@@ -59,6 +62,8 @@ class ModelInfo:
     response_prefix_cache: dict[tuple[object, ...], Any] = field(default_factory=dict)
     """Cache of the codecs for response prefixes, by all that a prefix depends on. It is stored with
     the model, so that it is freed with it."""
+    deltas: FollowedModel | None = None
+    """Changed rows and status of a model that follows deltas; None for others."""
     selected: tuple[int, ...] | None = None
     response_prefixes_max: int = 256
     """Maximum entries of ``response_prefix_cache``, which has one for each size of response."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from protocols.requests import Request, check_vectors
 from protocols.servers import MATRIX, Servers, Setup
+from server.fake_deltas import at_seq
 from server.fake_engine import Bags
 from server.fake_models import model_info, ruled_info, unpooled_info
 
@@ -19,7 +20,9 @@ pytestmark = MATRIX
 
 BAGS: Bags = {"user": [[4], [], [6]], "movie": [[], [10, 10], []], "tag": [[1], [2, 3], []]}
 SEQS = (0, 1, 127, 128, 1234, 10**12, 2**63 - 1)
+AT_SEQ = 1235
 SHOP, SEQUENCE = Setup(), Setup([unpooled_info()])
+LIVE = Setup([at_seq(model_info(), AT_SEQ)])
 RULED = Setup([ruled_info()])
 UNKNOWN: Bags = {
     "user": [[12], [14]],
@@ -123,8 +126,8 @@ async def test_a_min_seq_is_read(
 ) -> None:
     """Also between requests without one, which match templates, and for features in another
     order, whose request is a copy."""
-    driver = await servers.driver(protocol, SHOP)
-    asked = [None, 0, None, 1234, None, 1235, 2**63 - 1, None]
+    driver = await servers.driver(protocol, LIVE)
+    asked = [None, 0, None, 1234, None, AT_SEQ, None]
     some = Request({"tag": [[1]], "movie": [[2]], "user": [[3]]})
     async with driver.connect() as connection:
         for request in (Request(BAGS), some):
@@ -143,3 +146,24 @@ async def test_a_min_seq_that_is_none_is_rejected(servers: Servers, protocol: st
     assert "min" in response.message.partition(" is ")[0]
     if response.field:
         assert response.message.startswith(f"{response.field} is ")
+
+
+async def test_a_server_that_is_behind_says_when_to_come_back(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, LIVE)
+    for min_seq in (AT_SEQ + 1, 2**63 - 1):
+        response = await driver.ask(replace(Request(BAGS), min_seq=min_seq))
+        assert response.code == "UNAVAILABLE"
+        assert f"min_seq is {min_seq}, the rows of model 'shop' are at seq 1235" in response.message
+        if "stream" not in protocol:  # its errors are messages
+            assert response.headers["retry-after"] == "1"
+
+
+async def test_a_model_without_deltas_has_no_seq_to_wait_for(
+    servers: Servers, protocol: str
+) -> None:
+    driver = await servers.driver(protocol, SHOP)
+    response = await driver.ask(replace(Request(BAGS), min_seq=1))
+    assert response.code == "INVALID_ARGUMENT"
+    assert "min_seq is 1, but model 'shop' follows no deltas" in response.message

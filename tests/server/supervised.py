@@ -4,19 +4,25 @@ Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Prints its ports when re
 starts says so, and one that gets SIGUSR1 hangs. While FILE exists workers fail, with what it says.
 It listens on a Unix socket beside that, FILE.sock, too. With FILE.asked it tells whether a worker
 answered before the supervisor had been told that it is ready.
+With FILE.deltas it has an applier, which looks once that file is empty, and ends while it says so.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import NoReturn, cast
 
 from embedserve.config import ServeSettings
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
@@ -25,6 +31,7 @@ from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.serve import set_up_logging
 from embedserve.processes.startup.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
+from embedserve_store.format.delta_manifest import LinePosition
 
 ANSWER_S = 1.0
 
@@ -100,6 +107,21 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         serve(channel, WorkerCounters(slots, index), ports, settings, lookup_s)
         return 0
 
+    mode = Path(f"{failure}.deltas")
+    status = DeltaStatus(LinePosition(1, 0, "0" * 64))
+
+    def applier_main(supervisor: socket.socket) -> int:
+        print("applier", os.getpid(), status.read().state, flush=True)
+        if mode.read_text() == "end":
+            return 3
+        while mode.read_text():
+            time.sleep(0.01)
+        status.write(replace(status.read(), is_looked=True, state="following", reason=""))
+        supervisor.send(b"\n")
+        supervisor.recv(1)
+        return 0
+
+    live = cast("LiveRows", SimpleNamespace(clear_cell=lambda worker: None))
     try:
         Supervisor(
             worker_main,
@@ -110,6 +132,8 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
             lambda: "tables are cut off",
             end_startup_server=end_startup_server,
             on_stop=ports.remove_files,
+            applier_main=applier_main if mode.exists() else None,
+            deltas={"m": FollowedModel(live, status)},
         ).run()
     except WorkerFailedError as error:
         sys.exit(f"failed: {error}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
 import pytest
 
 from embedserve.config import CHOICES, ServeSettings
-from embedserve.config_checks import check_device, check_settings
+from embedserve.config_checks import check_device, check_settings, delta_poll_s
 
 PLAIN = ServeSettings(store="store")
 
@@ -92,3 +93,29 @@ def test_unix_sockets_that_cannot_be(settings: ServeSettings, said: str) -> None
 
 def test_unix_sockets_that_can_be() -> None:
     check_settings(replace(PLAIN, http_uds="/" + "a" * 106, grpc_uds="b", uds_mode="0660"))
+
+
+FOLLOWED = replace(PLAIN, deltas="follow")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (replace(FOLLOWED, devices="cuda"), "deltas is 'follow', but the tables go to GPUs"),
+        (replace(FOLLOWED, tables="resident"), "deltas is 'follow', but tables is 'resident'"),
+        (replace(FOLLOWED, follow="alias"), "follow is 'alias', but the rows of the served"),
+        (replace(FOLLOWED, delta_poll_s=0.001), "delta_poll_s is 0.001, expected 0.01 to 3600"),
+        (replace(FOLLOWED, delta_poll_s=math.nan), "delta_poll_s is nan, expected 0.01 to 3600"),
+        (replace(FOLLOWED, delta_poll_s=math.inf), "delta_poll_s is inf, expected 0.01 to 3600"),
+    ],
+)
+def test_what_makes_no_sense_with_deltas_is_refused(settings: ServeSettings, said: str) -> None:
+    check_settings(FOLLOWED)
+    with pytest.raises(ValueError, match=f"^{said}"):
+        check_settings(settings)
+
+
+def test_deltas_are_looked_for_more_often_in_a_folder() -> None:
+    assert delta_poll_s(FOLLOWED) == 0.05
+    assert delta_poll_s(replace(FOLLOWED, store="s3://bucket/store")) == 0.25
+    assert delta_poll_s(replace(FOLLOWED, delta_poll_s=3.0)) == 3.0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.delta_file import ChangedRows, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
     FOLDER,
@@ -89,16 +89,36 @@ class DeltaLine:
         position = self.start
         for seq in range(self.start.seq + 1, last + 1):
             if seq not in there:
-                raise self._missing(seq, stored)
+                raise self.missing(seq, stored)
             delta, after = self.manifest(seq)
-            if delta.previous != position.checksum:
-                what = f"delta {position.seq}" if position.seq else f"version {position.line}"
-                raise StoreError(
-                    f"{self._where(manifest_name(seq))}: does not continue {what}: previous is "
-                    f"{delta.previous}, expected {position.checksum}"
-                )
+            self._check_continues(delta, position)
             position = after
             yield delta, after
+
+    def after(self, position: LinePosition) -> tuple[DeltaManifest, LinePosition] | None:
+        """Reads the manifest of the delta that follows ``position``, as ``manifest`` does.
+
+        It is one request, and lists nothing. Returns None if there is no such delta yet.
+
+        Raises:
+            StoreError: the delta is damaged, or does not continue the delta at ``position``.
+            UnreachableError: the store does not respond.
+        """
+        try:
+            delta, end = self.manifest(position.seq + 1)
+        except MissingFileError:
+            return None
+        self._check_continues(delta, position)
+        return delta, end
+
+    def missing(self, seq: int, stored: list[int]) -> StoreError:
+        """Returns the error for a delta that is not among those ``stored``."""
+        where = f"{self._models.where}/{self._base.model}"
+        has = f"it has {stored[0]} to {stored[-1]}" if stored else "it has none"
+        return StoreError(
+            f"{where}: delta {seq} of line {self.start.line} does not exist; after version "
+            f"{self._base.version} {has}"
+        )
 
     def rows(self, delta: DeltaManifest) -> Iterator[list[ChangedRows]]:
         """Yields the changed rows of each file of ``delta``; one file at a time is in memory.
@@ -126,10 +146,10 @@ class DeltaLine:
     def _where(self, name: str) -> str:
         return f"{self._models.where}/{self._base.model}/{FOLDER}/{self.start.line}/{name}"
 
-    def _missing(self, seq: int, stored: list[int]) -> StoreError:
-        where = f"{self._models.where}/{self._base.model}"
-        has = f"it has {stored[0]} to {stored[-1]}" if stored else "it has none"
-        return StoreError(
-            f"{where}: delta {seq} of line {self.start.line} does not exist; after version "
-            f"{self._base.version} {has}"
-        )
+    def _check_continues(self, delta: DeltaManifest, position: LinePosition) -> None:
+        if delta.previous != position.checksum:
+            what = f"delta {position.seq}" if position.seq else f"version {position.line}"
+            raise StoreError(
+                f"{self._where(manifest_name(delta.seq))}: does not continue {what}: previous is "
+                f"{delta.previous}, expected {position.checksum}"
+            )

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.remote.retry_log import RetryLog
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,7 @@ def _translated(where: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise StoreError(f"{where}: does not exist") from error
+        raise MissingFileError(f"{where}: does not exist") from error
     except Exception as error:
         raise UnreachableError(f"{where}: the remote store says: {_line(error)}") from error
 

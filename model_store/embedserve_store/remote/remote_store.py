@@ -191,7 +191,7 @@ class RemoteStore:
         return list(self._remote.sizes(f"{model}/{what}"))
 
     def read_beside(self, model: str, what: str, path: str) -> bytes:
-        """Reads a file that files_beside lists, as LocalStore does."""
+        """Reads a file beside the versions, as LocalStore does."""
         return self._remote.read(f"{model}/{what}/{path}")
 
     def folders(self, path: str) -> list[str]:

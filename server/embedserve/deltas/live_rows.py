@@ -39,6 +39,10 @@ _CACHE_LINE = 8
 """Words of a cache line. Each word that processes write is alone on one."""
 
 
+class RowsFullError(Exception):
+    """The changed rows do not fit into the memory that was given for them."""
+
+
 @dataclass(frozen=True)
 class SpareRows:
     """The spare rows of a table.
@@ -63,6 +67,7 @@ class LiveRows:
 
     Attributes:
         version: the version, with spare rows behind its tables.
+        start: position of the version in its line of deltas.
         memory_max: bytes that changed rows may take.
         spares: spare rows of each table, by its name.
         newest, views, before: uint32 arrays, described above.
@@ -109,7 +114,8 @@ class LiveRows:
         self._cells = words[3 * _CACHE_LINE : cells_end : _CACHE_LINE]
         self._cells[:] = IDLE
         self.peaks = words[cells_end:]
-        self.commit(1, position_of(manifest).seq)
+        self.start = position_of(manifest)
+        self.commit(1, self.start.seq)
 
     @property
     def tables(self) -> TablesFile:
@@ -152,8 +158,12 @@ class LiveRows:
         self._floor[0] = view
 
     def set_cell(self, reader: int, view: int) -> None:
-        """Sets the oldest view that a process reads; IDLE while it reads none, or has ended."""
+        """Sets the oldest view that a process reads."""
         self._cells[reader] = view
+
+    def clear_cell(self, reader: int) -> None:
+        """Sets that a process reads no rows; also for one that has ended."""
+        self._cells[reader] = IDLE
 
     def oldest_read(self) -> int:
         """Returns the oldest view in any cell; IDLE if there is none."""

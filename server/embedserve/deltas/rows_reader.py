@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import IDLE, LiveRows, SpareRows
+from embedserve.deltas.live_rows import LiveRows, SpareRows
 from embedserve_store.errors import StoreError
 from embedserve_store.plans.plan import Plan
 
@@ -31,7 +31,7 @@ class RowsReader:
         """
         manifest = live.version.manifest
         membarrier.register()
-        live.set_cell(reader, IDLE)
+        live.clear_cell(reader)
         self._live = live
         self._reader = reader
         self._lock = threading.Lock()
@@ -65,7 +65,10 @@ class RowsReader:
 
     def _end(self, view: int) -> None:
         self._views.remove(view)
-        self._live.set_cell(self._reader, self._views[0] if self._views else IDLE)
+        if self._views:
+            self._live.set_cell(self._reader, self._views[0])
+        else:
+            self._live.clear_cell(self._reader)
 
     def newest(
         self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64], view: int

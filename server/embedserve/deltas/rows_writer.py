@@ -13,14 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, SpareRows
+from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, RowsFullError, SpareRows
 from embedserve_store.format.delta_file import ChangedRows
 
 Numbers = NDArray[np.uint32]
-
-
-class RowsFullError(Exception):
-    """The changed rows do not fit into the memory that was given for them."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import (
     EmbedServeError,
+    InvalidRequestError,
     NotReadyError,
     OverloadedError,
     RequestTooLargeError,
@@ -199,6 +200,8 @@ class ModelRegistry:
                 or answer_bytes > limits.request_output_bytes_max
             ):
                 self._refuse_size(request, model)
+            if request.min_seq is not None:
+                _check_seq(request.min_seq, model)
             batcher.enqueue(adapt_to_model(request, model), pending)
         except EmbedServeError as error:
             error.of(model)
@@ -349,3 +352,16 @@ def _check_any_passes(batchers: Sequence[Batcher], check: Callable[[Batcher], No
 def _shown(batcher: Batcher) -> str:
     tag, number = batcher.model.tag, batcher.model.version
     return str(number) if tag in ("", str(number)) else f"{number} ({tag})"
+
+
+def _check_seq(min_seq: int, model: ModelInfo) -> None:
+    """Raises NotReadyError while the rows of ``model`` are older than ``min_seq``, and
+    InvalidRequestError if they never change."""
+    if model.deltas is None:
+        raise InvalidRequestError(
+            f"min_seq is {min_seq}, but model {model.name!r} follows no deltas", "min_seq"
+        )
+    if (seq := model.deltas.live.seq) < min_seq:
+        raise NotReadyError(
+            f"min_seq is {min_seq}, the rows of model {model.name!r} are at seq {seq}", "min_seq"
+        )

@@ -6,13 +6,14 @@ imports neither torch nor grpc, and has no thread when it forks. Each worker doe
 From the command until the server listens:
 
     serve
-      _serve_alone                          --workers 1
+      _serve_alone                          --workers 1, without --deltas
         _loaded                             engines, pipeline, version manager
         single_process.run_single_process   signals, rollouts
           server.run_server                 listens, serves, drains
 
-      _serve_workers                        --workers N
+      _serve_workers                        --workers N, or --deltas follow
         Supervisor.run                      forks, watches and restarts
+          _applier_main                     in the applier of deltas
           _worker_main                      in each worker
             _loaded
             worker.wait_for_start           at the first start, until all are warm
@@ -27,9 +28,11 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, TextIO
@@ -62,6 +65,7 @@ from embedserve_store.terminal.console import hush_torch
 from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
 
 if TYPE_CHECKING:
+    from embedserve.deltas.status import FollowedModel
     from embedserve.pipeline import RequestPipeline
     from embedserve.processes.channel import WorkerChannel
     from embedserve.processes.rollout.version_manager import VersionManager
@@ -69,6 +73,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Versions = dict[str, ModelVersion]
+Deltas = dict[str, "FollowedModel"]
+"""Followed models by served name."""
 Notify = Callable[[str], None]
 """Reports a state of service_manager.py."""
 
@@ -82,6 +88,8 @@ def serve(settings: ServeSettings) -> None:
         ValueError: a setting is invalid.
     """
     start_s = time.perf_counter()
+    if settings.deltas != "none" and settings.devices == "auto":
+        settings = replace(settings, devices="cpu")
     notify = notifier()
     check_settings(settings)
     check_shared_memory(settings)
@@ -92,7 +100,7 @@ def serve(settings: ServeSettings) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with sigterm_interrupts():  # until models are loaded; PID 1 of a container needs it
-            if settings.workers > 1:
+            if settings.is_supervised:
                 _serve_workers(settings, start_s, notify)
             else:
                 _serve_alone(settings, start_s, notify)
@@ -174,10 +182,11 @@ def _loaded(
     counters: WorkerCounters | None = None,
     names: int = 0,
     columns_max: int = 0,
+    deltas: Deltas | None = None,
 ) -> Iterator[tuple[RequestPipeline, VersionManager]]:
     """Loads the models into this process. Yields the pipeline that serves them, and the manager
     that switches their versions. A worker has ``counters``, which have room for ``names`` models of
-    up to ``columns_max`` features or keys."""
+    up to ``columns_max`` features or keys. ``deltas`` are the followed models."""
     from embedserve.processes import server
 
     is_shown = counters is None or counters.worker == 0
@@ -185,7 +194,9 @@ def _loaded(
     engines = restore_all(settings, versions, is_shown=is_shown)
     threads = server.executor_threads(settings, engines.values())
     with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
-        pipeline = server.build_pipeline(engines, settings, executor, counters, names, columns_max)
+        pipeline = server.build_pipeline(
+            engines, settings, executor, counters, names, columns_max, deltas or {}
+        )
         version_manager = server.build_version_manager(
             pipeline, engines, versions, settings, executor
         )
@@ -210,6 +221,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         versions = make_resident_and_verify(settings, opened)
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())
+        deltas = _followed(settings, versions)
         slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
 
         def find_damage() -> str:
@@ -232,7 +244,9 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
 
         served = {name: RolloutVersion.of(one) for name, one in versions.items()}
         supervisor = Supervisor(
-            partial(_worker_main, settings, versions, ports, start_s, slots, names, columns_max),
+            partial(
+                _worker_main, settings, versions, deltas, ports, start_s, slots, names, columns_max
+            ),
             slots,
             settings.drain_s,
             settings.worker_hang_s,
@@ -241,13 +255,50 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
             end_startup_server=end_startup_server,
             on_ready=partial(notify, "READY=1"),
             on_stop=on_stop,
+            applier_main=partial(_applier_main, settings, versions, deltas) if deltas else None,
+            deltas=deltas,
         )
         supervisor.run()
+
+
+def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
+    """Returns shared memory for the changed rows of each version; empty without --deltas. The
+    versions' tables are replaced by those with room for changed rows.
+
+    Raises:
+        StoreError: there is no memory for the changed rows.
+    """
+    if settings.deltas == "none":
+        return {}
+    from embedserve.deltas.live_rows import LiveRows
+    from embedserve.deltas.memory import memory_bytes
+    from embedserve.deltas.status import DeltaStatus, FollowedModel
+
+    deltas = {}
+    for name, version in versions.items():
+        live = LiveRows(version, memory_bytes(settings, version), settings.workers)
+        deltas[name] = FollowedModel(live, DeltaStatus(live.start))
+        versions[name] = live.version
+    return deltas
+
+
+def _applier_main(
+    settings: ServeSettings, versions: Versions, deltas: Deltas, supervisor: socket.socket
+) -> int:
+    """Applies deltas in the applier's process; returns the exit code."""
+    from embedserve.deltas.applier_process import run_applier
+
+    try:
+        run_applier(settings, versions, deltas, supervisor)
+    except StoreError as error:
+        logger.error("%s", error)
+    return 1
 
 
 def _worker_main(
     settings: ServeSettings,
     versions: Versions,
+    deltas: Deltas,
     ports: SharedPorts,
     start_s: float,
     slots: SharedCounters,
@@ -261,7 +312,10 @@ def _worker_main(
 
     counters = WorkerCounters(slots, index)
     try:
-        with _loaded(settings, versions, counters, names, columns_max) as (pipeline, manager):
+        with _loaded(settings, versions, counters, names, columns_max, deltas) as (
+            pipeline,
+            manager,
+        ):
             import uvloop
 
             ready = partial(_log_ready, pipeline, ports, start_s, settings)

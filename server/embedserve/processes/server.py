@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from signal import Signals
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from embedserve.access.authenticator import Authenticator
@@ -23,6 +24,8 @@ from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.status import FollowedModel
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.metrics.metrics import Metrics
@@ -65,7 +68,7 @@ GARBAGE_THRESHOLD = 20_000
 of a core."""
 
 
-def model_info(engine: Engine, name: str) -> ModelInfo:
+def model_info(engine: Engine, name: str, deltas: FollowedModel | None = None) -> ModelInfo:
     """Returns the description of a restored model, as served under ``name``."""
     return ModelInfo(
         manifest=engine.manifest,
@@ -77,6 +80,7 @@ def model_info(engine: Engine, name: str) -> ModelInfo:
         replicas=engine.replicas,
         served_name=name,
         example=example_features(engine.manifest, engine.goldens().bags),
+        deltas=deltas,
     )
 
 
@@ -101,10 +105,19 @@ def build_pipeline(
     counters: WorkerCounters | None = None,
     names: int = 0,
     columns_max: int = 0,
+    deltas: Mapping[str, FollowedModel] = MappingProxyType({}),
 ) -> RequestPipeline:
     """Returns the pipeline over ``engines``, which are keyed by served name. A worker counts in its
-    ``counters``, which have room for ``names`` models of up to ``columns_max`` features or keys."""
-    infos = {name: model_info(engine, name) for name, engine in engines.items()}
+    ``counters``, which have room for ``names`` models of up to ``columns_max`` features or keys.
+    ``deltas`` are the followed models, by served name.
+
+    Raises:
+        StoreError: the rows of a followed model cannot change in its plan.
+    """
+    for name, followed in deltas.items():
+        worker = 0 if counters is None else counters.worker
+        engines[name].rows = RowsReader(followed.live, worker, engines[name].plan)
+    infos = {name: model_info(engine, name, deltas.get(name)) for name, engine in engines.items()}
     metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {
         name: _batcher(engine, infos[name], settings, metrics, executor)
@@ -210,7 +223,7 @@ async def run_server(
             labels are missing.
         ValueError: one of these files was damaged since the start.
     """
-    async with watched(settings.worker_hang_s if settings.workers == 1 else 0.0):
+    async with watched(0.0 if settings.is_supervised else settings.worker_hang_s):
         files = tls_files(settings)
         certificates = None if files is None else Certificates(files)
         wires = _wires(pipeline, settings, certificates, admin)

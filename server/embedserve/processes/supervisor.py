@@ -6,21 +6,21 @@ grpc, so that it can fork workers at any time. No request passes through it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import selectors
 import signal
 import socket
-import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from functools import partial
+from typing import TYPE_CHECKING
 
 from embedserve.metrics.shared_counters import SharedCounters
+from embedserve.processes.applier import Applier
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
+from embedserve.processes.forked import described, ended, fork, restart_delay_s
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     START,
@@ -33,9 +33,11 @@ from embedserve.processes.rollout.messages import (
 )
 from embedserve.processes.signals import wake_on_signals
 
+if TYPE_CHECKING:
+    from embedserve.deltas.status import FollowedModel
+
 logger = logging.getLogger(__name__)
 
-RESTART_DELAY_S_MAX = 30.0
 KILL_AFTER_S = 4.0
 """Seconds after the drain before a worker that is still running is killed."""
 POLL_S = 1.0
@@ -48,7 +50,6 @@ Compiling a large model blocks its event loop."""
 QUICK_END_S = 60.0
 """Seconds for which a worker must run after it was ready for its failure count to be reset. A
 worker that exits sooner is restarted immediately only once."""
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 WorkerMain = Callable[[int, WorkerChannel], int]
 """Serves as the worker with that number, with its end of the channel, until it is stopped. Returns
@@ -99,6 +100,8 @@ class Supervisor:
         end_startup_server: Callable[[], None] = lambda: None,
         on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
+        applier_main: Callable[[socket.socket], int] | None = None,
+        deltas: Mapping[str, FollowedModel] | None = None,
     ) -> None:
         """
         Args:
@@ -112,6 +115,8 @@ class Supervisor:
                 before the call returns.
             on_ready: called once, when all workers listen for the first time.
             on_stop: called before the workers are stopped.
+            applier_main: applies the deltas of ``deltas``, in a process of its own; None: no
+                deltas are applied.
         """
         self._end_startup_server = end_startup_server
         self._on_ready, self._on_stop = on_ready, on_stop
@@ -125,6 +130,9 @@ class Supervisor:
         self._looked_s = time.monotonic()
         self._workers = [_Worker(index) for index in range(len(shared_counters.rows))]
         self._selector = selectors.DefaultSelector()
+        self._applier = applier_main and Applier(
+            applier_main, deltas or {}, self._selector, self._close_inherited
+        )
         self._are_released = False
         self._were_ready = False
         self._is_stopping = self._is_hurried = self._is_reload_requested = False
@@ -137,6 +145,8 @@ class Supervisor:
         """
         with wake_on_signals(self._selector, self._stop, self._request_reload):
             try:
+                if self._applier is not None:
+                    self._applier.check()
                 for worker in self._workers:
                     self._start(worker)
                 while not self._is_stopping:
@@ -158,11 +168,13 @@ class Supervisor:
         if self._is_reload_requested:
             self._is_reload_requested = False
             self._coordinator.reload()
+        if self._applier is not None and not self._is_stopping:
+            self._applier.check()
         self._release_workers()
         self._check_heartbeats()
         self._coordinator.check_timeouts()
         for worker in self._workers:
-            if worker.pid and (status := _ended(worker.pid)) is not None:
+            if worker.pid and (status := ended(worker.pid)) is not None:
                 self._reap(worker, status)
             if not worker.pid and not self._is_stopping and worker.restart_at_s <= time.monotonic():
                 self._start(worker)
@@ -173,7 +185,9 @@ class Supervisor:
 
     def _seconds_to_restart(self) -> float:
         now_s = time.monotonic()
-        waits = (worker.restart_at_s - now_s for worker in self._workers if not worker.pid)
+        waits = [worker.restart_at_s - now_s for worker in self._workers if not worker.pid]
+        if self._applier is not None and not self._applier.pid:
+            waits.append(self._applier.restart_at_s - now_s)
         return max(0.0, min(POLL_S, *waits, POLL_S))
 
     def _check_heartbeats(self) -> None:
@@ -213,46 +227,22 @@ class Supervisor:
 
     def _start(self, worker: _Worker) -> None:
         self._coordinator.on_worker_fork()
-        ours, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # A signal that arrives before the worker has reset our handlers would run them in the
-        # worker.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            pid = os.fork()
-            if not pid:
-                ours.close()
-                self._run_child(worker.index, theirs)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        theirs.close()
+        main = partial(self._run_worker, worker.index)
+        pid, ours = fork(main, self._close_inherited)
         worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
         worker.pid, worker.reason, worker.logs_ready = pid, "", False
 
-    def _run_child(self, index: int, channel: socket.socket) -> NoReturn:
-        """Runs the worker in the forked process, and ends that process."""
-        status = 1
-        try:
-            signal.set_wakeup_fd(-1)
-            # Ctrl-C and a closing terminal signal the workers, too; the supervisor handles both.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for other in self._workers:
-                if other.channel is not None:
-                    other.channel.close()
-            self._selector.close()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            status = self._worker_main(index, WorkerChannel(channel))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(status)
+    def _run_worker(self, index: int, channel: socket.socket) -> int:
+        return self._worker_main(index, WorkerChannel(channel))
+
+    def _close_inherited(self) -> None:
+        """Closes in a forked process the channels of the others, and the selector."""
+        for other in self._workers:
+            if other.channel is not None:
+                other.channel.close()
+        if self._applier is not None:
+            self._applier.close()
+        self._selector.close()
 
     def _receive(self, worker: _Worker) -> None:
         assert worker.channel is not None
@@ -288,8 +278,9 @@ class Supervisor:
     def _release_workers(self) -> None:
         """Starts warm workers: the first time all together, afterwards each by itself. Each listens
         once it serves what the others serve."""
-        self._are_released = self._are_released or all(
-            worker.warm_status is not None for worker in self._workers
+        self._are_released = self._are_released or (
+            all(worker.warm_status is not None for worker in self._workers)
+            and (self._applier is None or self._applier.is_looked())
         )
         if not self._are_released:
             return
@@ -307,10 +298,12 @@ class Supervisor:
         """Clears the place of a worker that exited with ``status``, and schedules its restart."""
         while worker.channel is not None:  # reads its last messages
             self._receive(worker)
-        how = _described(status)
+        how = described(status)
         if status == -signal.SIGBUS and (found := self._find_damage()):
             how += f" ({found})"
         self._slots.set_ready(worker.index, False)
+        if self._applier is not None:
+            self._applier.clear_reader(worker.index)
         if not self._is_stopping:
             self._coordinator.on_worker_exit(worker.index, how)
         was_ready = worker.is_listening
@@ -324,9 +317,7 @@ class Supervisor:
         worker.kill_at_s = None
         if was_ready and time.monotonic() - worker.listening_s >= QUICK_END_S:
             worker.failures = 0
-        delay_s = min(2.0 ** max(0, worker.failures - 1), RESTART_DELAY_S_MAX)
-        if was_ready and not worker.failures:
-            delay_s = 0.0
+        delay_s = restart_delay_s(worker.failures, was_ready=was_ready)
         worker.failures += 1
         worker.restart_at_s = time.monotonic() + delay_s
         self._slots.count_restart(worker.index)
@@ -347,7 +338,7 @@ class Supervisor:
         self._signal_all(signal.SIGTERM)
         kill_at_s = time.monotonic() + self._drain_s + KILL_AFTER_S
         is_killed = False
-        while any(worker.pid for worker in self._workers):
+        while any(one.pid for one in (*self._workers, self._applier) if one is not None):
             left_s = kill_at_s - time.monotonic()
             if (left_s <= 0 or self._is_hurried) and not is_killed:
                 is_killed = True
@@ -355,8 +346,10 @@ class Supervisor:
                 logger.error("workers are killed: %s", why)
                 self._signal_all(signal.SIGKILL)
             self._wait(min(POLL_S, max(0.01, left_s)))
+            if self._applier is not None:
+                self._applier.reap()
             for worker in self._workers:
-                if worker.pid and (status := _ended(worker.pid)) is not None:
+                if worker.pid and (status := ended(worker.pid)) is not None:
                     self._reap(worker, status)
 
     def _send_to(self, index: int, desired: Desired) -> None:
@@ -376,16 +369,5 @@ class Supervisor:
         for worker in self._workers:
             if worker.pid:
                 os.kill(worker.pid, number)
-
-
-def _ended(pid: int) -> int | None:
-    """Returns the exit code of a child that exited (for a signal its negative number), else
-    None."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
-
-
-def _described(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+        if self._applier is not None:
+            self._applier.signal(number)

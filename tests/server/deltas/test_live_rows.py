@@ -24,9 +24,9 @@ from server.deltas.tables import (
 )
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import NUMBER_MAX, LiveRows
+from embedserve.deltas.live_rows import NUMBER_MAX, LiveRows, RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve.deltas.rows_writer import RowsFullError, RowsWriter
+from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.table_spec import TableSpec

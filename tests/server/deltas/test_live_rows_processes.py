@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from server.deltas.tables import SPECS, version_of
 
-from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.live_rows import LiveRows, RowsFullError
 from embedserve.deltas.region import shared_memory
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve.deltas.rows_writer import RowsFullError, RowsWriter
+from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion
 from embedserve_store.format.delta_file import ChangedRows
 

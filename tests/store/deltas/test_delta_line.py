@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,28 @@ def test_rows_are_those_pushed(folder: Path) -> None:
     delta, _ = line.manifest(2)
     ((tag,),) = line.rows(delta)
     np.testing.assert_array_equal(tag.numbers, [2, 9])
+
+
+def test_the_next_delta_is_read_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that follows a line asks for one manifest, and lists nothing."""
+    line = line_of(folder)
+    monkeypatch.setattr(line, "seqs", None)
+    found = line.after(line.start)
+    seqs = []
+    while found is not None:
+        seqs.append(found[0].seq)
+        found = line.after(found[1])
+    assert seqs == [1, 2, 3]
+
+
+def test_the_next_delta_is_none_while_there_is_none(store: Path, writer: DeltaWriter) -> None:
+    line = line_of(store / "m/deltas/1")
+    assert line.after(line.start) is None
+    writer.push_rows({})
+    assert line.after(line.start) is not None
+
+
+def test_the_next_delta_continues_the_one_before(folder: Path) -> None:
+    line = line_of(folder)
+    with pytest.raises(StoreError, match=r"0002\.json: does not continue delta 1: previous is"):
+        line.after(replace(line.start, seq=1))

@@ -43,6 +43,11 @@ def test_a_line_in_an_object_store(conditional: None, url: str, tmp_path: Path) 
     models = ModelStore(url, tmp_path / "cache")
     line = DeltaLine(models, models.manifest("m"))
     assert [delta.rows for delta, _ in line.deltas()] == [{"t": 2}, {}]
+    first = line.after(line.start)
+    assert first is not None
+    second = line.after(first[1])
+    assert second is not None
+    assert (first[0].step, second[0].seq, line.after(second[1])) == (4, 2, None)
     made = compact_deltas(url, "m", cache=tmp_path / "cache")
     assert (made.version, made.where) == (2, f"{url}/m/2")
     opened = models.load("m")

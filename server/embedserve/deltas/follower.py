@@ -1,0 +1,223 @@
+"""Follows the line of one version: reads its deltas in order and applies their rows in steps.
+
+A delta that is missing, damaged or foreign is never applied, nor any delta after it. It is read
+again at each look.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+import numpy as np
+
+from embedserve.deltas.live_rows import RowsFullError
+from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.status import (
+    CATCHING_UP,
+    FOLLOWING,
+    FULL,
+    STALLED,
+    Applied,
+    DeltaState,
+    FollowedModel,
+)
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
+
+logger = logging.getLogger(__name__)
+
+STEP_BYTES_MAX = 256 << 20
+"""Bytes of files that one step reads and applies, unless a single delta has more; 256 MiB."""
+LIST_AFTER_S = 10.0
+"""Seconds without a new delta after which the line is listed once, so that a gap is found."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A delta that has been read and is not applied yet."""
+
+    delta: DeltaManifest
+    end: LinePosition
+    changes: list[ChangedRows]
+
+    @property
+    def as_of(self) -> float:
+        return _seconds(self.delta.as_of)
+
+
+class DeltaFollower:
+    """Applies the deltas of one line, as its only writer."""
+
+    def __init__(
+        self, name: str, line: DeltaLine, followed: FollowedModel, memory_bytes: int
+    ) -> None:
+        """Continues where a follower before it ended, even if it was killed.
+
+        Args:
+            name: name that the model is served by, for the log.
+            memory_bytes: room for changed rows; no step reads more, unless one delta has more.
+        """
+        self._name = name
+        self._line = line
+        self._rows = RowsWriter(followed.live)
+        self._status = followed.status
+        self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
+        self._state = self._continued(followed.live.seq)
+        self._position = self._state.applied.position(line.start.line)
+        self._is_listed = False
+        self._found_s = time.monotonic()
+
+    def look(self) -> bool:
+        """Applies the deltas that the store has after the last one, as many as one step holds.
+
+        Returns:
+            Whether more deltas wait and may be applied.
+        """
+        start_s = time.perf_counter()
+        error: StoreError | RowsFullError | None = None
+        waiting: list[Waiting] = []
+        try:
+            self._list_if_due()
+            self._read(waiting)
+        except StoreError as caught:
+            error = caught
+        try:
+            if waiting:
+                self._found_s, self._is_listed = time.monotonic(), True
+                self._apply(waiting, start_s)
+        except RowsFullError as caught:
+            error = caught
+        self._end(error)
+        return error is None and self._state.state == CATCHING_UP
+
+    def _continued(self, seq: int) -> DeltaState:
+        """Returns the state with the position of ``seq``, the committed one."""
+        state = self._status.read()
+        applied = state.applied if state.applied.seq == seq else state.applying
+        return replace(state, applied=applied, applying=applied)
+
+    def _list_if_due(self) -> None:
+        """Lists the line, first at the start. Raises StoreError if the next delta is missing."""
+        if self._is_listed and time.monotonic() - self._found_s < LIST_AFTER_S:
+            return
+        stored = self._line.seqs()
+        self._found_s, self._is_listed = time.monotonic(), True
+        last = stored[-1] if stored else 0
+        self._state = replace(self._state, wanted_seq=max(self._state.wanted_seq, last))
+        following = self._position.seq + 1
+        if last > following and following not in stored:
+            self._is_listed = False  # looks again at once, until the delta is there
+            raise self._line.missing(following, stored)
+
+    def _read(self, waiting: list[Waiting]) -> None:
+        """Reads deltas and their rows into ``waiting``. Raises StoreError at a bad delta; those
+        before it are in ``waiting``."""
+        end, nbytes = self._position, 0
+        while (found := self._line.after(end)) is not None:
+            delta, end = found
+            nbytes += delta.nbytes
+            wanted = max(self._state.wanted_seq, delta.seq)
+            self._state = replace(self._state, wanted_seq=wanted)
+            if waiting and nbytes > self._step_bytes:
+                return
+            if not waiting:
+                self._state = replace(self._state, waiting_since=_seconds(delta.as_of))
+            changes = [change for file in self._line.rows(delta) for change in file]
+            waiting.append(Waiting(delta, end, changes))
+
+    def _apply(self, waiting: Sequence[Waiting], start_s: float) -> None:
+        """Applies all of ``waiting`` at once, or if there is no room one after the other.
+
+        Raises:
+            RowsFullError: there is no room for one of them; those before it are applied.
+        """
+        try:
+            self._apply_once(waiting, start_s)
+        except RowsFullError:
+            if len(waiting) == 1:
+                raise
+            for one in waiting:
+                self._apply_once([one], start_s)
+
+    def _apply_once(self, waiting: Sequence[Waiting], start_s: float) -> None:
+        last = waiting[-1]
+        applied = Applied(last.end.seq, last.as_of, last.end.checksum)
+        # Is written first: a follower that continues finds the position of either seq.
+        self._write(replace(self._state, applying=applied))
+        self._rows.apply(last.end.seq, merged([change for w in waiting for change in w.changes]))
+        now, state = time.time(), self._state
+        freshness = state.freshness_seconds
+        for one in waiting:
+            freshness = freshness.plus(max(0.0, now - one.as_of))
+        self._position = last.end
+        self._write(
+            replace(
+                state,
+                applied=applied,
+                waiting_since=0.0,
+                rows=state.rows + sum(sum(w.delta.rows.values()) for w in waiting),
+                nbytes=state.nbytes + sum(w.delta.nbytes for w in waiting),
+                apply_seconds=state.apply_seconds.plus(time.perf_counter() - start_s),
+                freshness_seconds=freshness,
+            )
+        )
+
+    def _end(self, error: StoreError | RowsFullError | None) -> None:
+        """Writes the status after a look, and logs a new reason once."""
+        before, is_behind = self._state, self._state.wanted_seq > self._position.seq
+        state, reason, refused = CATCHING_UP if is_behind else FOLLOWING, "", before.refused
+        if error is not None:
+            state, reason = FULL if isinstance(error, RowsFullError) else STALLED, str(error)
+            if reason != before.reason:
+                refused += 1
+                logger.error("%s: no delta after %d: %s", self._name, self._position.seq, reason)
+        elif before.is_stopped:
+            logger.info("%s: deltas are applied again", self._name)
+        waits = error is not None or is_behind
+        self._write(
+            replace(
+                before,
+                applying=before.applied,
+                state=state,
+                reason=reason,
+                refused=refused,
+                waiting_since=(before.waiting_since or time.time()) if waits else 0.0,
+                looked_at=time.time(),
+                is_looked=before.is_looked or state != CATCHING_UP,
+                rows_changed=self._rows.rows_changed,
+                memory_bytes=self._rows.memory_bytes,
+            )
+        )
+
+    def _write(self, state: DeltaState) -> None:
+        self._state = state
+        self._status.write(state)
+
+
+def merged(changes: Sequence[ChangedRows]) -> list[ChangedRows]:
+    """Returns one element for each table of ``changes``; of a row's values the last one stays."""
+    by_table: dict[str, list[ChangedRows]] = {}
+    for change in changes:
+        by_table.setdefault(change.table.name, []).append(change)
+    return [_last_values(own) for own in by_table.values()]
+
+
+def _last_values(changes: Sequence[ChangedRows]) -> ChangedRows:
+    if len(changes) == 1:
+        return changes[0]
+    # Is reversed, since np.unique returns the first position of a row.
+    numbers, last = np.unique(
+        np.concatenate([one.numbers for one in changes])[::-1], return_index=True
+    )
+    values = np.concatenate([one.values for one in changes])
+    return ChangedRows(changes[0].table, numbers, values[len(values) - 1 - last])
+
+
+def _seconds(as_of: str) -> float:
+    return datetime.fromisoformat(as_of).timestamp()

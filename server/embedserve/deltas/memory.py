@@ -1,0 +1,15 @@
+"""Size of the memory for changed rows."""
+
+from __future__ import annotations
+
+from embedserve.config import MIB, ServeSettings
+from embedserve_store.model_version import ModelVersion
+
+BYTES_MIN = 256 * MIB
+SHARE = 10
+"""A tenth of a version's tables may change by default."""
+
+
+def memory_bytes(settings: ServeSettings, version: ModelVersion) -> int:
+    """Returns the bytes for changed rows of ``version``: --delta-memory, or its default."""
+    return settings.delta_memory or max(BYTES_MIN, version.manifest.nbytes // SHARE)

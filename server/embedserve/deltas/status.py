@@ -1,0 +1,226 @@
+"""Status of a followed line, in memory that the applier writes and the workers read.
+
+The memory is allocated before the processes are forked. A status is written alternately into two
+records, each with a checksum. A reader takes the newest whole record, so that it never sees half of
+one, not even after a writer was killed while it wrote.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+import zlib
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import accumulate
+from typing import Any
+
+from embedserve.deltas.live_rows import LiveRows
+from embedserve_store.format.delta_manifest import LinePosition
+
+CATCHING_UP, FOLLOWING, STALLED, FULL = "catching up", "following", "stalled", "full"
+STATES = (CATCHING_UP, FOLLOWING, STALLED, FULL)
+REASON_BYTES_MAX = 500
+BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Bucket bounds of the durations, in seconds."""
+
+_POSITION = "Qd32s"
+_DURATIONS = f"{len(BUCKETS_S) + 1}Qd"
+_RECORD = struct.Struct(f"<QB?QddQQQQQ{_POSITION}{_POSITION}{_DURATIONS}{_DURATIONS}H500s")
+_CHECKSUM = struct.Struct("<I")
+_SLOT_BYTES = _RECORD.size + _CHECKSUM.size
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Deltas up to a position, and how old their rows are."""
+
+    seq: int
+    as_of: float
+    """Time at which training read the rows of the last delta, in seconds since the Unix epoch. 0 if
+    no delta is applied."""
+    checksum: str
+    """sha256 of the last delta's manifest, as in LinePosition."""
+
+    def position(self, line: int) -> LinePosition:
+        return LinePosition(line, self.seq, self.checksum)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Histogram of durations."""
+
+    counts: tuple[int, ...] = (0,) * (len(BUCKETS_S) + 1)
+    """Number of durations in each bucket of BUCKETS_S, and above all."""
+    sum_s: float = 0.0
+
+    def plus(self, seconds: float) -> Durations:
+        counts = list(self.counts)
+        counts[bisect_left(BUCKETS_S, seconds)] += 1
+        return Durations(tuple(counts), self.sum_s + seconds)
+
+    def samples(self) -> tuple[list[tuple[str, float]], float]:
+        """Returns cumulative counts by bound and the sum, as HistogramSamples has them."""
+        bounds = [*map(str, BUCKETS_S), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True)), self.sum_s
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """State of a followed line at one time."""
+
+    applied: Applied
+    """Position of the rows that are served."""
+    applying: Applied
+    """Position after the deltas that are being applied; ``applied`` if there are none."""
+    state: str = CATCHING_UP
+    reason: str = ""
+    """Error that stops further deltas, for the states stalled and full."""
+    is_looked: bool = False
+    """Whether the deltas that were there at the start have been applied, as far as they can be."""
+    wanted_seq: int = 0
+    """Last delta that is known to exist."""
+    waiting_since: float = 0.0
+    """Time of the oldest delta that is not applied, in seconds since the Unix epoch; 0: none."""
+    looked_at: float = 0.0
+    """Time of the last look at the store, in seconds since the Unix epoch."""
+    rows: int = 0
+    """Rows of applied deltas."""
+    nbytes: int = 0
+    """Bytes of the files of applied deltas."""
+    refused: int = 0
+    """Number of times that no further delta was applied, each reason counted once."""
+    rows_changed: int = 0
+    memory_bytes: int = 0
+    apply_seconds: Durations = field(default_factory=Durations)
+    """Seconds from the first byte of a step's rows to their being served."""
+    freshness_seconds: Durations = field(default_factory=Durations)
+    """Seconds from training's reading of a delta's rows to their being served."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a delta cannot be applied."""
+        return self.state in (STALLED, FULL)
+
+    def lag_s(self) -> float:
+        """Returns the age in seconds of the oldest delta that is not applied; 0 if there is
+        none."""
+        return max(0.0, time.time() - self.waiting_since) if self.waiting_since else 0.0
+
+
+class DeltaStatus:
+    """Status of the line that one served model follows.
+
+    Attributes:
+        line: version at which the line begins.
+    """
+
+    def __init__(self, start: LinePosition) -> None:
+        """
+        Args:
+            start: position of the version's rows.
+        """
+        self.line = start.line
+        self._memory = mmap.mmap(-1, 2 * _SLOT_BYTES)
+        self._written = 0
+        applied = Applied(start.seq, 0.0, start.checksum)
+        self.write(DeltaState(applied, applied, wanted_seq=start.seq))
+
+    def write(self, state: DeltaState) -> None:
+        """Replaces the status; only one process at a time writes."""
+        self._written = max(self._written, self._newest()[0]) + 1
+        record = _packed(self._written, state)
+        at = self._written % 2 * _SLOT_BYTES
+        self._memory[at : at + _SLOT_BYTES] = record + _CHECKSUM.pack(zlib.crc32(record))
+
+    def read(self) -> DeltaState:
+        """Returns the newest status."""
+        number, record = self._newest()
+        while not number:  # both records were written while they were read
+            number, record = self._newest()
+        return _unpacked(record)
+
+    def stall(self, reason: str) -> None:
+        """Writes that no delta is applied, and why. Called while no applier runs."""
+        now = self.read()
+        since = now.waiting_since or time.time()
+        self.write(replace(now, state=STALLED, reason=reason, waiting_since=since))
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the status as JSON values, as /models has it."""
+        now = self.read()
+        return {
+            "line": self.line,
+            "seq": now.applied.seq,
+            "wanted_seq": max(now.wanted_seq, now.applied.seq),
+            "as_of": _iso(now.applied.as_of) if now.applied.as_of else None,
+            "lag_s": round(now.lag_s(), 3),
+            "state": now.state,
+            "reason": now.reason,
+            "rows_changed": now.rows_changed,
+            "memory_bytes": now.memory_bytes,
+        }
+
+    def _newest(self) -> tuple[int, bytes]:
+        """Returns the number and the bytes of the newest whole record; 0 if neither is whole."""
+        newest = 0, b""
+        for at in (0, _SLOT_BYTES):
+            slot = self._memory[at : at + _SLOT_BYTES]
+            record, checksum = slot[: _RECORD.size], slot[_RECORD.size :]
+            number = int.from_bytes(record[:8], "little")
+            if number > newest[0] and _CHECKSUM.pack(zlib.crc32(record)) == checksum:
+                newest = number, record
+        return newest
+
+
+@dataclass(frozen=True)
+class FollowedModel:
+    """Changed rows and status of a served model, in memory that its processes share."""
+
+    live: LiveRows
+    status: DeltaStatus
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _packed(number: int, state: DeltaState) -> bytes:
+    reason = state.reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
+    reason = reason.decode("utf-8", "ignore").encode()  # no half of a character
+    values: list[Any] = [number, STATES.index(state.state), state.is_looked, state.wanted_seq]
+    values += [state.waiting_since, state.looked_at, state.rows, state.nbytes, state.refused]
+    values += [state.rows_changed, state.memory_bytes]
+    for one in (state.applied, state.applying):
+        values += [one.seq, one.as_of, bytes.fromhex(one.checksum)]
+    for durations in (state.apply_seconds, state.freshness_seconds):
+        values += [*durations.counts, durations.sum_s]
+    return _RECORD.pack(*values, len(reason), reason)
+
+
+def _unpacked(record: bytes) -> DeltaState:
+    *plain, length, reason = _RECORD.unpack(record)
+    applied, applying = (Applied(plain[i], plain[i + 1], plain[i + 2].hex()) for i in (11, 14))
+    buckets = len(BUCKETS_S) + 1
+    apply_seconds, freshness_seconds = (
+        Durations(tuple(plain[i : i + buckets]), plain[i + buckets]) for i in (17, 18 + buckets)
+    )
+    return DeltaState(
+        applied,
+        applying,
+        STATES[plain[1]],
+        reason[:length].decode(),
+        is_looked=plain[2],
+        wanted_seq=plain[3],
+        waiting_since=plain[4],
+        looked_at=plain[5],
+        rows=plain[6],
+        nbytes=plain[7],
+        refused=plain[8],
+        rows_changed=plain[9],
+        memory_bytes=plain[10],
+        apply_seconds=apply_seconds,
+        freshness_seconds=freshness_seconds,
+    )

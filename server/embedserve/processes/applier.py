@@ -1,0 +1,118 @@
+"""The supervisor's side of the applier: forks the process that applies deltas, and replaces it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from embedserve.processes.forked import described, ended, fork, restart_delay_s
+
+if TYPE_CHECKING:
+    from embedserve.deltas.status import FollowedModel
+
+logger = logging.getLogger(__name__)
+
+QUICK_END_S = 60.0
+"""Seconds for which an applier must run for its failure count to be reset."""
+FAILURES_MAX = 3
+"""Ends of an applier before its first look is done, after which the workers start without it."""
+
+
+class Applier:
+    """The process that applies deltas. Workers continue to serve while there is none."""
+
+    def __init__(
+        self,
+        main: Callable[[socket.socket], int],
+        deltas: Mapping[str, FollowedModel],
+        selector: selectors.BaseSelector,
+        close_inherited: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            main: applies deltas until the supervisor is gone.
+            deltas: followed models by served name.
+            selector: wakes the supervisor once the first look is done.
+            close_inherited: closes in the forked process what belongs to the supervisor.
+        """
+        self.pid = 0
+        self.restart_at_s = 0.0
+        self._main, self._deltas = main, deltas
+        self._selector, self._close_inherited = selector, close_inherited
+        self._channel: socket.socket | None = None
+        self._failures, self._started_s = 0, 0.0
+
+    def is_looked(self) -> bool:
+        """Returns whether workers may listen: every model has looked for deltas for the first
+        time, or the applier has failed too often to wait for it."""
+        if self._failures >= FAILURES_MAX:
+            return True
+        return all(followed.status.read().is_looked for followed in self._deltas.values())
+
+    def check(self) -> None:
+        """Starts the applier if it is due, and notices its end."""
+        if self.pid and (status := ended(self.pid)) is not None:
+            self._reap(described(status))
+        if not self.pid and self.restart_at_s <= time.monotonic():
+            self._start()
+
+    def reap(self) -> None:
+        """Notices the end of an applier that is not started again."""
+        if self.pid and ended(self.pid) is not None:
+            self.pid = 0
+            self._end_channel()
+
+    def clear_reader(self, worker: int) -> None:
+        """Frees the rows that a worker which has ended was reading."""
+        for followed in self._deltas.values():
+            followed.live.clear_cell(worker)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.pid:
+            os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Closes the channel: in a forked process without the selector's knowledge."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _start(self) -> None:
+        self._started_s = time.monotonic()
+        self.pid, self._channel = fork(self._main, self._close_inherited)
+        self._channel.setblocking(False)
+        self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
+
+    def _receive(self, events: int) -> None:
+        assert self._channel is not None
+        try:
+            read = self._channel.recv(64)
+        except OSError:
+            read = b""
+        if not read:  # it exits; SIGCHLD reports the exit
+            self._end_channel()
+
+    def _end_channel(self) -> None:
+        if self._channel is not None:
+            self._selector.unregister(self._channel)
+            self.close()
+
+    def _reap(self, how: str) -> None:
+        was_ready = self.is_looked()
+        if time.monotonic() - self._started_s >= QUICK_END_S:
+            self._failures = 0
+        delay_s = restart_delay_s(self._failures, was_ready=was_ready)
+        self._failures += 1
+        self.restart_at_s = time.monotonic() + delay_s
+        self._end_channel()
+        for followed in self._deltas.values():
+            followed.status.stall(f"the process that applies deltas {how}")
+        pid, self.pid = self.pid, 0
+        when = f"restarted in {delay_s:g} s" if delay_s else "restarted"
+        logger.error("the applier of deltas (process %d) %s: %s", pid, how, when)

@@ -1,0 +1,89 @@
+"""Forks the processes of a supervised server, and says how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+RESTART_DELAY_S_MAX = 30.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+def fork(
+    main: Callable[[socket.socket], int], close_inherited: Callable[[], None]
+) -> tuple[int, socket.socket]:
+    """Forks a process that calls ``main`` with its end of a channel, and ends with its exit code.
+
+    Args:
+        close_inherited: closes in the new process what belongs to this one.
+
+    Returns:
+        The process id, and this process's end of the channel.
+    """
+    ours, theirs = socket.socketpair()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A signal that arrives before the child has reset our handlers would run them in the child.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            _run_child(main, theirs, close_inherited)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    theirs.close()
+    return pid, ours
+
+
+def _run_child(
+    main: Callable[[socket.socket], int],
+    channel: socket.socket,
+    close_inherited: Callable[[], None],
+) -> NoReturn:
+    """Runs ``main`` in the forked process, and ends that process."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        # Ctrl-C and a closing terminal signal the children, too; the supervisor handles both.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        close_inherited()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        status = main(channel)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def ended(pid: int) -> int | None:
+    """Returns the exit code of a child that exited (for a signal its negative number), else
+    None."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def described(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}"
+
+
+def restart_delay_s(failures: int, *, was_ready: bool) -> float:
+    """Returns the seconds before a process is started again, after ``failures`` quick ends before
+    this one. The first time that it had been ready, it is started at once."""
+    if was_ready and not failures:
+        return 0.0
+    return min(2.0 ** max(0, failures - 1), RESTART_DELAY_S_MAX)

@@ -1,0 +1,248 @@
+"""DeltaFollower applies what a line has in order, and nothing from a bad delta on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from embedserve.deltas import follower as module
+from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.live_rows import LiveRows, RowsFullError
+from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve_store import DeltaLine, DeltaWriter, ModelStore, publish
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.delta_manifest import manifest_name
+from embedserve_store.format.manifest_checksum import sealed_json
+
+
+class Rows(RowsWriter):
+    """Changed rows in a dict, with room for ``room`` of them."""
+
+    room = 100
+
+    def __init__(self, live: LiveRows) -> None:
+        super().__init__(live)
+        self.rows: dict[int, float] = {}
+        self.steps: list[int] = []
+
+    def apply(self, seq: int, changes: Sequence[ChangedRows]) -> None:
+        rows = {
+            int(number): float(value[0])
+            for change in changes
+            for number, value in zip(change.numbers, change.values.view(np.float32), strict=True)
+        }
+        if len(self.rows | rows) > self.room:
+            raise RowsFullError(f"no room for delta {seq}")
+        assert [len({change.table.name for change in changes})] == [len(changes)]
+        self.rows |= rows
+        self.steps.append(seq)
+        super().apply(seq, changes)
+
+
+class Followed:
+    """A store with one model, its training job, and a follower."""
+
+    def __init__(self, folder: Path) -> None:
+        config = EmbeddingBagConfig(
+            num_embeddings=20, embedding_dim=4, name="t", feature_names=["f"]
+        )
+        ebc = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
+        publish(ebc, folder, model="m", dtype="float32")
+        self.writer = DeltaWriter(folder, model="m")
+        self.deltas = folder / "m/deltas/1"
+        self.models = ModelStore(folder)
+        version = self.models.load("m")
+        self.line = DeltaLine(self.models, version.manifest)
+        self.live = LiveRows(version, 1 << 20, 1)
+        self.status = DeltaStatus(self.line.start)
+        self.follower = self.started()
+
+    def started(self) -> DeltaFollower:
+        made = DeltaFollower("m", self.line, FollowedModel(self.live, self.status), 1 << 20)
+        self.rows = Rows(self.live)
+        made._rows = self.rows
+        return made
+
+    def push(self, *rows: int, value: float = 1.0) -> int:
+        values = np.full((len(rows), 4), value, np.float32)
+        return self.writer.push_rows({"t": (list(rows), values)})
+
+    def edit(self, seq: int, change: Callable[[Any], None]) -> None:
+        path = self.deltas / manifest_name(seq)
+        data = json.loads(path.read_bytes())
+        change(data)
+        path.unlink()
+        path.write_bytes(sealed_json(data))
+
+    def damage(self, seq: int) -> Callable[[], None]:
+        """Damages the rows of a delta; the result repairs them."""
+        (path,) = self.deltas.glob(f"{seq:020d}.*.safetensors")
+        whole = path.read_bytes()
+        path.unlink()
+        path.write_bytes(whole[:-1] + b"!")
+
+        def repair() -> None:
+            path.unlink()
+            path.write_bytes(whole)
+
+        return repair
+
+    @property
+    def state(self) -> str:
+        return self.status.read().state
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path / "store")
+
+
+def test_waiting_deltas_are_applied_in_one_step_and_later_rows_win(followed: Followed) -> None:
+    assert not followed.status.read().is_looked
+    followed.push(3, 5, value=1)
+    followed.push(5, 7, value=2)
+    followed.writer.push_rows({})
+    assert not followed.follower.look()
+    assert followed.rows.rows == {3: 1, 5: 2, 7: 2}
+    assert followed.rows.steps == [3]
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, now.wanted_seq, now.lag_s()) == ("following", 3, 3, 0)
+    assert (now.rows, now.rows_changed, now.is_looked) == (4, 3, True)
+    assert sum(now.freshness_seconds.counts) == 3
+    assert now.applied.as_of > 0
+
+
+def test_a_line_without_deltas_is_followed(followed: Followed) -> None:
+    assert not followed.follower.look()
+    assert (followed.state, followed.status.read().is_looked) == ("following", True)
+    followed.push(1)
+    followed.follower.look()
+    assert followed.live.seq == 1
+
+
+def test_steps_are_bounded(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in (1, 2, 3):
+        followed.push(row)
+    followed.follower._step_bytes = 1
+    assert followed.follower.look()
+    assert (followed.state, followed.rows.steps) == ("catching up", [1])
+    assert not followed.status.read().is_looked
+    assert followed.status.read().lag_s() > 0
+    assert followed.follower.look()
+    assert not followed.follower.look()
+    assert (followed.state, followed.rows.steps) == ("following", [1, 2, 3])
+
+
+def test_a_damaged_delta_stalls_and_is_logged_once(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    for row in (1, 2, 3):
+        followed.push(row)
+    repair = followed.damage(2)
+    with caplog.at_level(logging.ERROR):
+        assert not followed.follower.look()
+        assert not followed.follower.look()
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, now.refused, now.is_looked) == ("stalled", 1, 1, True)
+    assert "sha256 is" in now.reason
+    assert len(caplog.records) == 1
+    assert now.lag_s() > 0
+    repair()
+    assert not followed.follower.look()
+    now = followed.status.read()
+    assert (now.state, now.reason, now.applied.seq) == ("following", "", 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: data.update(previous="0" * 64), "does not continue version 1"),
+        (lambda data: data.update(line=2), "is delta 1 of line 2"),
+        (lambda data: data["files"][0].update(rows={"u": 1}), "table 'u' is not one of"),
+        (lambda data: data["files"][0].update(rows={"t": 99}), "99 rows, the table has 20"),
+    ],
+)
+def test_a_bad_manifest_stalls(
+    followed: Followed, change: Callable[[Any], None], reason: str
+) -> None:
+    followed.push(1)
+    followed.edit(1, change)
+    followed.follower.look()
+    assert followed.state == "stalled"
+    assert reason in followed.status.read().reason
+    assert (followed.rows.rows, followed.live.seq) == ({}, 0)
+
+
+def test_a_gap_is_found_by_the_listing(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed.push(1)
+    followed.follower.look()
+    followed.push(2)
+    followed.push(3)
+    path = followed.deltas / manifest_name(2)
+    whole = path.read_bytes()
+    path.unlink()
+    followed.follower.look()
+    assert followed.state == "following"  # no listing yet
+    monkeypatch.setattr(module, "LIST_AFTER_S", 0.0)
+    followed.follower.look()
+    assert followed.state == "stalled"
+    assert "delta 2 of line 1 does not exist; after version 1 it has 1 to 3" in (
+        followed.status.read().reason
+    )
+    path.write_bytes(whole)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("following", 3)
+
+
+def test_a_store_that_does_not_respond_stalls(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after(position: object) -> None:
+        raise StoreError("s3://b: the remote store says: no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(followed.line, "after", after)
+        followed.follower.look()
+        assert (followed.state, followed.status.read().reason[:6]) == ("stalled", "s3://b")
+    followed.follower.look()
+    assert followed.state == "following"
+
+
+def test_deltas_before_the_one_that_has_no_room_are_applied(followed: Followed) -> None:
+    followed.push(1, 2)
+    followed.push(3, 4, 5)
+    followed.rows.room = 4
+    followed.follower.look()
+    now = followed.status.read()
+    assert (now.state, now.reason) == ("full", "no room for delta 2")
+    assert followed.rows.rows == {1: 1, 2: 1}
+    followed.rows.room = 5
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("following", 2)
+
+
+def test_a_follower_continues_where_one_was_killed(followed: Followed) -> None:
+    """The kill may come before the rows are visible, or before the status says that they are."""
+    followed.push(1)
+    followed.follower.look()
+    before = followed.status.read()
+    followed.push(2)
+    followed.follower.look()
+    after = followed.status.read()
+    followed.push(3)
+    for state in (after, replace(before, applying=after.applied)):
+        followed.status.write(state)
+        followed.live.commit(followed.live.committed[0], 2)
+        followed.started().look()
+        assert (followed.state, followed.rows.rows) == ("following", {3: 1})

@@ -1,0 +1,101 @@
+"""DeltaStatus: readers of other processes see whole records, the newest one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from embedserve.deltas import status as module
+from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations
+from embedserve_store.format.delta_manifest import LinePosition
+
+START = LinePosition(7, 4, "ab" * 32)
+
+
+def state_of(status: DeltaStatus, seq: int) -> DeltaState:
+    applied = Applied(seq, float(seq), f"{seq:064x}")
+    return replace(status.read(), applied=applied, applying=applied, rows=seq, reason="ü" * seq)
+
+
+def test_a_state_is_read_as_it_was_written() -> None:
+    status = DeltaStatus(START)
+    assert status.read().applied.position(7) == START
+    written = DeltaState(
+        applied=Applied(5, 1.5, "cd" * 32),
+        applying=Applied(6, 2.5, "ef" * 32),
+        state="full",
+        reason="Grüße",
+        is_looked=True,
+        wanted_seq=9,
+        waiting_since=3.5,
+        looked_at=4.5,
+        rows=10,
+        nbytes=11,
+        refused=12,
+        rows_changed=13,
+        memory_bytes=14,
+        apply_seconds=Durations().plus(0.02),
+        freshness_seconds=Durations().plus(1000).plus(0.0),
+    )
+    status.write(written)
+    assert status.read() == written
+
+
+def test_a_long_reason_is_cut_at_a_character() -> None:
+    status = DeltaStatus(START)
+    status.write(replace(status.read(), reason="x" + "ü" * 400))
+    assert status.read().reason == "x" + "ü" * 249
+
+
+def test_half_a_record_is_not_read() -> None:
+    """A writer that was killed leaves the record before it."""
+    status = DeltaStatus(START)
+    status.write(state_of(status, 5))
+    status.write(state_of(status, 6))
+    at = status._written % 2 * module._SLOT_BYTES
+    status._memory[at + 20] ^= 1
+    assert status.read().applied.seq == 5
+    status.write(state_of(status, 7))
+    assert status.read().applied.seq == 7
+
+
+def test_another_process_reads_whole_records() -> None:
+    status = DeltaStatus(START)
+    writer = os.fork()
+    if not writer:
+        for seq in range(5, 3000):
+            status.write(state_of(status, seq % 200))
+        status.write(state_of(status, 250))
+        os._exit(0)
+    try:
+        while (now := status.read()).rows != 250:
+            assert (now.rows == now.applied.seq) or now.applied.position(7) == START
+    finally:
+        os.waitpid(writer, 0)
+
+
+def test_a_dead_applier_stalls() -> None:
+    status = DeltaStatus(START)
+    status.stall("it was ended")
+    described = status.describe()
+    assert described.pop("lag_s") >= 0
+    assert described == {
+        "line": 7,
+        "seq": 4,
+        "wanted_seq": 4,
+        "as_of": None,
+        "state": "stalled",
+        "reason": "it was ended",
+        "rows_changed": 0,
+        "memory_bytes": 0,
+    }
+
+
+@pytest.mark.parametrize(("seconds", "bucket"), [(0.0, 0), (0.01, 0), (0.011, 1), (1e9, 13)])
+def test_a_duration_counts_in_its_bucket(seconds: float, bucket: int) -> None:
+    counted = Durations().plus(seconds)
+    assert counted.counts.index(1) == bucket
+    bounds, total = counted.samples()
+    assert (bounds[-1], total) == (("+Inf", 1.0), seconds)

@@ -1,0 +1,26 @@
+"""Models that follow deltas, without a line."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve.model_info import ModelInfo
+from embedserve_store import ModelVersion
+from embedserve_store.format.tables_file import TablesFile, header_bytes
+
+
+def at_seq(info: ModelInfo, seq: int) -> ModelInfo:
+    """Returns ``info`` with live rows of zeros at ``seq``; they stay mapped, without their file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tables.safetensors"
+        with path.open("wb") as file:
+            file.write(header_bytes(info.tables))
+            file.truncate(file.tell() + info.manifest.nbytes)
+        tables = TablesFile.open(path, info.tables)
+        live = LiveRows(ModelVersion(path, info.manifest, info.plan, tables, {}), 1 << 20, 1)
+    live.commit(2, seq)
+    return replace(info, deltas=FollowedModel(live, DeltaStatus(live.start)))
