@@ -15,7 +15,6 @@ import atexit
 import ctypes
 import gc
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -245,15 +244,14 @@ def _fork_what_this_starts() -> Asked | None:
 def _compile_lookups() -> None:
     """As a server does: of a model on one rank, and of one on two."""
     import torch
+    from torchscript import cache_definitions
 
     from embedserve.engine.restore import restore
     from embedserve_store import ModelStore, TableSpec, publish
     from embedserve_store.terminal.console import hush_torch
 
     hush_torch()
-    lines_of: Any = cache(inspect.getsourcelines)  # the same functions of torchrec for each model
-    module: Any = inspect
-    module.getsourcelines = lambda one: lines_of(getattr(one, "__func__", one))
+    cache_definitions()
     rows = {"embedding_bags.t.weight": torch.ones(8, 4)}
     tables = [TableSpec("t", 8, 4, ("f",), "sum", "float32")]
     with tempfile.TemporaryDirectory() as store:

@@ -9,15 +9,16 @@ import shutil
 import subprocess
 import tempfile
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from typer.main import get_command
 
 from embedserve.commands.cli import app
 from embedserve.config import ServeSettings
@@ -32,6 +33,7 @@ COMPONENTS = (
 """Components that an overlay may list, in any order."""
 PAIRS = tuple(combinations(COMPONENTS, 2))
 COMBINATIONS = ((), *((name,) for name in COMPONENTS), *PAIRS, COMPONENTS)
+COMMAND = get_command(app)
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ class Rendered:
         served: list[ServeSettings] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("embedserve.processes.serve.serve", served.append)
-            done = CliRunner().invoke(app, self.container["args"], env=self.variables)
-        assert done.exit_code == 0, done.output
-        return served[0]
+            for name, value in self.variables.items():
+                patch.setenv(name, value)
+            COMMAND.main(self.container["args"], standalone_mode=False)
+        (settings,) = served
+        return settings
 
     @property
     def is_reachable(self) -> bool:
@@ -88,17 +92,21 @@ class Rendered:
         return "shared-memory" not in self.components
 
 
-def kustomize(folder: Path) -> list[dict[str, Any]]:
-    """Renders a kustomization, about which kubectl must not have anything to say."""
+MadeOnce = Callable[[str, Callable[[Path], None]], Path]
+Compose = Callable[..., Rendered]
+
+
+def kustomize(folder: Path) -> str:
+    """Renders a kustomization to YAML, about which kubectl must not have anything to say."""
     if shutil.which("kubectl") is None:
         pytest.fail("kubectl is missing: run deploy/install-debian-packages.sh", pytrace=False)
     command = ["kubectl", "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    return list(yaml.safe_load_all(done.stdout))
+    return done.stdout
 
 
-def kustomize_text(text: str) -> list[dict[str, Any]]:
+def kustomize_text(text: str) -> str:
     """Renders the text of a kustomization that names deploy/kubernetes as ``KUBERNETES``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -107,21 +115,34 @@ def kustomize_text(text: str) -> list[dict[str, Any]]:
         return kustomize(folder)
 
 
-@lru_cache(None)
-def compose(*components: str) -> Rendered:
-    """The base with components, in that order."""
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": ["KUBERNETES/base"],
-        "components": [f"KUBERNETES/components/{name}" for name in components],
-    }
-    manifests = kustomize_text(yaml.safe_dump(kustomization))
-    return Rendered("+".join(components) or "base", manifests, components)
+def manifests_of(text: str) -> list[dict[str, Any]]:
+    return list(yaml.load_all(text, yaml.CSafeLoader))
 
 
 def render(name: str) -> Rendered:
-    return Rendered(name, kustomize(KUBERNETES / name))
+    return Rendered(name, manifests_of(kustomize(KUBERNETES / name)))
+
+
+@pytest.fixture(scope="session")
+def compose(made_once: MadeOnce) -> Compose:
+    """compose("tls", "s3"): the base with components, in that order; each rendered once for all
+    processes."""
+
+    def write(folder: Path, components: tuple[str, ...]) -> None:
+        kustomization = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": ["KUBERNETES/base"],
+            "components": [f"KUBERNETES/components/{name}" for name in components],
+        }
+        (folder / "all.yaml").write_text(kustomize_text(yaml.safe_dump(kustomization)))
+
+    def composed(*components: str) -> Rendered:
+        name = "+".join(components) or "base"
+        folder = made_once(f"rendered-{name}", lambda folder: write(folder, components))
+        return Rendered(name, manifests_of((folder / "all.yaml").read_text()), components)
+
+    return cache(composed)
 
 
 @pytest.fixture(scope="session")
@@ -130,22 +151,22 @@ def cpu() -> Rendered:
 
 
 @pytest.fixture(scope="session")
-def gpu() -> Rendered:
+def gpu(compose: Compose) -> Rendered:
     return compose("gpu")
 
 
 @pytest.fixture(scope="session")
-def s3() -> Rendered:
+def s3(compose: Compose) -> Rendered:
     return compose("s3")
 
 
 @pytest.fixture(scope="session")
-def tls() -> Rendered:
+def tls(compose: Compose) -> Rendered:
     return compose("tls")
 
 
 @pytest.fixture(scope="session")
-def mtls() -> Rendered:
+def mtls(compose: Compose) -> Rendered:
     return compose("mtls")
 
 
@@ -160,7 +181,7 @@ def publish() -> Rendered:
 
 
 @pytest.fixture(params=COMBINATIONS, ids=lambda names: "+".join(names) or "base")
-def rendered(request: pytest.FixtureRequest) -> Rendered:
+def rendered(request: pytest.FixtureRequest, compose: Compose) -> Rendered:
     """The base with no component, each one, each pair, and all of them."""
     return compose(*request.param)
 

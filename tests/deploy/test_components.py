@@ -17,9 +17,10 @@ from .conftest import (
     DEPLOY,
     KUBERNETES,
     PAIRS,
+    Compose,
     Rendered,
-    compose,
     kustomize_text,
+    manifests_of,
     render,
 )
 
@@ -65,18 +66,18 @@ def test_the_folder_has_the_components() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_two_components_combine_in_either_order(first: str, second: str) -> None:
+def test_two_components_combine_in_either_order(compose: Compose, first: str, second: str) -> None:
     rendered = in_order(compose(first, second).manifests)
     assert in_order(compose(second, first).manifests) == rendered
 
 
 @pytest.mark.parametrize("seed", range(SHUFFLES))
-def test_all_components_combine_in_any_order(seed: int) -> None:
+def test_all_components_combine_in_any_order(compose: Compose, seed: int) -> None:
     shuffled = random.Random(seed).sample(COMPONENTS, len(COMPONENTS))
     assert in_order(compose(*shuffled).manifests) == in_order(compose(*COMPONENTS).manifests)
 
 
-def test_components_named_twice_change_nothing() -> None:
+def test_components_named_twice_change_nothing(compose: Compose) -> None:
     """An overlay of an overlay may name those that the other one has already."""
     twice = compose(*COMPONENTS, *COMPONENTS).manifests
     assert in_order(twice) == in_order(compose(*COMPONENTS).manifests)
@@ -88,7 +89,7 @@ def test_no_kustomization_uses_deprecated_fields() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu", "s3"])
-def test_the_overlays_are_their_components(name: str) -> None:
+def test_the_overlays_are_their_components(compose: Compose, name: str) -> None:
     components = () if name == "cpu" else (name,)
     assert render(f"overlays/{name}").manifests == compose(*components).manifests
 
@@ -138,7 +139,7 @@ def test_documents_name_the_secrets_that_users_create(rendered: Rendered) -> Non
         assert name in comments
 
 
-def test_each_component_changes_its_settings() -> None:
+def test_each_component_changes_its_settings(compose: Compose) -> None:
     base = compose().variables
     more = {name: dict(compose(name).variables.items() - base.items()) for name in COMPONENTS}
     tls = {"EMBEDSERVE_TLS_CERT": "/tls/tls.crt", "EMBEDSERVE_TLS_KEY": "/tls/tls.key"}
@@ -169,7 +170,7 @@ def test_each_component_changes_its_settings() -> None:
     }
 
 
-def test_gpus_do_not_follow_a_bucket() -> None:
+def test_gpus_do_not_follow_a_bucket(compose: Compose) -> None:
     """The server would refuse to start."""
     assert compose("s3").settings.follow == "latest"
     for order in (("s3", "gpu"), ("gpu", "s3")):
@@ -183,7 +184,7 @@ def test_only_gpu_pods_request_gpus(cpu: Rendered, gpu: Rendered) -> None:
     assert "tolerations" not in cpu.pod
 
 
-def test_prometheus_verifies_and_presents_certificates() -> None:
+def test_prometheus_verifies_and_presents_certificates(compose: Compose) -> None:
     (endpoint,) = compose("mtls", "monitoring").one("ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["tlsConfig"] == {
         "serverName": "embedserve",
@@ -195,7 +196,7 @@ def test_prometheus_verifies_and_presents_certificates() -> None:
     assert volumes["tls"]["secret"] == {"secretName": "embedserve-tls"}
 
 
-def test_prometheus_sends_its_token() -> None:
+def test_prometheus_sends_its_token(compose: Compose) -> None:
     (endpoint,) = compose("monitoring", "tokens").one("ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["authorization"] == {
         "type": "Bearer",
@@ -205,7 +206,7 @@ def test_prometheus_sends_its_token() -> None:
     assert volumes["tokens"]["secret"] == {"secretName": "embedserve-tokens"}
 
 
-def test_shared_memory_is_a_bounded_volume_in_memory() -> None:
+def test_shared_memory_is_a_bounded_volume_in_memory(compose: Compose) -> None:
     volumes = by_name(compose("shared-memory").pod["volumes"])
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
 
@@ -213,10 +214,10 @@ def test_shared_memory_is_a_bounded_volume_in_memory() -> None:
 def test_an_overlay_has_the_last_word() -> None:
     text = (KUBERNETES / "overlays" / "s3" / "kustomization.yaml").read_text()
     text = text.replace("../..", "KUBERNETES").replace("s3://bucket/store", "s3://ours/models")
-    assert Rendered("ours", kustomize_text(text)).settings.store == "s3://ours/models"
+    assert Rendered("ours", manifests_of(kustomize_text(text))).settings.store == "s3://ours/models"
 
 
-def test_the_readmes_own_overlay() -> None:
+def test_the_readmes_own_overlay(compose: Compose) -> None:
     page = (DEPLOY / "README.md").read_text()
     _, _, page = page.partition("\n## An overlay of your own\n")
     text = page.split("```yaml\n")[1].split("```")[0]
@@ -224,7 +225,10 @@ def test_the_readmes_own_overlay() -> None:
     text = text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
     components = tuple(one.rpartition("/")[2] for one in yaml.safe_load(text)["components"])
     assert len(components) == 3
-    ours, plain = Rendered("ours", kustomize_text(text), components), compose(*components)
+    ours, plain = (
+        Rendered("ours", manifests_of(kustomize_text(text)), components),
+        compose(*components),
+    )
     assert ours.container["image"] == f"registry.example/embedserve:{__version__}-cpu"
     changed = dict(ours.variables.items() - plain.variables.items())
     assert changed == {

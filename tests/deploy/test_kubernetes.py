@@ -3,6 +3,10 @@
 They agree with each other and with the settings that the server reads from them.
 """
 
+import json
+from functools import cache
+from typing import Any
+
 import kubernetes_validate
 import pytest
 import yaml
@@ -23,6 +27,18 @@ CUSTOM = {"ServiceMonitor", "PrometheusRule"}
 
 def container_ports(rendered: Rendered) -> dict[str, int]:
     return {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
+
+
+@cache
+def check_schema(manifest: str) -> None:
+    """Validates JSON, that of a manifest which many combinations have once."""
+    kubernetes_validate.validate(json.loads(manifest), SCHEMAS, strict=True)
+
+
+@cache
+def monitoring(name: str) -> Any:
+    """Reads a file of deploy/monitoring."""
+    return yaml.safe_load((DEPLOY / "monitoring" / name).read_text())
 
 
 def services(rendered: Rendered) -> list[str]:
@@ -53,7 +69,7 @@ def test_every_kind_is_rendered_and_no_more(rendered: Rendered) -> None:
 def test_manifests_follow_the_kubernetes_schema(rendered: Rendered) -> None:
     for manifest in rendered.manifests:
         if manifest["kind"] not in CUSTOM:  # test_crds.py
-            kubernetes_validate.validate(manifest, SCHEMAS, strict=True)
+            check_schema(json.dumps(manifest, sort_keys=True))
 
 
 def test_the_schema_refuses_an_unknown_field(cpu: Rendered) -> None:
@@ -140,8 +156,7 @@ def test_the_scrape_is_what_the_server_serves(rendered: Rendered) -> None:
 
 
 def test_each_pod_is_scraped_once_as_the_job_of_the_rules(rendered: Rendered) -> None:
-    config = yaml.safe_load((DEPLOY / "monitoring" / "prometheus.yaml").read_text())
-    (scraped,) = config["scrape_configs"]
+    (scraped,) = monitoring("prometheus.yaml")["scrape_configs"]
     for monitor in rendered.named("ServiceMonitor"):
         selector = monitor["spec"]["selector"]["matchLabels"].items()
         port = monitor["spec"]["endpoints"][0]["port"]
@@ -156,10 +171,9 @@ def test_each_pod_is_scraped_once_as_the_job_of_the_rules(rendered: Rendered) ->
 
 
 def test_the_operator_gets_the_rules(rendered: Rendered) -> None:
-    rules = yaml.safe_load((DEPLOY / "monitoring" / "rules.yaml").read_text())
     for resource in rendered.named("PrometheusRule"):
         assert resource["apiVersion"] == "monitoring.coreos.com/v1"
-        assert resource["spec"] == rules
+        assert resource["spec"] == monitoring("rules.yaml")
         assert "annotations" not in resource["metadata"]
 
 

@@ -22,7 +22,7 @@ from forkserver import WarmPopen
 from running_servers import WIDE, command, free_port, run_command
 from server.small_store import publish_small_model
 
-from .conftest import Rendered, compose
+from .conftest import Compose, Rendered
 
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 READY_S_MAX = 120
@@ -124,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids="+".join,
 )
-def served(request: pytest.FixtureRequest, folder: Path) -> Iterator[Served]:
+def served(request: pytest.FixtureRequest, folder: Path, compose: Compose) -> Iterator[Served]:
     rendered = compose(*request.param)
     volumes = {one["name"]: one for one in rendered.pod["volumes"]}
     folders = {"/store": folder / "store"}

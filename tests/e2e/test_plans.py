@@ -141,5 +141,5 @@ async def test_thousands_of_mixed_requests_each_get_their_own_answer(
             async with gate:
                 return await ask((rest, grpc)[number // 6 % 2], number)
 
-        kinds = await asyncio.gather(*[gated(number) for number in range(3000)])
-    assert kinds.count("valid") == 1500
+        kinds = await asyncio.gather(*[gated(number) for number in range(2004)])
+    assert kinds.count("valid") == 1002

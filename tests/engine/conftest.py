@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from lookup_cases import pooled_source
 from torchrec import EmbeddingBagCollection
+from torchscript import cache_definitions
 
 from embedserve_store import ModelStore, ModelVersion, publish
 
@@ -16,12 +15,8 @@ Publish = Callable[..., ModelVersion]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def sources_are_read_once() -> Iterator[None]:
-    """TorchScript reads the same few hundred functions of torchrec for each engine: a fifth of the
-    time that restoring one takes."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(inspect, "getsourcelines", functools.cache(inspect.getsourcelines))
-        yield
+def definitions_are_cached() -> None:
+    cache_definitions()
 
 
 @pytest.fixture(scope="session")

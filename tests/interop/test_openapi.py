@@ -12,7 +12,7 @@ from interop.drivers import HERE, python_programs
 from running_servers import Running
 
 CONFIG = HERE / "openapi" / "schemathesis.toml"
-REQUESTS_S_MAX = (20, 60)
+REQUESTS_S_MAX = (10, 60)
 """The second where the first was too short, since something else has the cores."""
 REQUESTS_MIN = 100
 PROGRAM_S_MAX = 120

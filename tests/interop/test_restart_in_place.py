@@ -20,23 +20,35 @@ from interop.test_proxy_restart import ANSWERED, Load, add_clients
 from prometheus_client.parser import text_string_to_metric_families
 from running_servers import Running, free_port, running
 
-CLIENTS = 4
+CLIENTS = 2
 """Of each kind: requests come while others are on their way."""
 ANSWERS = 50
 """Of each client, before and after the restart."""
 STEP_S_MAX = 60
 
 
-@pytest.fixture
-def pair() -> list[Ports]:
-    return [Ports(free_port(), free_port()) for _ in range(2)]
+@pytest.fixture(scope="module")
+def lasting(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
+    """The ports of the server that is not restarted."""
+    ports = Ports(free_port(), free_port())
+    log = tmp_path_factory.mktemp("lasting") / "log"
+    with running(store, log, ports_used=(ports.http, ports.grpc)):
+        yield ports
 
 
 @pytest.fixture
-def load(pair: list[Ports], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Load]:
+def restarted() -> Ports:
+    """The ports of the server that is."""
+    return Ports(free_port(), free_port())
+
+
+@pytest.fixture
+def load(
+    lasting: Ports, restarted: Ports, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Load]:
     load = Load()
     with ExitStack() as open_:
-        proxy = open_.enter_context(PROXIES[request.param](tmp_path, *pair))
+        proxy = open_.enter_context(PROXIES[request.param](tmp_path, lasting, restarted))
         for number in range(CLIENTS):
             add_clients(load, open_, proxy, str(number), STEP_S_MAX)
         yield load
@@ -49,29 +61,29 @@ def load(pair: list[Ports], tmp_path: Path, request: pytest.FixtureRequest) -> I
     indirect=["load"],
 )
 def test_a_restart_in_place_behind_a_proxy_loses_nothing(
-    store: Path, tmp_path: Path, pair: list[Ports], load: Load, workers: int
+    store: Path, tmp_path: Path, restarted: Ports, load: Load, workers: int
 ) -> None:
     options, late = ("--workers", workers, "--wait"), tmp_path / "late"
-    one, other = ((ports.http, ports.grpc) for ports in pair)
+    ports = (restarted.http, restarted.grpc)
     late.mkdir()
 
     def publish_later() -> None:
         """While the server loads, which takes until then, every client is answered."""
-        until(lambda: is_live(pair[1].http))
+        until(lambda: is_live(restarted.http))
         load.until_each(ANSWERS, ANSWERED)
         shutil.copytree(store, tmp_path / "copy")
         for model in (tmp_path / "copy").iterdir():
             model.rename(late / model.name)
 
-    with ThreadPoolExecutor(1) as thread, running(store, tmp_path / "one", ports_used=one):
-        with running(store, tmp_path / "first", *options, ports_used=other) as server:
+    with ThreadPoolExecutor(1) as thread:
+        with running(store, tmp_path / "first", *options, ports_used=ports) as server:
             load.wait_until_answered()
             load.start()
             load.until_each(ANSWERS, ANSWERED)
             server.process.terminate()
             assert server.process.wait(timeout=STEP_S_MAX) == 0
         published = thread.submit(publish_later)
-        with running(late, tmp_path / "second", *options, ports_used=other) as server:
+        with running(late, tmp_path / "second", *options, ports_used=ports) as server:
             published.result()
             until(lambda: {"rest", "grpc"} <= answered_protocols(server))  # it is asked again
             load.until_each(ANSWERS, ANSWERED)
