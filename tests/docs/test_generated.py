@@ -12,13 +12,16 @@ from types import ModuleType
 import pytest
 from documents import ROOT
 from prometheus_client import Metric
+from server.fake_deltas import followed
 from server.fake_models import ruled_info
 from typer.main import get_group
 
 from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS
+from embedserve.deltas.status import DeltaStatus
 from embedserve.metrics.metrics import Metrics
 from embedserve.processes.memory_bounds import memory_bytes_max
+from embedserve_store.format.delta_manifest import LinePosition
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 from embedserve_store.terminal.sizes import human_bytes
@@ -73,7 +76,8 @@ def families_with_samples() -> list[Metric]:
     """Of a server that answered and refused requests over TLS to a model of every id rule, row_wise
     over two ranks, in the shadow of another version."""
     model = ruled_info()
-    metrics = Metrics([replace(model, plan=over_two_ranks(model.tables))])
+    status = DeltaStatus(LinePosition(7, 0, "0" * 64))
+    metrics = Metrics([replace(model, plan=over_two_ranks(model.tables), deltas=followed(status))])
     metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].count_answered(0.001, 100)
     metrics.protocols["grpc"].count_rejected("INTERNAL", "why", 0.001)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.status import DeltaStatus, FollowedModel
@@ -24,3 +25,8 @@ def at_seq(info: ModelInfo, seq: int) -> ModelInfo:
         live = LiveRows(ModelVersion(path, info.manifest, info.plan, tables, {}), 1 << 20, 1)
     live.commit(2, seq)
     return replace(info, deltas=FollowedModel(live, DeltaStatus(live.start)))
+
+
+def followed(status: DeltaStatus) -> FollowedModel:
+    """Returns a followed model whose rows nothing reads."""
+    return FollowedModel(cast("LiveRows", None), status)

@@ -88,6 +88,22 @@ class NextVersion(BaseModel):
     since: str = Field(description="ISO 8601, UTC.")
 
 
+class Deltas(BaseModel):
+    """Deltas that a model follows."""
+
+    line: int = Field(description="Version at which the line of deltas begins.")
+    seq: int = Field(description="Last delta whose rows are served; 0 for none.")
+    wanted_seq: int = Field(description="Last delta that is known to be in the store.")
+    as_of: str | None = Field(
+        None, description="Time at which training read the last delta's rows: ISO 8601, UTC."
+    )
+    lag_s: float = Field(description="Age in seconds of the oldest delta that is not applied.")
+    state: str = Field(description="catching up, following, stalled or full.")
+    reason: str = Field(description="Reason why no delta is applied.")
+    rows_changed: int = Field(description="Rows that differ from those of the version.")
+    memory_bytes: int = Field(description="Bytes of memory that changed rows take.")
+
+
 class Model(BaseModel):
     """A served model."""
 
@@ -118,6 +134,9 @@ class Model(BaseModel):
         None, description="Version that is being loaded or has failed to load; null if none."
     )
     leaving: list[int] = Field(description="Previous versions that are draining.")
+    deltas: Deltas | None = Field(
+        None, description="Deltas that it follows; left out if it follows none."
+    )
 
 
 class Models(BaseModel):

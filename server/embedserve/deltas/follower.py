@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 STEP_BYTES_MAX = 256 << 20
 """Bytes of files that one step reads and applies, unless a single delta has more; 256 MiB."""
 LIST_AFTER_S = 10.0
-"""Seconds without a new delta after which the line is listed once, so that a gap is found."""
+"""Seconds without a new delta after which the line is listed, so that a gap is found. Doubles with
+each listing that finds nothing: listing a long line of an object store takes many requests."""
+LIST_AFTER_S_MAX = 300.0
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class DeltaFollower:
         self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
         self._state = self._continued(followed.live.seq)
         self._position = self._state.applied.position(line.start.line)
-        self._is_listed = False
         self._found_s = time.monotonic()
+        self._list_after_s = 0.0
 
     def look(self) -> bool:
         """Applies the deltas that the store has after the last one, as many as one step holds.
@@ -89,12 +91,17 @@ class DeltaFollower:
             error = caught
         try:
             if waiting:
-                self._found_s, self._is_listed = time.monotonic(), True
+                self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S
                 self._apply(waiting, start_s)
         except RowsFullError as caught:
             error = caught
-        self._end(error)
-        return error is None and self._state.state == CATCHING_UP
+        has_more = bool(waiting) and error is None and self._is_behind
+        self._end(error, has_more=has_more)
+        return has_more
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._state.wanted_seq > self._position.seq
 
     def _continued(self, seq: int) -> DeltaState:
         """Returns the state with the position of ``seq``, the committed one."""
@@ -103,17 +110,22 @@ class DeltaFollower:
         return replace(state, applied=applied, applying=applied)
 
     def _list_if_due(self) -> None:
-        """Lists the line, first at the start. Raises StoreError if the next delta is missing."""
-        if self._is_listed and time.monotonic() - self._found_s < LIST_AFTER_S:
+        """Lists the line at the start, and ever less often while no delta comes.
+
+        Raises:
+            StoreError: the next delta is missing, but a later one is there.
+        """
+        if time.monotonic() - self._found_s < self._list_after_s:
             return
         stored = self._line.seqs()
-        self._found_s, self._is_listed = time.monotonic(), True
         last = stored[-1] if stored else 0
-        self._state = replace(self._state, wanted_seq=max(self._state.wanted_seq, last))
+        self._state = replace(self._state, wanted_seq=max(self._position.seq, last))
         following = self._position.seq + 1
         if last > following and following not in stored:
-            self._is_listed = False  # looks again at once, until the delta is there
+            self._list_after_s = 0.0  # lists at each look, until the delta is there
             raise self._line.missing(following, stored)
+        self._found_s = time.monotonic()
+        self._list_after_s = min(max(2 * self._list_after_s, LIST_AFTER_S), LIST_AFTER_S_MAX)
 
     def _read(self, waiting: list[Waiting]) -> None:
         """Reads deltas and their rows into ``waiting``. Raises StoreError at a bad delta; those
@@ -168,9 +180,9 @@ class DeltaFollower:
             )
         )
 
-    def _end(self, error: StoreError | RowsFullError | None) -> None:
+    def _end(self, error: StoreError | RowsFullError | None, *, has_more: bool) -> None:
         """Writes the status after a look, and logs a new reason once."""
-        before, is_behind = self._state, self._state.wanted_seq > self._position.seq
+        before, is_behind = self._state, self._is_behind
         state, reason, refused = CATCHING_UP if is_behind else FOLLOWING, "", before.refused
         if error is not None:
             state, reason = FULL if isinstance(error, RowsFullError) else STALLED, str(error)
@@ -189,7 +201,7 @@ class DeltaFollower:
                 refused=refused,
                 waiting_since=(before.waiting_since or time.time()) if waits else 0.0,
                 looked_at=time.time(),
-                is_looked=before.is_looked or state != CATCHING_UP,
+                is_looked=before.is_looked or not has_more,
                 rows_changed=self._rows.rows_changed,
                 memory_bytes=self._rows.memory_bytes,
             )

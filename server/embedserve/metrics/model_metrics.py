@@ -8,6 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
+from embedserve.metrics.delta_metrics import delta_samples
 from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import (
     COUNT_BUCKETS,
@@ -219,4 +220,6 @@ class ModelMetrics:
         yield "embedserve_model_switches", labels, float(self._switches.rows().max(initial=0.0))
         yield "embedserve_model_version", labels, model.version
         yield "embedserve_model_replanned", labels, model.replanned
+        if model.deltas is not None:
+            yield from delta_samples(labels, model.deltas.status)
         yield from self.version.samples()

@@ -11,19 +11,22 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from server.fake_deltas import followed
 from server.fake_engine import FakeEngine
-from server.fake_models import info_of, ruled_info, unpooled_info
+from server.fake_models import info_of, model_info, ruled_info, unpooled_info
 from server.live import JSON, live_server, make_pipeline
 from server.openapi import validate
 
 from embedserve.api.management import management_app
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
+from embedserve.deltas.status import DeltaStatus
 from embedserve.errors import DRAINING
 from embedserve.model_info import PendingVersion
 from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.shared_memory.region_registry import RegionRegistry
+from embedserve_store.format.delta_manifest import LinePosition
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
@@ -354,3 +357,24 @@ async def test_the_root_has_links_to_what_there_is(engine: FakeEngine) -> None:
         assert links == ["/console", "/docs", "/models", "/metrics", "/health/ready"]
         for link in links:
             assert (await live.http.get(link)).status_code == 200
+
+
+async def test_deltas_of_a_followed_model_are_described() -> None:
+    status = DeltaStatus(LinePosition(3, 4, "0" * 64))
+    status.stall("delta 5 is damaged")
+    engine = FakeEngine(replace(model_info(), deltas=followed(status)))
+    with ThreadPoolExecutor(1) as executor:
+        pipeline = make_pipeline(engine, executor=executor)
+        transport = httpx.ASGITransport(management_app(pipeline))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as rest:
+            told = (await rest.get("/models/shop")).json()["deltas"]
+    assert told.pop("lag_s") >= 0
+    assert told == {
+        "line": 3,
+        "seq": 4,
+        "wanted_seq": 4,
+        "state": "stalled",
+        "reason": "delta 5 is damaged",
+        "rows_changed": 0,
+        "memory_bytes": 0,
+    }

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from embedserve.deltas import follower as module
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows, RowsFullError
 from embedserve.deltas.rows_writer import RowsWriter
@@ -131,7 +130,7 @@ def test_a_line_without_deltas_is_followed(followed: Followed) -> None:
     assert followed.live.seq == 1
 
 
-def test_steps_are_bounded(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_bounded(followed: Followed) -> None:
     for row in (1, 2, 3):
         followed.push(row)
     followed.follower._step_bytes = 1
@@ -194,7 +193,7 @@ def test_a_gap_is_found_by_the_listing(followed: Followed, monkeypatch: pytest.M
     path.unlink()
     followed.follower.look()
     assert followed.state == "following"  # no listing yet
-    monkeypatch.setattr(module, "LIST_AFTER_S", 0.0)
+    followed.follower._list_after_s = 0.0  # its time has come
     followed.follower.look()
     assert followed.state == "stalled"
     assert "delta 2 of line 1 does not exist; after version 1 it has 1 to 3" in (
@@ -246,3 +245,27 @@ def test_a_follower_continues_where_one_was_killed(followed: Followed) -> None:
         followed.live.commit(followed.live.committed[0], 2)
         followed.started().look()
         assert (followed.state, followed.rows.rows) == ("following", {3: 1})
+
+
+def test_a_delta_that_is_listed_but_not_there_is_not_waited_for(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that found nothing says so, and does not make the applier look at once again."""
+    monkeypatch.setattr(followed.line, "seqs", lambda: [1])
+    assert not followed.follower.look()
+    assert (followed.state, followed.status.read().is_looked) == ("catching up", True)
+    followed.push(1)
+    followed.follower.look()
+    assert followed.state == "following"
+
+
+def test_a_quiet_line_is_listed_ever_less_often(followed: Followed) -> None:
+    waits = []
+    for _ in range(7):
+        followed.follower._found_s = -1e9
+        followed.follower.look()
+        waits.append(followed.follower._list_after_s)
+    assert waits == [10, 20, 40, 80, 160, 300, 300]
+    followed.push(1)
+    followed.follower.look()
+    assert followed.follower._list_after_s == 10

@@ -1,0 +1,37 @@
+"""Samples of the deltas that a model follows, from the memory that the applier writes.
+
+There is one applier for all workers, so these values are not summed over workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from embedserve.deltas.status import FULL, STALLED, DeltaStatus
+from embedserve.metrics.families import Sample
+from embedserve.metrics.histogram import HistogramSamples
+
+
+def delta_samples(labels: Sequence[str], status: DeltaStatus) -> Iterator[Sample]:
+    """Yields the samples of one followed model.
+
+    Args:
+        labels: labels of the served name.
+    """
+    now = status.read()
+    values: dict[str, float | HistogramSamples] = {
+        "seq": now.applied.seq,
+        "wanted_seq": max(now.wanted_seq, now.applied.seq),
+        "lag_seconds": now.lag_s(),
+        "stalled": now.state == STALLED,
+        "full": now.state == FULL,
+        "rows_changed": now.rows_changed,
+        "memory_bytes": now.memory_bytes,
+        "rows": now.rows,
+        "bytes": now.nbytes,
+        "refused": now.refused,
+        "apply_seconds": now.apply_seconds.samples(),
+        "freshness_seconds": now.freshness_seconds.samples(),
+    }
+    for name, value in values.items():
+        yield f"embedserve_delta_{name}", labels, value

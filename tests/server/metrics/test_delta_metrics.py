@@ -1,0 +1,79 @@
+"""Metrics of deltas are those of the one applier, whichever worker is scraped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from server.fake_deltas import followed
+from server.fake_models import model_info
+
+from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations
+from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.model_metrics import COLUMNS_MIN
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
+from embedserve_store.format.delta_manifest import LinePosition
+
+APPLIED = Applied(5, 1e9, "ab" * 32)
+
+
+def values(state: str = "following", waiting_since: float = 0.0) -> dict[str, float]:
+    """The samples of deltas by name, as one of two workers exports them."""
+    status = DeltaStatus(LinePosition(7, 0, "0" * 64))
+    status.write(
+        DeltaState(
+            APPLIED,
+            APPLIED,
+            state,
+            wanted_seq=6,
+            waiting_since=waiting_since,
+            rows=10,
+            nbytes=11,
+            refused=12,
+            rows_changed=13,
+            memory_bytes=14,
+            apply_seconds=Durations().plus(0.02),
+            freshness_seconds=Durations().plus(2.0).plus(3.0),
+        )
+    )
+    model = replace(model_info(), deltas=followed(status))
+    counters = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
+    both = [Metrics([model], WorkerCounters(counters, worker)) for worker in (0, 1)]
+    registry = both[1].registry()
+    return {
+        sample.name.removeprefix("embedserve_delta_"): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("embedserve_delta_") and "le" not in sample.labels
+    }
+
+
+def test_values_are_not_summed_over_workers() -> None:
+    assert values() == {
+        "seq": 5,
+        "wanted_seq": 6,
+        "lag_seconds": 0,
+        "stalled": 0,
+        "full": 0,
+        "rows_changed": 13,
+        "memory_bytes": 14,
+        "rows_total": 10,
+        "bytes_total": 11,
+        "refused_total": 12,
+        "apply_seconds_count": 1,
+        "apply_seconds_sum": 0.02,
+        "freshness_seconds_count": 2,
+        "freshness_seconds_sum": 5.0,
+    }
+
+
+@pytest.mark.parametrize("state", ["stalled", "full"])
+def test_a_line_that_is_not_applied_tells(state: str) -> None:
+    told = values(state, waiting_since=1e9)
+    assert (told["stalled"], told["full"]) == (state == "stalled", state == "full")
+    assert told["lag_seconds"] > 1e8
+
+
+def test_a_model_without_deltas_has_no_metrics_of_them() -> None:
+    names = {family.name for family in Metrics([model_info()]).collect() if family.samples}
+    assert not [name for name in names if "delta" in name]
