@@ -1,0 +1,175 @@
+"""Deltas that a training job pushes are served: whole, in order, whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from running_servers import Running, run_commands, running
+
+from embedserve_client import EmbedClient, GrpcEmbedClient
+from embedserve_client.errors import EmbedServeClientError
+from embedserve_store import DeltaWriter, TableSpec, publish
+from embedserve_store.format.delta_manifest import manifest_name
+
+ROWS = {"user": 1000, "item": 50}
+CHANGED = {"user": 300, "item": 50}
+DIM = 8
+PUSHES = 40
+KILLED_AT = {"applier": 10, "worker": 20}
+WAIT_S_MAX = 120
+BAGS = {"user": [[1, 2, 500], [299]], "item": [[3], [0, 49]]}
+COUNTS = np.array([[2, 1], [1, 2]])
+"""Changed rows in the bags of each example and key."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    weights = {
+        f"ebc.embedding_bags.{name}.weight": torch.zeros(rows, DIM) for name, rows in ROWS.items()
+    }
+    tables = [TableSpec(name, rows, DIM, (name,), "sum", "float32") for name, rows in ROWS.items()]
+    store = tmp_path / "store"
+    publish(weights, store, model="m", tables=tables, sharding="row_wise", world_size=2)
+    return store
+
+
+def push(writer: DeltaWriter, seq: int) -> None:
+    """Pushes delta ``seq``: every value of the changed rows is its seq."""
+    changes = {
+        name: (np.arange(count), np.full((count, DIM), seq, np.float32))
+        for name, count in CHANGED.items()
+    }
+    assert writer.push_rows(changes, step=10 * seq) == seq
+
+
+def until(is_true: Callable[[], Any]) -> None:
+    ends_s = time.monotonic() + WAIT_S_MAX
+    while not is_true():
+        assert time.monotonic() < ends_s
+        time.sleep(0.02)
+
+
+def children(server: Running) -> list[int]:
+    """Returns the process ids of the applier and the workers, in the order of their start."""
+    pid = server.process.pid
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def deltas(server: Running) -> dict[str, Any]:
+    (model,) = httpx.get(f"{server.http}/models").json()["models"]
+    found: dict[str, Any] = model["deltas"]
+    return found
+
+
+class Callers:
+    """Callers over REST and gRPC, which check that each result has the values of its seq."""
+
+    def __init__(self, server: Running) -> None:
+        self.wrong: list[str] = []
+        self.seqs: set[int] = set()
+        self._stop = threading.Event()
+        clients = [EmbedClient(server.http, retries=5), GrpcEmbedClient(server.grpc, retries=5)]
+        self._threads = [threading.Thread(target=self._ask, args=(one,)) for one in clients]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, client: EmbedClient | GrpcEmbedClient) -> None:
+        last = 0
+        with client:
+            while not self._stop.is_set():
+                try:
+                    result = client.embed(BAGS)
+                except EmbedServeClientError:  # the connection of a worker that was killed
+                    continue
+                seq = result.seq
+                if seq is None or not (result.values == np.repeat(COUNTS * seq, DIM, axis=1)).all():
+                    self.wrong.append(f"seq {seq}: {result.values.tolist()}")
+                    continue
+                self.seqs.add(seq)
+                if seq < last:
+                    self.wrong.append(f"seq {seq} after {last}")
+                last = seq
+
+    def end(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(WAIT_S_MAX)
+
+
+def test_every_answer_is_of_one_delta_while_processes_are_killed(
+    store: Path, tmp_path: Path
+) -> None:
+    options = ("--deltas", "follow", "--workers", "2", "--delta-memory", 1 << 20)
+    with (
+        DeltaWriter(store, model="m") as writer,
+        running(store, tmp_path / "log", *map(str, options)) as server,
+    ):
+        applier, worker, _ = children(server)
+        callers = Callers(server)
+        try:
+            for seq in range(1, PUSHES + 1):
+                push(writer, seq)
+                if seq == KILLED_AT["applier"]:
+                    os.kill(applier, signal.SIGKILL)
+                if seq == KILLED_AT["worker"]:
+                    os.kill(worker, signal.SIGKILL)
+            until(lambda: PUSHES in callers.seqs)
+            until(lambda: len(children(server)) == 3 and worker not in children(server))
+        finally:
+            callers.end()
+        assert callers.wrong == []
+        assert len(callers.seqs) > 2
+        assert deltas(server)["state"] == "following"
+
+
+def test_a_damaged_delta_changes_nothing_until_it_is_repaired(store: Path, tmp_path: Path) -> None:
+    """The delta is written into a copy of the store, damaged, and then appears in the store."""
+    published = tmp_path / "published"
+    with DeltaWriter(store, model="m") as writer:
+        push(writer, 1)
+    shutil.copytree(store, published)
+    with DeltaWriter(store, model="m") as writer:
+        push(writer, 2)
+    line = "m/deltas/1"
+    (rows,) = (store / line).glob("*2.*.safetensors")
+    whole = rows.read_bytes()
+    with (
+        running(published, tmp_path / "log", "--deltas", "follow") as server,
+        EmbedClient(server.http) as client,
+    ):
+        assert client.embed(BAGS).seq == 1  # ready with what was there
+        (published / line / rows.name).write_bytes(whole[:-1] + b"!")
+        shutil.copy(store / line / manifest_name(2), published / line)
+        until(lambda: deltas(server)["state"] == "stalled")
+        assert rows.name in deltas(server)["reason"]
+        assert client.embed(BAGS).seq == 1
+        (published / line / rows.name).write_bytes(whole)
+        until(lambda: deltas(server)["state"] == "following")
+        result = client.embed(BAGS)
+        assert result.seq == 2
+        assert np.array_equal(result.values, np.repeat(2 * COUNTS, DIM, axis=1))
+    assert rows.name in (tmp_path / "log").read_text()
+
+
+def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> None:
+    refused = {
+        ("--devices", "cuda"): "deltas is 'follow', but the tables go to GPUs",
+        ("--follow", "latest"): "follow is 'latest', but the rows of the served versions follow",
+        ("--tables", "resident"): "deltas is 'follow', but tables is 'resident'",
+        ("--delta-poll-s", "0.001"): "delta_poll_s is 0.001, expected 0.01 to 3600",
+    }
+    commands = [("serve", store, "--deltas", "follow", *options) for options in refused]
+    for done, message in zip(run_commands(*commands), refused.values(), strict=True):
+        assert done.returncode
+        assert message in done.stderr
