@@ -269,3 +269,21 @@ def test_a_quiet_line_is_listed_ever_less_often(followed: Followed) -> None:
     followed.push(1)
     followed.follower.look()
     assert followed.follower._list_after_s == 10
+
+
+def test_a_kill_after_the_rows_are_visible_loses_no_position(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The status that is written before the rows has their position."""
+    followed.push(1)
+
+    def apply_and_die(seq: int, changes: Sequence[ChangedRows]) -> None:
+        followed.live.cells[0] = seq
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(followed.rows, "apply", apply_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        followed.follower.look()
+    followed.push(2)
+    followed.started().look()
+    assert (followed.state, followed.live.seq, followed.rows.rows) == ("following", 2, {2: 1})
