@@ -278,7 +278,7 @@ def test_a_kill_after_the_rows_are_visible_loses_no_position(
     followed.push(1)
 
     def apply_and_die(seq: int, changes: Sequence[ChangedRows]) -> None:
-        followed.live.cells[0] = seq
+        followed.live.commit(followed.live.committed[0], seq)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(followed.rows, "apply", apply_and_die)
