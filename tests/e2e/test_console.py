@@ -376,6 +376,27 @@ def test_requests_and_failures_are_shown_by_version(page: Page, demo: Demo) -> N
     assert ("(default)" in stable, "(default)" in canary) == (True, False)  # the first answers
 
 
+DELTAS = """
+import('/console/models.js').then(({ showModels }) => {
+  const other = { model: "m", alias: "", since: "", leaving: [], next: null };
+  const follows = { seq: 1234567, wanted_seq: 1234567, state: "following", reason: "" };
+  const stalls = { seq: 12, wanted_seq: 14, state: "stalled", reason: "delta 13 is missing" };
+  const each = [undefined, follows, stalls];
+  const models = each.map((deltas, version) => ({ ...other, version, deltas }));
+  showModels(models, "m", null);
+  return [...document.querySelectorAll("#models p")].map((one) => [one.className, one.innerText]);
+})
+"""
+
+
+def test_versions_that_follow_deltas_say_how_far_they_are(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    assert page.value(DELTAS) == [
+        ["hint", "m 1: delta 1,234,567, following"],
+        ["error", "m 2: delta 12 of 14, stalled: delta 13 is missing"],
+    ]
+
+
 COUNTED = """
 Promise.all([import('/console/metrics.js'), import('/console/traffic.js')]).then(
   ([{ Between, Reading }, { showLookups }]) => {

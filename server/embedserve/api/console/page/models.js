@@ -44,7 +44,8 @@ export function showModels(models, defaultModel, between) {
   });
   const headings = ["model", ["version", "number"], "served as", "answers", ["requests/s", "number"], ["failed", "number"], ["p99", "number"], ["examples/s", "number"], ["lookup p50", "number"], "since (UTC)"];
   const coming = models.filter((model) => model.next).map(comingOf);
-  fill("models", table("Served versions", headings, rows), ...coming);
+  const followed = models.filter((model) => model.deltas).map(deltasOf);
+  fill("models", table("Served versions", headings, rows), ...coming, ...followed);
 }
 
 /** Returns the percentage of a version's requests that ended with an error. */
@@ -66,6 +67,13 @@ function answersOf(model) {
 function comingOf(model) {
   const { version, state, reason } = model.next;
   return element("p", { class: state === "failed" ? "error" : "hint" }, `${titleOf(model)}: version ${version} is ${state}${reason ? `: ${reason}` : ""}`);
+}
+
+function deltasOf(model) {
+  const { seq, wanted_seq: wanted, state, reason } = model.deltas;
+  const isStopped = state === "stalled" || state === "full";
+  const of = wanted > seq ? ` of ${wanted.toLocaleString("en")}` : "";
+  return element("p", { class: isStopped ? "error" : "hint" }, `${titleOf(model)}: delta ${seq.toLocaleString("en")}${of}, ${state}${reason ? `: ${reason}` : ""}`);
 }
 
 /** Fetches plans that are not cached and draws all; drops those of versions no longer served. */
