@@ -30,6 +30,9 @@ from embedserve_store.model_version import ModelVersion
 NUMBER_MAX = 2**32 - 1
 """Maximum seq, view and number of a spare row: each is a uint32."""
 BYTES_PER_SPARE = 8
+SPARES_PER_ROW = 4
+"""Spare rows for each row of a table, if the memory allows as many. A row needs one, and another
+for each change until no lookup reads the one before."""
 IDLE = 2**64 - 1
 """Value of a cell while its process reads no rows."""
 RANKS_MAX = 4096
@@ -87,10 +90,7 @@ class LiveRows:
         manifest = version.manifest
         _check_features(version)
         self.memory_max = memory_max
-        counts = {
-            table.name: memory_max // (table.row_bytes + BYTES_PER_SPARE)
-            for table in manifest.tables
-        }
+        counts = {table.name: _spare_count(table, memory_max) for table in manifest.tables}
         count = sum(counts.values()) + 1
         if count > NUMBER_MAX:
             raise StoreError(
@@ -183,6 +183,12 @@ def _check_features(version: ModelVersion) -> None:
                 f"the tables {other!r} and {column.table.name!r}: deltas are served only where a "
                 "feature has one table"
             )
+
+
+def _spare_count(table: TableSpec, memory_max: int) -> int:
+    """Returns the number of spare rows of a table, which take memory only once they are used."""
+    most = memory_max // (table.row_bytes + BYTES_PER_SPARE)
+    return min(most, SPARES_PER_ROW * table.num_embeddings)
 
 
 def _file_ranges(tables: TablesFile, counts: Mapping[str, int]) -> dict[str, FileRange]:

@@ -122,15 +122,26 @@ class RowsWriter:
         return np.concatenate([taken, np.arange(first, first + missing, dtype=np.uint32)])
 
     def _check_room(self, changes: Sequence[ChangedRows]) -> None:
-        needed = 0
+        """Raises RowsFullError if the memory, or the spare rows of a table, do not suffice."""
+        missing = {}
         for change in changes:
             free = self._free[change.table.name]
-            needed += max(0, len(change.numbers) - free.count) * _spare_bytes(free.spare)
+            missing[change.table.name] = max(0, len(change.numbers) - free.count)
+        needed = sum(
+            count * _spare_bytes(self._free[name].spare) for name, count in missing.items()
+        )
         if self.memory_bytes + needed > self._live.memory_max:
             raise RowsFullError(
                 f"changed rows have {self.memory_bytes} bytes, {needed} more are needed, the limit "
                 f"is {self._live.memory_max}"
             )
+        for name, count in missing.items():
+            free, most = self._free[name], len(self._live.spares[name].rows)
+            if int(self._live.peaks[free.index]) + count > most:
+                raise RowsFullError(
+                    f"table {name!r} has {most} rows for changes, and {count} more are needed: "
+                    "lookups still read the others"
+                )
 
     def _free_unseen(self) -> None:
         """Frees the replaced rows that no lookup can read any more."""

@@ -159,6 +159,19 @@ def test_a_lookup_that_hangs_lets_memory_run_full_until_it_ends(
     assert live.seq == 6
 
 
+def test_the_spare_rows_of_a_small_table_run_out_before_the_memory(
+    live: LiveRows, reader: RowsReader
+) -> None:
+    writer, view = RowsWriter(live), reader.begin()[0]
+    change = rows_of(SPECS[1], *range(7))
+    for seq in range(1, 5):
+        writer.apply(seq, [change])
+    with pytest.raises(RowsFullError, match="table 'user' has 28 rows for changes, and 7 more"):
+        writer.apply(5, [change])
+    reader.end(view)
+    writer.apply(5, [change])
+
+
 def test_the_cell_of_a_reader_that_ended_is_cleared(live: LiveRows, version: ModelVersion) -> None:
     """A process that follows another in its place registers itself anew."""
     reader = RowsReader(live, 1, version.plan)
@@ -228,7 +241,12 @@ def test_a_seq_past_a_uint32_is_refused(live: LiveRows) -> None:
 
 def test_more_spare_rows_than_a_uint32_counts_are_refused(version: ModelVersion) -> None:
     with pytest.raises(StoreError, match=r"1099511627776 bytes of changed rows are .* spare rows"):
-        LiveRows(version, 1 << 40, 1)
+        LiveRows(with_rows(version, 1 << 30), 1 << 40, 1)
+
+
+def with_rows(version: ModelVersion, rows: int) -> ModelVersion:
+    tables = tuple(replace(spec, num_embeddings=rows) for spec in SPECS)
+    return replace(version, manifest=replace(version.manifest, tables=tables))
 
 
 def test_a_feature_of_two_tables_is_refused(version: ModelVersion) -> None:
