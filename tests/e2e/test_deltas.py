@@ -142,7 +142,7 @@ def test_a_damaged_delta_changes_nothing_until_it_is_repaired(store: Path, tmp_p
     with DeltaWriter(store, model="m") as writer:
         push(writer, 2)
     line = "m/deltas/1"
-    (rows,) = (store / line).glob("*2.*.safetensors")
+    (rows,) = (store / line).glob(f"{2:020d}.*.safetensors")
     whole = rows.read_bytes()
     with (
         running(published, tmp_path / "log", "--deltas", "follow") as server,

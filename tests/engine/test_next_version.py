@@ -259,6 +259,7 @@ def test_the_layout_that_was_used_longest_ago_goes(
     assert programs.add(engines[2])
     assert are_found() == [True, True, True]
     engines.clear()
+    gc.collect()
     assert are_found() == [True, False, True]
 
 
