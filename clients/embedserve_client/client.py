@@ -32,6 +32,7 @@ class BaseClient(ABC):
         output_dtype: OutputDType = "float32",
         output_keys: Sequence[str] = (),
         routing_key: str | None = None,
+        min_seq: int | None = None,
     ) -> EmbedResult:
         """Returns the vectors of a batch.
 
@@ -47,12 +48,14 @@ class BaseClient(ABC):
             output_keys: keys to return; empty returns all keys of the model.
             routing_key: identifier of the caller, 1 to 256 printable ASCII characters. Equal keys
                 get the same version while several versions share the model's traffic.
+            min_seq: smallest `seq` that the rows may have, where the version follows deltas. While
+                they are older, the call is retried, or fails with Unavailable.
 
         Raises:
             EmbedServeClientError: the call failed; the module `errors` lists its subclasses.
         """
         operation = self._operations.embed(
-            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+            features, weights, model, timeout_s, output_dtype, output_keys, routing_key, min_seq
         )
         return run(operation, self._retries, self._send)
 
@@ -106,10 +109,11 @@ class AsyncBaseClient(ABC):
         output_dtype: OutputDType = "float32",
         output_keys: Sequence[str] = (),
         routing_key: str | None = None,
+        min_seq: int | None = None,
     ) -> EmbedResult:
         """Returns the vectors of a batch; arguments as for `EmbedClient.embed`."""
         operation = self._operations.embed(
-            features, weights, model, timeout_s, output_dtype, output_keys, routing_key
+            features, weights, model, timeout_s, output_dtype, output_keys, routing_key, min_seq
         )
         return await run_async(operation, self._retries, self._send)
 

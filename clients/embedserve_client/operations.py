@@ -51,6 +51,7 @@ class Operations(ABC):
         output_dtype: OutputDType,
         output_keys: Sequence[str],
         routing_key: str | None,
+        min_seq: int | None,
     ) -> Operation[EmbedResult]:
         """Returns the lookup, through shared memory if it qualifies."""
         batch = batch_of(features, weights)
@@ -58,11 +59,12 @@ class Operations(ABC):
         routing = routing_headers(routing_key)
 
         def over_the_connection(left_s: float | None) -> Any:
-            message = request_of(batch, model, output_dtype, output_keys)
+            message = request_of(batch, model, output_dtype, output_keys, min_seq)
             return self._embed_call(message, batch.batch_size, left_s, routing)
 
         lookup = Lookup(batch, model, output_dtype, routing, over_the_connection)
-        return ask(self._shared, lookup, output_keys, timeout_s)
+        shared = self._shared if min_seq is None else None
+        return ask(shared, lookup, output_keys, timeout_s)
 
     @abstractmethod
     def models(self) -> Operation[ModelList]:

@@ -86,6 +86,20 @@ def test_output_keys_are_asked_for(client: Any, model: FakeModel) -> None:
     assert [list(request.output_keys) for request in model.requests] == [["user"]]
 
 
+def test_a_smallest_seq_is_asked_for(client: Any, model: FakeModel) -> None:
+    for seq in (None, 0, 1234):
+        client.embed({"user": [1]}, min_seq=seq)
+    asked = [request.min_seq if request.HasField("min_seq") else None for request in model.requests]
+    assert asked == [None, 0, 1234]
+
+
+@pytest.mark.parametrize("seq", [-1, 2**63, "7", True, 1.5])
+def test_a_smallest_seq_that_is_none_is_refused(client: Any, model: FakeModel, seq: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"min_seq: .* is no integer from 0 to {2**63 - 1}"):
+        client.embed({"user": [1]}, min_seq=seq)
+    assert not model.requests
+
+
 def test_rows_of_a_model_that_is_not_pooled_may_be_float16(client: Any) -> None:
     titles = {"title": [["Heat"], ["Alien"]]}
     rows = client.embed(titles, model="sequence", output_dtype="float16")["title"]

@@ -29,6 +29,7 @@ _DTYPE_OF_NUMBER: dict[int, np.dtype[Any]] = {
     pb.FLOAT32: _LITTLE_FLOAT32,
     pb.FLOAT16: np.dtype("<f2"),
 }
+SEQ_MAX = 2**63 - 1
 
 
 def request_of(
@@ -36,11 +37,12 @@ def request_of(
     model: str | None,
     output_dtype: OutputDType = "float32",
     output_keys: Sequence[str] = (),
+    min_seq: int | None = None,
 ) -> pb.EmbedRequest:
     """Returns the message of a batch. A model of None selects the server's default model.
 
-    Raises InvalidRequest unless output_dtype is "float32" or "float16" and output_keys is a list of
-    strings.
+    Raises InvalidRequest unless output_dtype is "float32" or "float16", output_keys is a list of
+    strings and min_seq an integer from 0 to SEQ_MAX, or None.
     """
     message = pb.EmbedRequest(
         model=model or "",
@@ -54,7 +56,18 @@ def request_of(
     )
     if batch.weights is not None:
         message.weights_bytes = batch.weights.astype(_LITTLE_FLOAT32, copy=False).tobytes()
+    if min_seq is not None:
+        message.min_seq = _checked_seq(min_seq)
     return message
+
+
+def _checked_seq(min_seq: object) -> int:
+    is_int = isinstance(min_seq, int) and not isinstance(min_seq, bool)
+    if not is_int or not 0 <= min_seq <= SEQ_MAX:  # type: ignore[operator]
+        raise InvalidRequest(
+            f"min_seq: {short(min_seq)} is no integer from 0 to {SEQ_MAX}", field="min_seq"
+        )
+    return cast(int, min_seq)
 
 
 def _number_of(output_dtype: object) -> pb.OutputDType:

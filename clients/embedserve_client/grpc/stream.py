@@ -35,14 +35,15 @@ from embedserve_proto import embedding_pb2 as pb
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """One item of a stream with options: weights, a model, float16 output, or selected keys. Items
-    without options may be plain features."""
+    """One item of a stream with options: weights, a model, float16 output, selected keys, or a
+    smallest seq. Items without options may be plain features."""
 
     features: Features
     weights: Weights | None = None
     model: str | None = None
     output_dtype: OutputDType = "float32"
     output_keys: Sequence[str] = ()
+    min_seq: int | None = None
 
 
 StreamItem: TypeAlias = StreamRequest | Features
@@ -151,7 +152,9 @@ def _encoded(item: StreamItem) -> tuple[pb.EmbedRequest | None, _Step]:
     request = item if isinstance(item, StreamRequest) else StreamRequest(item)
     try:
         batch = batch_of(request.features, request.weights)
-        message = request_of(batch, request.model, request.output_dtype, request.output_keys)
+        message = request_of(
+            batch, request.model, request.output_dtype, request.output_keys, request.min_seq
+        )
     except InvalidRequest as error:
         return None, error
     return message, _Sent(batch.batch_size)

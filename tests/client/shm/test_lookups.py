@@ -47,7 +47,13 @@ def files() -> list[Path]:
 
 def lookup(calls: Calls, **options: Any) -> Steps[EmbedResult]:
     given: dict[str, Any] = {"model": None, "timeout_s": None, "output_dtype": "float32"}
-    given |= {"features": {"user": USERS}, "weights": None, "output_keys": (), "routing_key": None}
+    given |= {
+        "features": {"user": USERS},
+        "weights": None,
+        "output_keys": (),
+        "routing_key": None,
+        "min_seq": None,
+    }
     question = calls.embed(**given | options)
     return question.steps(question.timeout_s)
 
