@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -27,15 +29,27 @@ from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 REQUEST = pb.EmbedRequest(keys=["tag", "user"], ids=[1, 2, 3, 4], lengths=[1, 2, 1, 0])
 
 
-async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) -> None:
+@asynccontextmanager
+async def started(
+    pipeline: RequestPipeline,
+) -> AsyncIterator[tuple[GrpcioServer, grpc.aio.Channel]]:
+    """A server that listens, which the test drains, and a channel to it."""
     server = GrpcioServer(pipeline, "127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(
         f"127.0.0.1:{server.port}", options=OWN_CONNECTION
     ) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-        )
+        yield server, channel
+
+
+def watch_health(channel: grpc.aio.Channel) -> Any:
+    request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+    return health_pb2_grpc.HealthStub(channel).Watch(request)
+
+
+async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) -> None:
+    async with started(pipeline) as (server, channel):
+        watch = watch_health(channel)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         draining = asyncio.create_task(server.drain(10))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -45,14 +59,8 @@ async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) ->
 
 async def test_a_drain_does_not_wait_for_a_health_watch(pipeline: RequestPipeline) -> None:
     """Calls that grpcio loses at the moment of the stop end the same way; they are rare."""
-    server = GrpcioServer(pipeline, "127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(
-        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
-    ) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-        )
+    async with started(pipeline) as (server, channel):
+        watch = watch_health(channel)
         await watch.read()
         await asyncio.wait_for(server.drain(300), 60)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -65,11 +73,7 @@ async def test_a_drain_waits_for_an_embed_call(
 ) -> None:
     monkeypatch.setattr(grpcio_server, "OTHER_CALLS_S", 0.01)
     pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
-    server = GrpcioServer(pipeline, "127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(
-        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
-    ) as channel:
+    async with started(pipeline) as (server, channel):
         engine.hold()
         call = EmbeddingServiceStub(channel).Embed(REQUEST)
         await until(lambda: engine.lookups)
@@ -94,11 +98,7 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
 ) -> None:
     errors: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    server = GrpcioServer(make_pipeline(engine, executor=executor), "127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(
-        f"127.0.0.1:{server.port}", options=OWN_CONNECTION
-    ) as channel:
+    async with started(make_pipeline(engine, executor=executor)) as (server, channel):
         call = EmbeddingServiceStub(channel).EmbedStream()
         await call.write(REQUEST)
         assert (await call.read()).batch_size == 2
