@@ -19,7 +19,7 @@ from time import perf_counter
 import numpy as np
 
 from embedserve.batching.join import join
-from embedserve.batching.lookup_engine import LookupEngine, begin_view, end_view
+from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.lookup_executor import FAILED, LookedUp, LookupExecutor
 from embedserve.batching.pending_request import NO_REQUEST, BatchTicket, PendingRequest
 from embedserve.batching.request_queue import RequestQueue, work_bytes
@@ -319,22 +319,12 @@ class Batcher:
         if batch.unknown_counts is not None:
             self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
         work_bytes = examples * self._work_per_example + ids * self._work_per_id
-        try:
-            begin_view(self._lookups.engine, batch)
-        except Exception:
-            self._lookups.log_failure(f"finding the rows of {ids} ids")
-            end_view(self._lookups.engine, batch)
-            self._fail(taken, EngineError(FAILED))
-            return
         if work_bytes <= self._inline_bytes_max:
-            looked_up = [self._lookups.run(batch)]
-            end_view(self._lookups.engine, batch)
-            self._finish(taken, batch, looked_up)
+            self._finish(taken, batch, [self._lookups.run(batch)])
             return
 
         def finish(looked_up: list[LookedUp]) -> None:
             queue.end()
-            end_view(self._lookups.engine, batch)
             self._finish(taken, batch, looked_up)
             self._schedule_next(loop)
 
@@ -342,10 +332,9 @@ class Batcher:
         as_float16 = self._lookups.waits_for_device and self._all_request_float16(taken)
         try:
             self._lookups.submit(loop, batch, as_float16, finish)
-        except RuntimeError:  # the executor has been shut down
+        except Exception:  # the executor has been shut down, or the rows were not found
             self._lookups.log_failure(f"looking up {len(taken)} requests")
             queue.end()
-            end_view(self._lookups.engine, batch)
             self._fail(taken, EngineError(FAILED))
 
     def _all_request_float16(self, taken: Sequence[PendingRequest]) -> bool:

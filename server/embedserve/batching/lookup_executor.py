@@ -13,7 +13,7 @@ from time import perf_counter
 
 import numpy as np
 
-from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.batching.lookup_engine import LookupEngine, begin_view, end_view
 from embedserve.batching.split import in_request_order, split_by_examples
 from embedserve.errors import EmbedServeError, EngineError
 from embedserve.lookup_types import Batch, LookupResult
@@ -55,8 +55,20 @@ class LookupExecutor:
         self._pieces = threads if model.is_pooled and not self.waits_for_device else 1
         self._log = RateLimitedLogger(logger)
 
-    def run(self, batch: Batch, as_float16: bool = False) -> LookedUp:
-        """Looks ``batch`` up on the calling thread; with ``as_float16`` float16 values suffice."""
+    def run(self, batch: Batch) -> LookedUp:
+        """Looks ``batch`` up on the calling thread, in the newest view of the rows."""
+        start_s = perf_counter()
+        try:
+            begin_view(self.engine, batch)
+            return self._look_up(batch)
+        except Exception:
+            self.log_failure(f"finding the rows of {batch.ids.size} ids")
+            return EngineError(FAILED), perf_counter() - start_s
+        finally:
+            end_view(self.engine, batch)
+
+    def _look_up(self, batch: Batch, as_float16: bool = False) -> LookedUp:
+        """Looks up a batch that has its view; with ``as_float16`` float16 values suffice."""
         start_s = perf_counter()
         values: np.ndarray | EmbedServeError
         try:
@@ -74,15 +86,33 @@ class LookupExecutor:
         as_float16: bool,
         finish: Callable[[list[LookedUp]], None],
     ) -> None:
-        """Looks ``batch`` up in threads, one chunk for each, as a kernel call uses one thread.
+        """Looks ``batch`` up in threads, in the newest view of the rows: one chunk for each thread,
+        as a kernel call uses one.
 
         ``finish`` is called on the event loop with the results of all chunks.
+
+        Raises:
+            RuntimeError: the executor has been shut down.
+            StoreError: as begin_view.
         """
-        pieces = split_by_examples(batch, len(self._model.features), self._pieces)
-        looking_up = asyncio.gather(
-            *(loop.run_in_executor(self._executor, self.run, piece, as_float16) for piece in pieces)
-        )
-        looking_up.add_done_callback(lambda done: finish(done.result()))
+
+        def end(done: asyncio.Future[list[LookedUp]]) -> None:
+            end_view(self.engine, batch)
+            finish(done.result())
+
+        try:
+            begin_view(self.engine, batch)
+            pieces = split_by_examples(batch, len(self._model.features), self._pieces)
+            looking_up = asyncio.gather(
+                *(
+                    loop.run_in_executor(self._executor, self._look_up, piece, as_float16)
+                    for piece in pieces
+                )
+            )
+        except Exception:
+            end_view(self.engine, batch)
+            raise
+        looking_up.add_done_callback(end)
 
     def round(self, result: LookupResult) -> None:
         """Converts the values of ``result`` to float16."""
