@@ -222,6 +222,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     "Deltas": {
         "deltas list": "embedserve deltas store dlrm",
         "deltas verify": "embedserve deltas verify store dlrm",
+        "deltas undo": 'embedserve deltas undo store dlrm --to 1230 --why "CTR fell"',
         "deltas compact": "embedserve deltas compact store dlrm --seq 1200",
     },
 }

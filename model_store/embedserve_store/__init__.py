@@ -15,8 +15,9 @@ Importing this package does not import torch; publishing does.
 
 from embedserve_store.deltas.compact import compact_deltas
 from embedserve_store.deltas.delta_line import DeltaLine
-from embedserve_store.deltas.delta_writer import DeltaWriter, WriterFencedError
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.deltas.delta_writer import DeltaWriter
+from embedserve_store.deltas.undo import undo_deltas
+from embedserve_store.errors import InvalidModelError, RevertedError, StoreError, WriterFencedError
 from embedserve_store.format.alias import Alias
 from embedserve_store.format.event import Event
 from embedserve_store.format.id_rule import IdRule
@@ -62,6 +63,7 @@ __all__ = [
     "Progress",
     "PublishOptions",
     "PublishedVersion",
+    "RevertedError",
     "Rollback",
     "Shard",
     "StoreError",
@@ -82,6 +84,7 @@ __all__ = [
     "remove_version",
     "roll_back",
     "set_alias",
+    "undo_deltas",
     "verify",
     "write_expected",
 ]

@@ -29,6 +29,25 @@ class NoRoomError(StoreError):
     """A file system has less free space than a version needs."""
 
 
+class WriterFencedError(StoreError):
+    """Another writer has appended to the line. This writer has stopped and appends nothing more."""
+
+
+class RevertedError(StoreError):
+    """Somebody has undone deltas of this writer, which appends nothing until ``resume``.
+
+    Attributes:
+        reverts_to: seq of the delta whose rows are served again.
+    """
+
+    def __init__(self, message: str, reverts_to: int) -> None:
+        super().__init__(message, reverts_to)
+        self.reverts_to = reverts_to
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def missing_model(where: object, model: str, models: Iterable[str]) -> StoreError:
     """Returns the error for a model that is not in the store at ``where``."""
     there = ", ".join(models) or "none"

@@ -209,6 +209,13 @@ class ServeSettings:
         "least 256 MiB.",
         min=0,
     )
+    delta_undo: int = setting(
+        64,
+        "Deltas that can be undone from memory, as far as --delta-memory allows. An undo that goes "
+        "further back reads the store.",
+        min=0,
+        max=10_000,
+    )
     wait: bool = setting(
         False,
         "Wait at startup for models that the store does not have yet, and for a store that is "

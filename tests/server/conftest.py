@@ -21,7 +21,7 @@ from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.pipeline import RequestPipeline
 
 MakeBatcher = Callable[[Limits], Batcher]
-TEST_S_MAX = 30
+TEST_S_MAX = 120
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-WAIT_S_MAX = 10.0
+WAIT_S_MAX = 60.0
 
 
 async def until(is_true: Callable[[], object]) -> None:
-    """Returns when ``is_true`` does; TimeoutError after 10 seconds."""
+    """Returns when ``is_true`` does; TimeoutError after a minute."""
     async with asyncio.timeout(WAIT_S_MAX):
         while not is_true():  # noqa: ASYNC110  what is waited for knows no event
             await asyncio.sleep(0.001)

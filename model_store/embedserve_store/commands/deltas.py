@@ -1,11 +1,13 @@
-"""`embedserve deltas`: lists, shows, verifies and compacts the deltas of a version's line."""
+"""`embedserve deltas`: lists, shows, verifies, undoes and compacts the deltas of a line."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from embedserve_store.deltas.compact import compact_deltas
-from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.deltas.undo import undo_deltas
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import DeltaManifest
 from embedserve_store.model_store import ModelStore
@@ -43,8 +45,10 @@ def list_deltas(store: str, model: str, seq: int | None, version: str | None, la
         return
     columns = "seq", "as of", "step", "rows", "bytes", "writer", "run"
     table = grid(*columns, numbers=("seq", "step", "rows", "bytes"))
-    for number in seqs[-last:]:
-        table.add_row(*map(plain, _cells(line.manifest(number)[0])))
+    shown_deltas = {number: line.manifest(number)[0] for number in seqs[-last:]}
+    undone = _undone(shown_deltas)
+    for number, delta in shown_deltas.items():
+        table.add_row(*map(plain, _cells(delta, is_undone=number in undone)))
     shown = f", the last {last}" if 0 < last < len(seqs) else ""
     show(f"{name}: {len(seqs):,} deltas after {after}{shown}", table)
 
@@ -77,6 +81,20 @@ def verify_deltas(store: str, model: str, version: str | None) -> None:
     )
 
 
+def undo(store: str, model: str, to: int, why: str, version: str | None) -> None:
+    """Appends a delta that reverts to the state after delta ``to``.
+
+    Raises:
+        StoreError: as undo_deltas raises it.
+    """
+    made = undo_deltas(store, model, to=to, why=why, version=version)
+    say(
+        f"{model}: delta {made.seq} of line {made.line} reverts to "
+        f"{f'delta {to}' if to else 'the version'}. Servers that follow the line apply it at their "
+        "next look."
+    )
+
+
 def compact(
     store: str, model: str, version: str | None, seq: int | None, cache: Path | None
 ) -> None:
@@ -102,9 +120,19 @@ def compact(
     )
 
 
-def _cells(delta: DeltaManifest) -> tuple[str, ...]:
+def _undone(deltas: Mapping[int, DeltaManifest]) -> set[int]:
+    """Returns those of consecutive ``deltas`` whose rows are no longer in the state after the
+    last."""
+    first, last = min(deltas), max(deltas)
+    rest = {one.seq for one in kept(last, first - 1, deltas.__getitem__)}
+    return {seq for seq, one in deltas.items() if one.reverts_to is None} - rest
+
+
+def _cells(delta: DeltaManifest, *, is_undone: bool) -> tuple[str, ...]:
     step = "" if delta.step is None else str(delta.step)
-    rows = f"{sum(delta.rows.values()):,}"
+    rows = f"{sum(delta.rows.values()):,}" + (" undone" if is_undone else "")
+    if delta.reverts_to is not None:
+        rows = f"to {delta.reverts_to}"
     nbytes = human_bytes(delta.nbytes)
     return str(delta.seq), delta.as_of, step, rows, nbytes, delta.writer, delta.token[:RUN_DIGITS]
 
@@ -116,6 +144,9 @@ def _show_delta(delta: DeltaManifest) -> None:
         f"{human_bytes(delta.nbytes)} in {len(delta.files)} files"
     )
     write(sanitize(f"written by {delta.writer}, run {delta.token}"))
+    if delta.reverts_to is not None:
+        write(sanitize(f"reverts to delta {delta.reverts_to}: {delta.why}"))
+        return
     table = grid("table", "rows", numbers=("rows",))
     for name, rows in delta.rows.items():
         table.add_row(plain(name), f"{rows:,}")

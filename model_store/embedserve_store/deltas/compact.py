@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.delta_line import DeltaLine, kept
 from embedserve_store.errors import StoreError
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.delta_manifest import LINE_SEQ, LinePosition
@@ -59,8 +59,9 @@ def compact_deltas(
         progress: callback for each block of rows that is copied.
 
     Raises:
-        StoreError: there is no such version or delta, or nothing to compact. Or the version or a
-            delta is damaged, or the store cannot be written. The store is unchanged then.
+        StoreError: there is no such version or delta, nothing to compact, or delta ``seq`` was
+            undone. Or the version or a delta is damaged, or the store cannot be written. The store
+            is unchanged then.
     """
     models = ModelStore(store, cache)
     base = models.load(model, version)
@@ -122,20 +123,44 @@ def _copy_tables(base: ModelVersion, path: Path, progress: Progress | None) -> N
 
 
 def _apply(line: DeltaLine, seq: int | None, path: Path, manifest: Manifest) -> LinePosition:
-    """Writes the rows of the deltas up to ``seq`` into the file, and returns the position there."""
+    """Writes the rows of the deltas up to ``seq`` into the file, and returns the position there.
+
+    Rows of deltas that were undone are left out.
+    """
+    deltas, position = {}, line.start
+    for delta, after in line.deltas(seq):
+        deltas[delta.seq], position = delta, after
+    _check_not_reverted(line, position.seq)
     data = np.memmap(path, np.uint8, "r+", offset=len(header_bytes(manifest.tables)))
     offsets = TablesFile.open(path, manifest.tables).offsets
-    position = line.start
-    for delta, after in line.deltas(seq):
+    for delta in reversed([*kept(position.seq, line.start.seq, deltas.__getitem__)]):
         for changes in line.rows(delta):
             for change in changes:
                 start, table = offsets[change.table.name], change.table
                 rows = data[start : start + table.nbytes].reshape(-1, table.row_bytes)
                 rows[change.numbers] = change.values
-        position = after
     data.flush()
     sync(path)
     return position
+
+
+def _check_not_reverted(line: DeltaLine, last: int) -> None:
+    """Raises StoreError if a delta after ``last`` reverts to rows before it.
+
+    The version could not follow its line past that delta.
+    """
+    for seq in line.seqs():
+        if seq <= last:
+            continue
+        try:
+            delta, _ = line.manifest(seq)
+        except StoreError:
+            return  # no delta after a damaged one is applied
+        if delta.reverts_to is not None and delta.reverts_to < last:
+            raise StoreError(
+                f"delta {last} of line {delta.line} was undone: delta {seq} reverts to "
+                f"{delta.reverts_to}; compact up to {delta.reverts_to}, or {seq} or later"
+            )
 
 
 def _write_goldens(base: ModelVersion, manifest: Manifest, tables: TablesFile, path: Path) -> None:

@@ -6,7 +6,7 @@ Never imports torch, never writes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,27 @@ from embedserve_store.format.delta_manifest import (
     position_of,
 )
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.model_store import ModelStore
+
+
+def kept(
+    last: int, first: int, manifest: Callable[[int], DeltaManifest]
+) -> Iterator[DeltaManifest]:
+    """Yields the deltas after ``first`` whose rows are in the state after delta ``last``, newest
+    first. Undone deltas and the undos themselves are left out.
+
+    Args:
+        manifest: returns the manifest of a delta.
+    """
+    seq = last
+    while seq > first:
+        delta = manifest(seq)
+        if delta.reverts_to is None:
+            yield delta
+            seq -= 1
+        else:
+            seq = delta.reverts_to
 
 
 class DeltaLine:
@@ -62,14 +82,19 @@ class DeltaLine:
         """Reads the manifest of a delta, and returns it with the position after the delta.
 
         Raises:
-            StoreError: the delta does not exist, is damaged or belongs elsewhere, or changes a
-                table that the version does not have.
+            StoreError: the delta does not exist, is damaged or belongs elsewhere, changes a table
+                that the version does not have, or reverts to rows before those of the version.
         """
         line, model = self.start.line, self._base.model
         where = self._where(manifest_name(seq))
         text = self._models.read_beside(model, FOLDER, f"{line}/{manifest_name(seq)}")
         delta = parse_delta(text, model, line, seq, where)
         check_tables(delta, self._base, where)
+        if delta.reverts_to is not None and delta.reverts_to < self.start.seq:
+            raise StoreError(
+                f"{where}: reverts to delta {delta.reverts_to}, but version {self._base.version} "
+                f"has the deltas up to {self.start.seq}"
+            )
         return delta, LinePosition(line, seq, hashlib.sha256(text).hexdigest())
 
     def deltas(self, last: int | None = None) -> Iterator[tuple[DeltaManifest, LinePosition]]:
@@ -94,6 +119,79 @@ class DeltaLine:
             self._check_continues(delta, position)
             position = after
             yield delta, after
+
+    def kept(self, last: int) -> Iterator[DeltaManifest]:
+        """Yields the deltas after the version whose rows are in the state after delta ``last``,
+        newest first, as the function ``kept``.
+
+        Raises:
+            StoreError: as ``manifest``.
+        """
+        return kept(last, self.start.seq, lambda seq: self.manifest(seq)[0])
+
+    def between(self, one: int, other: int) -> Iterator[DeltaManifest]:
+        """Yields the deltas whose rows are in the state after one of two deltas alone, newest
+        first; no delta before the last that both states have is read.
+
+        Raises:
+            StoreError: as ``manifest``.
+        """
+        states = self.kept(one), self.kept(other)
+        ones, others = (next(state, None) for state in states)
+        while (a := ones.seq if ones else 0) != (b := others.seq if others else 0):
+            if a > b:
+                assert ones
+                yield ones
+                ones = next(states[0], None)
+            else:
+                assert others
+                yield others
+                others = next(states[1], None)
+
+    def rows_between(self, one: int, other: int) -> dict[str, NDArray[np.int64]]:
+        """Returns the numbers of the rows that may differ between the states after two deltas, by
+        table, unique and ascending.
+
+        Raises:
+            StoreError: as ``manifest`` and ``rows``.
+        """
+        numbers: dict[str, list[NDArray[np.int64]]] = {}
+        for delta in self.between(one, other):
+            for changes in self.rows(delta):
+                for change in changes:
+                    numbers.setdefault(change.table.name, []).append(change.numbers)
+        return {table: np.unique(np.concatenate(found)) for table, found in numbers.items()}
+
+    def rows_at(
+        self, seq: int, numbers: Mapping[str, NDArray[np.int64]], published: TablesFile
+    ) -> Iterator[ChangedRows]:
+        """Yields the values of rows in the state after delta ``seq``.
+
+        Deltas are read from ``seq`` back, until every row is found or the version is reached.
+
+        Args:
+            numbers: row numbers by table, unique and ascending.
+            published: rows of the version.
+
+        Raises:
+            StoreError: as ``manifest`` and ``rows``.
+        """
+        values = {name: published.rows(name)[found] for name, found in numbers.items()}
+        missing = {name: np.ones(len(found), bool) for name, found in numbers.items()}
+        for delta in self.kept(seq):
+            if not any(one.any() for one in missing.values()):
+                break
+            for change in (change for changes in self.rows(delta) for change in changes):
+                name = change.table.name
+                if name not in numbers:
+                    continue
+                at = np.searchsorted(numbers[name], change.numbers)
+                at[at == len(numbers[name])] = 0
+                wanted = (numbers[name][at] == change.numbers) & missing[name][at]
+                values[name][at[wanted]] = change.values[wanted]
+                missing[name][at[wanted]] = False
+        for name, found in numbers.items():
+            yield ChangedRows(self._tables[name], found, values[name])
 
     def after(self, position: LinePosition) -> tuple[DeltaManifest, LinePosition] | None:
         """Reads the manifest of the delta that follows ``position``, as ``manifest`` does.

@@ -7,20 +7,24 @@ off. Imports torch when called.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
+from embedserve_store.deltas.append import append, now
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.encode_changes import Changes, encode_changes
 from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.tracked_rows import TrackedRows
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import (
+    InvalidModelError,
+    RevertedError,
+    StoreError,
+    WriterFencedError,
+)
 from embedserve_store.format.delta_file import ChangedRows, encode, repeated_row, split
 from embedserve_store.format.delta_manifest import (
     DELTA_BYTES_MAX,
@@ -38,13 +42,11 @@ from embedserve_store.publishing.added_file import check_exclusive, user, writer
 from embedserve_store.sources.live_dmp import describe_sharded
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 Result = TypeVar("Result")
-
-
-class WriterFencedError(StoreError):
-    """Another writer has appended to the line. This writer has stopped and appends nothing more."""
 
 
 class DeltaWriter:
@@ -100,6 +102,7 @@ class DeltaWriter:
         self._ranks = Ranks()
         self._models = ModelStore(store)
         self._is_fenced = False
+        self._reverted: RevertedError | None = None
         self._opened: ModelVersion | None = None
         self._token: str = self._ranks.from_first(secrets.token_hex(8))
         self._on_all(lambda: self._open(model, version))
@@ -124,13 +127,13 @@ class DeltaWriter:
         Raises:
             InvalidModelError: on all ranks: a row cannot be stored, or an id was looked up that its
                 table does not have.
-            WriterFencedError, StoreError: as in ``push_rows``.
+            RevertedError, WriterFencedError, StoreError: as in ``push_rows``.
             ValueError: the writer was made without ``module``.
         """
         if self._tracked is None:
             raise ValueError("push needs DeltaWriter(…, module=…); rows of your own: push_rows")
-        self._check_not_fenced()
-        as_of = _now()
+        self._check_continues()
+        as_of = now()
         rows = self._tracked.take()
         encoded = self._on_all(lambda: encode_changes(rows, self._tables, {}))
         seq = self._append(encoded, step, as_of)
@@ -149,14 +152,33 @@ class DeltaWriter:
 
         Raises:
             InvalidModelError: on all ranks: a table, id or row cannot be stored.
+            RevertedError: on all ranks: deltas were undone. Call ``resume``, or go back to a
+                checkpoint and make a new writer.
             WriterFencedError: on all ranks: another writer has appended to the line.
             StoreError: on all ranks: the store cannot be written.
         """
-        self._check_not_fenced()
-        as_of = _now()
+        self._check_continues()
+        as_of = now()
         encoded = self._on_all(lambda: self._encode(changes))
         self._check_apart(encoded)
         return self._append(encoded, step, as_of)
+
+    def resume(self) -> None:
+        """Continues after an undo; a collective of all ranks.
+
+        The next ``push`` has the undone rows again, as they are in training then. Rows that
+        ``push_rows`` pushed are pushed again by the caller.
+
+        Raises:
+            WriterFencedError: on all ranks: another writer has appended to the line.
+            StoreError: on all ranks: the store cannot be read, or an undone delta is damaged, so
+                that its rows are not known.
+        """
+        self._check_not_fenced()
+        self._position, undone = self._on_first(self._pass_undos)
+        self._reverted = None
+        if self._tracked is not None:
+            self._tracked.take_again(undone)
 
     def close(self) -> None:
         """Ends the writer and the tracking; a collective of all ranks."""
@@ -185,6 +207,11 @@ class DeltaWriter:
     def _check_not_fenced(self) -> None:
         if self._is_fenced:
             raise WriterFencedError(f"{self._where}: this writer was fenced off and has stopped")
+
+    def _check_continues(self) -> None:
+        self._check_not_fenced()
+        if self._reverted is not None:
+            raise self._reverted
 
     def _check_tables(self, module: torch.nn.Module, prefix: str) -> None:
         """Raises InvalidModelError unless ``module`` has the tables of the version."""
@@ -217,6 +244,17 @@ class DeltaWriter:
                 raise StoreError(f"{error}: is_alone=True says that there is no other") from error
         stored = self._line.seqs()
         return self._line.manifest(stored[-1])[1] if stored else self._line.start
+
+    def _pass_undos(self) -> tuple[LinePosition, dict[str, NDArray[np.int64]]]:
+        """Returns the end of the line, and the rows that the undos before it changed, by table."""
+        end = self._position
+        while (found := self._line.after(end)) is not None:
+            if found[0].reverts_to is None:
+                raise self._fenced_by(found[0])
+            end = found[1]
+        if self._tracked is None:
+            return end, {}
+        return end, self._line.rows_between(self._position.seq, end.seq)
 
     def _encode(self, changes: Changes) -> dict[str, ChangedRows]:
         rules = [self._tables[name].ids.rule for name in changes if name in self._tables]
@@ -272,6 +310,7 @@ class DeltaWriter:
         seq.
 
         Raises:
+            RevertedError: deltas were undone.
             WriterFencedError: another writer has appended.
             StoreError: the delta exceeds a limit, or the store cannot be written.
         """
@@ -292,17 +331,25 @@ class DeltaWriter:
                 f"{where}: {delta.nbytes} bytes in {len(files)} files, the limits are "
                 f"{DELTA_BYTES_MAX} and {FILES_MAX}: push more often"
             )
-        data = delta.to_bytes()
-        if self._write(f"{self._folder}/{manifest_name(delta.seq)}", data):
-            checksum = hashlib.sha256(data).hexdigest()
-            return LinePosition(delta.line, delta.seq, checksum), True
+        if (position := append(self._write, delta)) is not None:
+            return position, True
         there, position = self._line.manifest(delta.seq)
-        if there.token != self._token:
-            raise WriterFencedError(
-                f"{where}: {there.writer} wrote it, with rows as of {there.as_of}: this writer "
-                "stops"
+        if there.reverts_to is not None:
+            raise RevertedError(
+                f"{where}: {there.writer} has reverted the line to delta {there.reverts_to} at "
+                f"{there.as_of}: {there.why}. Call resume() to push the undone rows again, or go "
+                "back to a checkpoint and make a new writer",
+                there.reverts_to,
             )
+        if there.token != self._token:
+            raise self._fenced_by(there)
         return position, False
+
+    def _fenced_by(self, delta: DeltaManifest) -> WriterFencedError:
+        return WriterFencedError(
+            f"{self._where}/{manifest_name(delta.seq)}: {delta.writer} wrote it, with rows as of "
+            f"{delta.as_of}: this writer stops"
+        )
 
     def _on_all(self, call: Callable[[], Result]) -> Result:
         """Calls ``call`` on every rank, and returns its result; a collective.
@@ -322,15 +369,14 @@ class DeltaWriter:
         return self._checked(*outcome)
 
     def _checked(self, result: Result | None, error: StoreError | None) -> Result:
-        """Returns ``result``, or raises ``error``; a fenced writer stays fenced."""
+        """Returns ``result``, or raises ``error``; a fenced writer stays fenced, and a reverted one
+        reverted until ``resume``."""
         if error is not None:
             self._is_fenced = isinstance(error, WriterFencedError)
+            if isinstance(error, RevertedError):
+                self._reverted = error
             raise error
         return cast(Result, result)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def _outcome(call: Callable[[], Result]) -> tuple[Result | None, StoreError | None]:

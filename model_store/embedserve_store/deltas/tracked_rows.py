@@ -5,6 +5,7 @@ Changes nothing in the model. Imports torch and torchrec only when called.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +64,7 @@ class TrackedRows:
         self._tables, _, path = describe_sharded(module, prefix)
         self._collection = collection_of(module, prefix)
         self._is_closed = False
+        self._again: Mapping[str, NDArray[np.int64]] = {}
         world_size = self._collection._env.world_size
         if world_size != ranks.count:
             raise InvalidModelError(
@@ -119,6 +121,15 @@ class TrackedRows:
         To be called before the next training step.
         """
         self._ids.mark_taken()
+        self._again = {}
+
+    def take_again(self, numbers: Mapping[str, NDArray[np.int64]]) -> None:
+        """Adds rows to those that ``take`` returns until ``mark_taken``. Not a collective.
+
+        Args:
+            numbers: row numbers by table, the same on all ranks.
+        """
+        self._again = numbers
 
     def close(self) -> None:
         """Stops tracking. Not a collective; may be called twice."""
@@ -135,6 +146,8 @@ class TrackedRows:
             own = ids.get(table)
             if table in self._whole:
                 own = torch.arange(shards[0][2].shape[0] if shards else 0)
+            elif shards and table in self._again:
+                own = _with_again(own, self._again[table], shards)
             if own is None or not len(own):
                 continue
             _check_ids(table, own, shards)
@@ -186,6 +199,20 @@ class TrackedRows:
                 )
             whole.add(table.name)
         return frozenset(whole)
+
+
+def _with_again(
+    ids: torch.Tensor | None,
+    numbers: NDArray[np.int64],
+    shards: list[tuple[int, int, torch.Tensor]],
+) -> torch.Tensor:
+    """Returns ``ids`` of this rank's shards and those of ``numbers`` that lie in them, unique and
+    ascending."""
+    import torch
+
+    first, _, shard = shards[0]
+    own = torch.from_numpy(numbers[(numbers >= first) & (numbers < first + len(shard))] - first)
+    return own if ids is None else torch.cat([ids, own.to(ids)]).unique()
 
 
 def _check_ids(table: str, ids: torch.Tensor, shards: list[tuple[int, int, torch.Tensor]]) -> None:

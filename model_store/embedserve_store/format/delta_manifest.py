@@ -6,8 +6,8 @@ A line is the sequence of deltas that begins at a published version. It lies bes
     STORE/MODEL/deltas/7/00000000000000001234.5f0c….0.0.safetensors    rows that rank 0 wrote
 
 Each manifest has the checksum of the manifest before it, so that a gap or a fork is found. The
-first has a checksum of the version's rows. Never reads a file of rows (delta_line.py does). Never
-imports torch.
+first has a checksum of the version's rows. An undo is a delta without files, whose manifest names
+the delta that it reverts to. Never reads a file of rows (delta_line.py does). Never imports torch.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class DeltaManifest:
     as_of: str
     """Time at which the rows were read: ISO 8601 with microseconds, UTC."""
     files: tuple[DeltaFile, ...]
+    reverts_to: int | None = None
+    """Delta whose state an undo brings back; 0 for the version at which the line begins."""
+    why: str = ""
+    """Reason of an undo, for people."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -91,6 +95,7 @@ class DeltaManifest:
         return sum(file.nbytes for file in self.files)
 
     def to_bytes(self) -> bytes:
+        undo = {} if self.reverts_to is None else {"reverts_to": self.reverts_to, "why": self.why}
         return sealed_json(
             {
                 "format_version": FORMAT_VERSION,
@@ -111,6 +116,7 @@ class DeltaManifest:
                     }
                     for file in self.files
                 ],
+                **undo,
             }
         )
 
@@ -206,6 +212,8 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
         step=None if data.get("step") is None else typed(data, "step", int, where),
         as_of=_time(data, "as_of", where),
         files=tuple(_file(file, seq, f"{where}: files[{i}]") for i, file in enumerate(files)),
+        reverts_to=typed(data, "reverts_to", int, where) if "reverts_to" in data else None,
+        why=typed(data, "why", str, where) if "reverts_to" in data else "",
     )
     if (delta.model, delta.line, delta.seq) != (model, line, seq):
         raise StoreError(
@@ -216,6 +224,8 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
         raise StoreError(
             f"{where}: its files have {delta.nbytes} bytes, the limit is {DELTA_BYTES_MAX}"
         )
+    if delta.reverts_to is not None:
+        _check_undo(delta, where)
     return delta
 
 
@@ -232,6 +242,16 @@ def check_tables(delta: DeltaManifest, base: Manifest, where: str) -> None:
             raise StoreError(
                 f"{where}: table {name!r}: {rows} rows, the table has {tables[name].num_embeddings}"
             )
+
+
+def _check_undo(delta: DeltaManifest, where: str) -> None:
+    assert delta.reverts_to is not None
+    if not 0 <= delta.reverts_to < delta.seq - 1:
+        raise StoreError(
+            f"{where}: reverts_to is {delta.reverts_to}, expected 0 to {delta.seq - 2}"
+        )
+    if delta.files:
+        raise StoreError(f"{where}: reverts to delta {delta.reverts_to}, and has files of rows")
 
 
 def _file(data: Any, seq: int, where: str) -> DeltaFile:

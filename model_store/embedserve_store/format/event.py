@@ -28,7 +28,8 @@ class Event:
     """A change of a store."""
 
     what: str
-    """Kind of the change: publish, alias, note, copy, compact, prune, delete."""
+    """Kind of the change: publish, alias, note, copy, compact, undo, prune,
+    delete."""
     model: str
     versions: Sequence[int]
     """Versions that the change concerns, ascending."""

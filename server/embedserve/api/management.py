@@ -102,6 +102,7 @@ class Deltas(BaseModel):
     reason: str = Field(description="Reason why no delta is applied.")
     rows_changed: int = Field(description="Rows that differ from those of the version.")
     memory_bytes: int = Field(description="Bytes of memory that changed rows take.")
+    undo_from: int = Field(description="First delta to which an undo needs no store.")
 
 
 class Model(BaseModel):

@@ -32,7 +32,7 @@ class DeltasGroup(Group):
 
 deltas = typer.Typer(
     cls=DeltasGroup,
-    help="List, verify or compact the deltas that training pushed: rows that changed since a "
+    help="List, verify, undo or compact the deltas that training pushed: rows that changed since a "
     "version was published.",
     no_args_is_help=True,
 )
@@ -60,6 +60,21 @@ def verify(store: Store, model: Model, version: OfVersion = None) -> None:
         from embedserve_store.commands.deltas import verify_deltas as run
 
         run(store, model, version)
+
+
+@deltas.command(cls=Command)
+def undo(
+    store: Store,
+    model: Model,
+    to: Annotated[int, typer.Option(help="Delta to revert to; 0: the version.", min=0)],
+    why: Annotated[str, typer.Option(help="Reason, as the history and the trainer see it.")],
+    version: OfVersion = None,
+) -> None:
+    """Take deltas back: servers that follow the model serve the rows after an earlier delta."""
+    with cli_errors():
+        from embedserve_store.commands.deltas import undo as run
+
+        run(store, model, to, why, version)
 
 
 @deltas.command(cls=Command)

@@ -1,7 +1,8 @@
 """Follows the line of one version: reads its deltas in order and applies their rows in steps.
 
 A delta that is missing, damaged or foreign is never applied, nor any delta after it. It is read
-again at each look.
+again at each look. An undo brings former rows back: from memory if they are kept there, else from
+the store.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import cast
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from embedserve.deltas.status import (
     DeltaState,
     FollowedModel,
 )
-from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.delta_line import DeltaLine, kept
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
@@ -42,11 +44,10 @@ LIST_AFTER_S_MAX = 300.0
 
 @dataclass(frozen=True)
 class Waiting:
-    """A delta that has been read and is not applied yet."""
+    """A delta that is not applied yet."""
 
     delta: DeltaManifest
     end: LinePosition
-    changes: list[ChangedRows]
 
     @property
     def as_of(self) -> float:
@@ -68,6 +69,7 @@ class DeltaFollower:
         self._name = name
         self._line = line
         self._rows = RowsWriter(followed.live)
+        self._published = followed.live.tables
         self._status = followed.status
         self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
         self._state = self._continued(followed.live.seq)
@@ -86,14 +88,14 @@ class DeltaFollower:
         waiting: list[Waiting] = []
         try:
             self._list_if_due()
-            self._read(waiting)
+            self._find(waiting)
         except StoreError as caught:
             error = caught
         try:
             if waiting:
                 self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S
                 self._apply(waiting, start_s)
-        except RowsFullError as caught:
+        except (StoreError, RowsFullError) as caught:
             error = caught
         has_more = bool(waiting) and error is None and self._is_behind
         self._end(error, has_more=has_more)
@@ -127,54 +129,118 @@ class DeltaFollower:
         self._found_s = time.monotonic()
         self._list_after_s = min(max(2 * self._list_after_s, LIST_AFTER_S), LIST_AFTER_S_MAX)
 
-    def _read(self, waiting: list[Waiting]) -> None:
-        """Reads deltas and their rows into ``waiting``. Raises StoreError at a bad delta; those
-        before it are in ``waiting``."""
+    def _find(self, waiting: list[Waiting]) -> None:
+        """Adds the deltas of the next step to ``waiting``. Raises StoreError at a bad manifest;
+        the deltas before it are in ``waiting``."""
         end, nbytes = self._position, 0
         while (found := self._line.after(end)) is not None:
             delta, end = found
             nbytes += delta.nbytes
             wanted = max(self._state.wanted_seq, delta.seq)
             self._state = replace(self._state, wanted_seq=wanted)
+            if self._takes_back(delta):
+                waiting[:] = [Waiting(delta, end)]  # the others are undone
+                return
             if waiting and nbytes > self._step_bytes:
                 return
             if not waiting:
                 self._state = replace(self._state, waiting_since=_seconds(delta.as_of))
-            changes = [change for file in self._line.rows(delta) for change in file]
-            waiting.append(Waiting(delta, end, changes))
+            waiting.append(Waiting(delta, end))
+
+    def _takes_back(self, delta: DeltaManifest) -> bool:
+        """Returns whether ``delta`` is an undo of deltas that are applied."""
+        return delta.reverts_to is not None and delta.reverts_to < self._position.seq
 
     def _apply(self, waiting: Sequence[Waiting], start_s: float) -> None:
         """Applies all of ``waiting`` at once, or if there is no room one after the other.
 
         Raises:
             RowsFullError: there is no room for one of them; those before it are applied.
+            StoreError: the rows of one of them cannot be read; those before it are applied.
         """
+        if self._takes_back(waiting[0].delta):
+            self._revert(waiting[0], start_s)
+            return
+        readable, changes, error = self._read(waiting)
         try:
-            self._apply_once(waiting, start_s)
+            if readable:
+                self._apply_once(readable, changes, start_s)
         except RowsFullError:
-            if len(waiting) == 1:
+            if len(readable) == 1:
                 raise
-            for one in waiting:
-                self._apply_once([one], start_s)
+            for one in readable:
+                self._apply([one], start_s)
+        if error is not None:
+            raise error
 
-    def _apply_once(self, waiting: Sequence[Waiting], start_s: float) -> None:
-        last = waiting[-1]
-        applied = Applied(last.end.seq, last.as_of, last.end.checksum)
-        # Is written first: a follower that continues finds the position of either seq.
-        self._write(replace(self._state, applying=applied))
-        self._rows.apply(last.end.seq, merged([change for w in waiting for change in w.changes]))
+    def _read(
+        self, waiting: Sequence[Waiting]
+    ) -> tuple[Sequence[Waiting], list[ChangedRows], StoreError | None]:
+        """Reads the rows of those ``waiting`` that are not undone by another of them.
+
+        Returns:
+            The deltas before the first whose rows cannot be read, their rows in order, and the
+            error.
+        """
+        manifests = {one.delta.seq: one.delta for one in waiting}
+        read: dict[int, list[ChangedRows]] = {}
+        error, last = None, waiting[-1].delta.seq
+        while True:
+            wanted = [*kept(last, self._position.seq, manifests.__getitem__)][::-1]
+            try:
+                for delta in wanted:
+                    if delta.seq not in read:
+                        read[delta.seq] = [one for file in self._line.rows(delta) for one in file]
+            except StoreError as caught:
+                error, last = caught, delta.seq - 1
+                continue
+            readable = [one for one in waiting if one.delta.seq <= last]
+            return readable, [one for delta in wanted for one in read[delta.seq]], error
+
+    def _apply_once(
+        self, waiting: Sequence[Waiting], changes: list[ChangedRows], start_s: float
+    ) -> None:
+        self._announce(waiting[-1])
+        self._rows.apply(waiting[-1].end.seq, merged(changes))
+        self._advance(waiting, start_s)
+
+    def _revert(self, undo: Waiting, start_s: float) -> None:
+        """Brings the rows before an undo back.
+
+        Raises:
+            RowsFullError: they are no longer in memory, and there is no room for them.
+            StoreError: they are no longer in memory, and the store cannot be read.
+        """
+        target, seq = cast(int, undo.delta.reverts_to), undo.end.seq
+        self._announce(undo)
+        if not self._rows.revert(target, seq):
+            numbers = self._line.rows_between(self._position.seq, target)
+            self._rows.apply(seq, [*self._line.rows_at(target, numbers, self._published)])
+        self._advance([undo], start_s)
+        why = undo.delta.why
+        logger.warning("%s: delta %d reverts to delta %d: %s", self._name, seq, target, why)
+
+    def _announce(self, last: Waiting) -> None:
+        """Writes the position that a commit is about to reach: a follower that continues finds it
+        for the seq that was committed."""
+        applying = Applied(last.end.seq, last.as_of, last.end.checksum)
+        self._write(replace(self._state, applying=applying))
+
+    def _advance(self, waiting: Sequence[Waiting], start_s: float) -> None:
+        """Writes the position after ``waiting``, which have been applied."""
         now, state = time.time(), self._state
         freshness = state.freshness_seconds
         for one in waiting:
             freshness = freshness.plus(max(0.0, now - one.as_of))
-        self._position = last.end
+        self._position = waiting[-1].end
         self._write(
             replace(
                 state,
-                applied=applied,
+                applied=state.applying,
                 waiting_since=0.0,
                 rows=state.rows + sum(sum(w.delta.rows.values()) for w in waiting),
                 nbytes=state.nbytes + sum(w.delta.nbytes for w in waiting),
+                undos=state.undos + sum(w.delta.reverts_to is not None for w in waiting),
                 apply_seconds=state.apply_seconds.plus(time.perf_counter() - start_s),
                 freshness_seconds=freshness,
             )
@@ -204,6 +270,7 @@ class DeltaFollower:
                 is_looked=before.is_looked or not has_more,
                 rows_changed=self._rows.rows_changed,
                 memory_bytes=self._rows.memory_bytes,
+                undo_from=self._rows.undo_from,
             )
         )
 

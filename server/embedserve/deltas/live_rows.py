@@ -9,7 +9,8 @@ overwritten while a lookup may read it. All spare rows of a version are numbered
 
 A view is the state of all tables after a delta. The committed view and its seq are one word, so
 that one store makes a delta visible in all tables and processes at once. Each reading process has a
-cell with the oldest view that its lookups use. The writer frees only what no cell can still reach.
+cell with the oldest and the newest view that its lookups use. The writer frees only what no cell
+can still reach.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ NUMBER_MAX = 2**32 - 1
 """Maximum seq, view and number of a spare row: each is a uint32."""
 BYTES_PER_SPARE = 8
 SPARES_PER_ROW = 4
-"""Spare rows for each row of a table, if the memory allows as many. A row needs one, and another
-for each change until no lookup reads the one before."""
+"""Spare rows for each row of a table, if the memory allows as many, beside those that an undo
+needs. A row needs one, and another for each change until no lookup reads the one before."""
 IDLE = 2**64 - 1
 """Value of a cell while its process reads no rows."""
 RANKS_MAX = 4096
@@ -72,25 +73,27 @@ class LiveRows:
         version: the version, with spare rows behind its tables.
         start: position of the version in its line of deltas.
         memory_max: bytes that changed rows may take.
+        undo: number of deltas whose former rows are kept, as far as the memory allows.
         spares: spare rows of each table, by its name.
         newest, views, before: uint32 arrays, described above.
         peaks: uint64 [tables], number of spare rows of each table that were ever used.
     """
 
-    def __init__(self, version: ModelVersion, memory_max: int, readers: int) -> None:
+    def __init__(self, version: ModelVersion, memory_max: int, readers: int, undo: int = 0) -> None:
         """
         Args:
             version: a version whose tables are mapped.
             memory_max: bytes that changed rows may take.
             readers: number of processes that look rows up.
+            undo: number of deltas that can be taken back at once.
 
         Raises:
             StoreError: the version's deltas cannot be served.
         """
         manifest = version.manifest
         _check_features(version)
-        self.memory_max = memory_max
-        counts = {table.name: _spare_count(table, memory_max) for table in manifest.tables}
+        self.memory_max, self.undo = memory_max, undo
+        counts = {table.name: _spare_count(table, memory_max, undo) for table in manifest.tables}
         count = sum(counts.values()) + 1
         if count > NUMBER_MAX:
             raise StoreError(
@@ -108,11 +111,12 @@ class LiveRows:
         self.newest = shared_memory(4 * rows).view(np.uint32)
         self.views = shared_memory(4 * count).view(np.uint32)
         self.before = shared_memory(4 * count).view(np.uint32)
-        cells_end = _CACHE_LINE * (3 + readers)
+        cells_end = _CACHE_LINE * (2 + readers)
         words = shared_memory(8 * (cells_end + len(counts))).view(np.uint64)
-        self._committed, self._floor, self._written, *_ = words[:cells_end].reshape(-1, _CACHE_LINE)
-        self._cells = words[3 * _CACHE_LINE : cells_end : _CACHE_LINE]
-        self._cells[:] = IDLE
+        self._committed, self._written, *_ = words[:cells_end].reshape(-1, _CACHE_LINE)
+        self._oldest = words[2 * _CACHE_LINE : cells_end : _CACHE_LINE]
+        self._newest = words[2 * _CACHE_LINE + 1 : cells_end : _CACHE_LINE]
+        self._oldest[:] = IDLE
         self.peaks = words[cells_end:]
         self.start = position_of(manifest)
         self.commit(1, self.start.seq)
@@ -149,25 +153,21 @@ class LiveRows:
         """Announces that rows of ``view`` are going to be written to ``newest``."""
         self._written[0] = view
 
-    @property
-    def floor(self) -> int:
-        """Returns the oldest view that a lookup may begin with."""
-        return int(self._floor[0])
-
-    def raise_floor(self, view: int) -> None:
-        self._floor[0] = view
-
-    def set_cell(self, reader: int, view: int) -> None:
-        """Sets the oldest view that a process reads."""
-        self._cells[reader] = view
+    def set_cell(self, reader: int, oldest: int, newest: int) -> None:
+        """Sets the oldest and the newest view that a process reads."""
+        self._oldest[reader], self._newest[reader] = oldest, newest
 
     def clear_cell(self, reader: int) -> None:
         """Sets that a process reads no rows; also for one that has ended."""
-        self._cells[reader] = IDLE
+        self._oldest[reader], self._newest[reader] = IDLE, 0
 
     def oldest_read(self) -> int:
         """Returns the oldest view in any cell; IDLE if there is none."""
-        return int(self._cells.min())
+        return int(self._oldest.min())
+
+    def newest_read(self) -> int:
+        """Returns the newest view in any cell; 0 if there is none."""
+        return int(self._newest.max(initial=0))
 
 
 def _check_features(version: ModelVersion) -> None:
@@ -185,10 +185,10 @@ def _check_features(version: ModelVersion) -> None:
             )
 
 
-def _spare_count(table: TableSpec, memory_max: int) -> int:
+def _spare_count(table: TableSpec, memory_max: int, undo: int) -> int:
     """Returns the number of spare rows of a table, which take memory only once they are used."""
     most = memory_max // (table.row_bytes + BYTES_PER_SPARE)
-    return min(most, SPARES_PER_ROW * table.num_embeddings)
+    return min(most, (SPARES_PER_ROW + undo) * table.num_embeddings)
 
 
 def _file_ranges(tables: TablesFile, counts: Mapping[str, int]) -> dict[str, FileRange]:

@@ -52,12 +52,12 @@ class RowsReader:
         live = self._live
         with self._lock:
             while True:
-                view, seq = live.committed
+                view, seq = committed = live.committed
                 self._views.append(view)
-                live.set_cell(self._reader, self._views[0])
-                if live.floor <= view:
+                self._set_cell()
+                if live.committed == committed:
                     return view, seq
-                self._end(view)  # this process stood still before it set its cell
+                self._end(view)  # the writer may have read the cell before it was set
 
     def end(self, view: int) -> None:
         with self._lock:
@@ -66,9 +66,12 @@ class RowsReader:
     def _end(self, view: int) -> None:
         self._views.remove(view)
         if self._views:
-            self._live.set_cell(self._reader, self._views[0])
+            self._set_cell()
         else:
             self._live.clear_cell(self._reader)
+
+    def _set_cell(self) -> None:
+        self._live.set_cell(self._reader, min(self._views), max(self._views))
 
     def newest(
         self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64], view: int

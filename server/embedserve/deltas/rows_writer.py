@@ -5,6 +5,7 @@ A killed writer leaves rows of a view that was never committed. The next writer 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,12 @@ from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, RowsFullError
 from embedserve_store.format.delta_file import ChangedRows
 
 Numbers = NDArray[np.uint32]
+
+_Replaced = deque[tuple[int, dict[str, Numbers]]]
+"""Views and numbers of spare rows by table, oldest first: no lookup of this or a later view reads
+them."""
+WAIT_S = 0.001
+"""Seconds between two looks at the cells of the readers, while a lookup must end first."""
 
 
 @dataclass
@@ -51,11 +58,19 @@ class RowsWriter:
         self._free = {
             name: _Free(spare, index) for index, (name, spare) in enumerate(live.spares.items())
         }
-        # (view, numbers by table): rows that no lookup of this or a later view reads
-        self._replaced: deque[tuple[int, dict[str, Numbers]]] = deque()
-        membarrier.barrier()
-        self._take_out_uncommitted()
+        # (view, seq) of the states whose rows are kept, oldest first; the last is the committed one
+        self._kept: deque[tuple[int, int]] = deque(maxlen=live.undo + 1)
+        self._replaced: _Replaced = deque()
+        self._taken_out: _Replaced = deque()  # rows that no kept state has
+        self._take_out_later_rows()
+        self._taken_out.append((live.committed[0], self._unused()))
         self.rows_changed = int(np.count_nonzero(live.newest))
+
+    @property
+    def undo_from(self) -> int:
+        """Returns the first seq that ``revert`` may go back to; the committed one if there is no
+        other."""
+        return self._kept[0][1]
 
     @property
     def memory_bytes(self) -> int:
@@ -79,8 +94,7 @@ class RowsWriter:
         view = live.committed[0] + 1
         live.check_numbers(view, seq)
         changes = [change for change in changes if len(change.numbers)]
-        self._free_unseen()
-        self._check_room(changes)
+        self._make_room(changes)
         written = [(change, self._write(change, view)) for change in changes]
         live.set_written(view)
         membarrier.barrier()  # a reader that finds a spare row finds all of the above, too
@@ -93,7 +107,32 @@ class RowsWriter:
             self.rows_changed += int(np.count_nonzero(before == 0))
         membarrier.barrier()
         live.commit(view, seq)
+        self._kept.append((view, seq))
         self._replaced.append((view, replaced))
+
+    def revert(self, target: int, seq: int) -> bool:
+        """Makes the rows after delta ``target`` visible again, as the state after delta ``seq``.
+
+        Returns:
+            Whether they were kept. If not, nothing has changed.
+
+        Raises:
+            StoreError: ``seq`` is too large.
+        """
+        view = next((view for view, kept in reversed(self._kept) if kept == target), None)
+        if view is None:
+            return False
+        live = self._live
+        live.check_numbers(live.written + 1, seq)
+        live.commit(view, seq)
+        while self._kept[-1][0] > view:
+            self._kept.pop()
+        while self._replaced and self._replaced[-1][0] > view:
+            self._replaced.pop()  # their rows are the newest again
+        undone = self._take_out_later_rows()
+        self._taken_out.append((live.committed[0], self._by_table(undone)))
+        self.rows_changed = int(np.count_nonzero(live.newest))
+        return True
 
     def _write(self, change: ChangedRows, view: int) -> Numbers:
         """Writes rows that no lookup reads yet; returns the numbers of their spare rows."""
@@ -121,6 +160,21 @@ class RowsWriter:
         first = free.spare.start + peak
         return np.concatenate([taken, np.arange(first, first + missing, dtype=np.uint32)])
 
+    def _make_room(self, changes: Sequence[ChangedRows]) -> None:
+        """Frees rows for ``changes``: first those that nobody needs, then those kept for an undo.
+
+        Raises:
+            RowsFullError: that does not suffice.
+        """
+        while True:
+            self._free_unseen()
+            try:
+                return self._check_room(changes)
+            except RowsFullError:
+                if len(self._kept) < 2:
+                    raise
+                self._kept.popleft()
+
     def _check_room(self, changes: Sequence[ChangedRows]) -> None:
         """Raises RowsFullError if the memory, or the spare rows of a table, do not suffice."""
         missing = {}
@@ -144,40 +198,59 @@ class RowsWriter:
                 )
 
     def _free_unseen(self) -> None:
-        """Frees the replaced rows that no lookup can read any more."""
-        live = self._live
-        view = live.committed[0]
-        live.raise_floor(view)
-        membarrier.barrier()  # a reader finds the new floor, or this process finds its cell
-        oldest = live.oldest_read()
-        while self._replaced and self._replaced[0][0] <= min(view, oldest):
-            for table, numbers in self._replaced.popleft()[1].items():
+        """Frees the spare rows that no lookup can read any more, and that no kept state has."""
+        membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
+        oldest = min(self._live.committed[0], self._live.oldest_read())
+        self._free_up_to(self._taken_out, oldest)
+        self._free_up_to(self._replaced, min(self._kept[0][0], oldest))
+
+    def _free_up_to(self, replaced: _Replaced, view: int) -> None:
+        while replaced and replaced[0][0] <= view:
+            for table, numbers in replaced.popleft()[1].items():
                 self._free[table].numbers.append(numbers)
 
-    def _take_out_uncommitted(self) -> None:
-        """Makes every row's newest spare row one that is committed.
+    def _take_out_later_rows(self) -> Numbers:
+        """Makes every row's newest spare row one of the committed view, and returns the others.
 
-        A lookup that began before may still follow a row that is taken out. Its memory is used
-        again once all lookups have a later view, which the commit at the end begins.
+        They are of a killed writer's delta, or of deltas that are undone. Lookups that began before
+        may still follow one that is taken out, so its memory is used again once all lookups have a
+        later view, which the commit at the end begins.
         """
         live = self._live
         view, seq = live.committed
+        membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
+        while live.newest_read() > view:
+            time.sleep(WAIT_S)  # a lookup that began before an undo still needs the later rows
         changed = np.flatnonzero(live.newest)
-        newest = live.newest[changed]
+        newest, taken_out = live.newest[changed], [np.zeros(0, np.uint32)]
         while len(late := np.flatnonzero(live.views[newest] > view)):
+            taken_out.append(newest[late])
             newest[late] = live.before[newest[late]]
         live.newest[changed] = newest
+        view = live.written + 1  # no view is numbered twice
+        live.set_written(view)
+        membarrier.barrier()
+        live.commit(view, seq)
+        self._kept.append((view, seq))
+        return np.concatenate(taken_out)
+
+    def _unused(self) -> dict[str, Numbers]:
+        """Returns the spare rows that were used before and are no row's newest one, by table."""
+        live = self._live
         in_use = np.zeros(len(live.views), bool)
-        in_use[newest] = True
+        in_use[live.newest] = True
         unused = {}
         for name, free in self._free.items():
             start = free.spare.start
             used_once = in_use[start : start + int(live.peaks[free.index])]
             unused[name] = (start + np.flatnonzero(~used_once)).astype(np.uint32)
-        live.set_written(view + 1)
-        membarrier.barrier()
-        live.commit(view + 1, seq)
-        self._replaced.append((view + 1, unused))
+        return unused
+
+    def _by_table(self, numbers: Numbers) -> dict[str, Numbers]:
+        numbers = np.sort(numbers)
+        starts = [free.spare.start for free in self._free.values()]
+        parts = np.split(numbers, np.searchsorted(numbers, starts[1:]))
+        return dict(zip(self._free, parts, strict=True))
 
 
 def _spare_bytes(spare: SpareRows) -> int:

@@ -28,7 +28,7 @@ BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 
 _POSITION = "Qd32s"
 _DURATIONS = f"{len(BUCKETS_S) + 1}Qd"
-_RECORD = struct.Struct(f"<QB?QddQQQQQ{_POSITION}{_POSITION}{_DURATIONS}{_DURATIONS}H500s")
+_RECORD = struct.Struct(f"<QB?QddQQQQQQQ{_POSITION}{_POSITION}{_DURATIONS}{_DURATIONS}H500s")
 _CHECKSUM = struct.Struct("<I")
 _SLOT_BYTES = _RECORD.size + _CHECKSUM.size
 
@@ -94,6 +94,10 @@ class DeltaState:
     """Number of times that no further delta was applied, each reason counted once."""
     rows_changed: int = 0
     memory_bytes: int = 0
+    undos: int = 0
+    """Number of undos that were applied."""
+    undo_from: int = 0
+    """First seq whose rows are kept in memory for an undo."""
     apply_seconds: Durations = field(default_factory=Durations)
     """Seconds from the first byte of a step's rows to their being served."""
     freshness_seconds: Durations = field(default_factory=Durations)
@@ -126,7 +130,7 @@ class DeltaStatus:
         self._memory = mmap.mmap(-1, 2 * _SLOT_BYTES)
         self._written = 0
         applied = Applied(start.seq, 0.0, start.checksum)
-        self.write(DeltaState(applied, applied, wanted_seq=start.seq))
+        self.write(DeltaState(applied, applied, wanted_seq=start.seq, undo_from=start.seq))
 
     def write(self, state: DeltaState) -> None:
         """Replaces the status; only one process at a time writes."""
@@ -161,6 +165,7 @@ class DeltaStatus:
             "reason": now.reason,
             "rows_changed": now.rows_changed,
             "memory_bytes": now.memory_bytes,
+            "undo_from": now.undo_from,
         }
 
     def _newest(self) -> tuple[int, bytes]:
@@ -192,7 +197,7 @@ def _packed(number: int, state: DeltaState) -> bytes:
     reason = reason.decode("utf-8", "ignore").encode()  # no half of a character
     values: list[Any] = [number, STATES.index(state.state), state.is_looked, state.wanted_seq]
     values += [state.waiting_since, state.looked_at, state.rows, state.nbytes, state.refused]
-    values += [state.rows_changed, state.memory_bytes]
+    values += [state.rows_changed, state.memory_bytes, state.undos, state.undo_from]
     for one in (state.applied, state.applying):
         values += [one.seq, one.as_of, bytes.fromhex(one.checksum)]
     for durations in (state.apply_seconds, state.freshness_seconds):
@@ -202,10 +207,10 @@ def _packed(number: int, state: DeltaState) -> bytes:
 
 def _unpacked(record: bytes) -> DeltaState:
     *plain, length, reason = _RECORD.unpack(record)
-    applied, applying = (Applied(plain[i], plain[i + 1], plain[i + 2].hex()) for i in (11, 14))
+    applied, applying = (Applied(plain[i], plain[i + 1], plain[i + 2].hex()) for i in (13, 16))
     buckets = len(BUCKETS_S) + 1
     apply_seconds, freshness_seconds = (
-        Durations(tuple(plain[i : i + buckets]), plain[i + buckets]) for i in (17, 18 + buckets)
+        Durations(tuple(plain[i : i + buckets]), plain[i + buckets]) for i in (19, 20 + buckets)
     )
     return DeltaState(
         applied,
@@ -221,6 +226,8 @@ def _unpacked(record: bytes) -> DeltaState:
         refused=plain[8],
         rows_changed=plain[9],
         memory_bytes=plain[10],
+        undos=plain[11],
+        undo_from=plain[12],
         apply_seconds=apply_seconds,
         freshness_seconds=freshness_seconds,
     )

@@ -29,6 +29,7 @@ def delta_samples(labels: Sequence[str], status: DeltaStatus) -> Iterator[Sample
         "memory_bytes": now.memory_bytes,
         "rows": now.rows,
         "bytes": now.nbytes,
+        "undo": now.undos,
         "refused": now.refused,
         "apply_seconds": now.apply_seconds.samples(),
         "freshness_seconds": now.freshness_seconds.samples(),

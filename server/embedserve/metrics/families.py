@@ -122,6 +122,8 @@ FAMILIES = (
            "Rows of applied deltas."),
     Family("embedserve_delta_bytes", COUNTER, NAME, "bytes",
            "Bytes of the files of applied deltas."),
+    Family("embedserve_delta_undo", COUNTER, NAME, "",
+           "Undos that were applied."),
     Family("embedserve_delta_refused", COUNTER, NAME, "",
            "Reasons for which deltas were not applied, each counted once until it is gone."),
     Family("embedserve_delta_apply_seconds", HISTOGRAM, NAME, "seconds",

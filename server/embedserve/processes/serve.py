@@ -276,7 +276,8 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
 
     deltas = {}
     for name, version in versions.items():
-        live = LiveRows(version, memory_bytes(settings, version), settings.workers)
+        room = memory_bytes(settings, version)
+        live = LiveRows(version, room, settings.workers, settings.delta_undo)
         deltas[name] = FollowedModel(live, DeltaStatus(live.start))
         versions[name] = live.version
     return deltas

@@ -377,4 +377,5 @@ async def test_deltas_of_a_followed_model_are_described() -> None:
         "reason": "delta 5 is damaged",
         "rows_changed": 0,
         "memory_bytes": 0,
+        "undo_from": 4,
     }

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from server.deltas.test_follower import Followed
+from server.deltas.followed import Followed
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.applier_process import run_applier

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,20 +60,31 @@ def same(one: State, other: State) -> bool:
 
 
 class LookupsAndDeltas(RuleBasedStateMachine):
-    """Any order of deltas, lookups that begin, read and end, and writers that are killed."""
+    """Any order of deltas, undos, lookups that begin, read and end, and writers that are killed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         version = version_of(Path(self.folder.name))
         # Room for some hundred of the rows, so that spare rows are used again and run out.
-        self.live = LiveRows(version, 20 << 10, readers=2)
+        self.live = LiveRows(version, 20 << 10, readers=2, undo=3)
         self.readers = [RowsReader(self.live, number, version.plan) for number in range(2)]
         self.writer = RowsWriter(self.live)
-        self.state, self.seq = state_of(version), 0
+        self.states, self.kept = [state_of(version)], [0]
         self.lookups: list[tuple[RowsReader, int, State]] = []
 
+    @property
+    def seq(self) -> int:
+        return len(self.states) - 1
+
     def teardown(self) -> None:
+        """Every spare row is a row's newest one, or free, once no lookup or undo needs others."""
+        for reader, view, _ in self.lookups:
+            reader.end(view)
+        for seq in range(self.seq + 1, self.seq + 6):
+            self.writer.apply(seq, [])
+        free = sum(one.count for one in self.writer._free.values())
+        assert free + np.count_nonzero(self.live.newest) == self.live.peaks.sum()
         self.folder.cleanup()
 
     @rule(seed=SEEDS, most=st.integers(0, 200))
@@ -81,30 +94,57 @@ class LookupsAndDeltas(RuleBasedStateMachine):
             self.writer.apply(self.seq + 1, changes)
         except RowsFullError:
             return
-        self.seq, self.state = self.seq + 1, changed(self.state, changes)
+        self.states.append(changed(self.states[-1], changes))
+        self.kept.append(self.seq)
+
+    @rule(back=st.integers(0, 5))
+    def undo(self, back: int) -> None:
+        target, first = max(0, self.seq - back), self.writer.undo_from
+        is_kept = target >= first and target in self.kept
+        if is_kept:
+            self.states.append(self.states[target])
+            self.kept = [*self.kept[: self.kept.index(target) + 1], self.seq]
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(time, "sleep", self.end_a_later_lookup)
+            assert self.writer.revert(target, len(self.states) - is_kept) == is_kept
+
+    def end_a_later_lookup(self, _: float) -> None:
+        """Stands for the end of a lookup that began before an undo, which waits for it."""
+        self.every_lookup_reads_its_state()
+        self.new_lookups_read_the_last_state()
+        committed = self.live.committed[0]
+        later = next(i for i, (_, view, _) in enumerate(self.lookups) if view > committed)
+        self.end(later)
 
     @rule(seed=SEEDS, most=st.integers(1, 60), calls=st.integers(0, 2))
     def kill_the_writer(self, seed: int, most: int, calls: int) -> None:
         """The barriers lie between the steps of the writer: the last comes before the commit."""
+        with killed_at_barrier(calls), contextlib.suppress(RowsFullError):
+            self.writer.apply(self.seq + 1, random_changes(np.random.default_rng(seed), most))
+        self.restart_the_writer()
 
-        def barrier() -> None:
-            nonlocal calls
-            if not calls:
-                raise KilledError
-            calls -= 1
+    @rule(calls=st.integers(0, 1))
+    def kill_the_writer_in_an_undo(self, calls: int) -> None:
+        """The undo is visible before the first barrier."""
+        target = self.writer.undo_from
+        self.states.append(self.states[target])
+        with pytest.MonkeyPatch.context() as patched, killed_at_barrier(calls):
+            patched.setattr(time, "sleep", self.end_a_later_lookup)
+            self.writer.revert(target, self.seq)
+        self.restart_the_writer()
 
+    def restart_the_writer(self) -> None:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(membarrier, "barrier", barrier)
-            with contextlib.suppress(KilledError, RowsFullError):
-                self.writer.apply(self.seq + 1, random_changes(np.random.default_rng(seed), most))
-        self.writer = RowsWriter(self.live)
+            patched.setattr(time, "sleep", self.end_a_later_lookup)
+            self.writer = RowsWriter(self.live)
+        self.kept = [self.seq]
 
     @rule(which=st.integers(0, 1))
     def begin(self, which: int) -> None:
         reader = self.readers[which]
         view, seq = reader.begin()
         assert seq == self.seq
-        self.lookups.append((reader, view, by_feature(self.state)))
+        self.lookups.append((reader, view, by_feature(self.states[-1])))
 
     @precondition(lambda self: self.lookups)
     @rule(which=st.integers(0, 99))
@@ -121,16 +161,31 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     def new_lookups_read_the_last_state(self) -> None:
         view, seq = self.live.committed
         assert seq == self.seq == self.live.seq
-        assert same(read(self.live, self.readers[0], view), by_feature(self.state))
+        assert same(read(self.live, self.readers[0], view), by_feature(self.states[-1]))
         assert self.writer.memory_bytes <= self.live.memory_max
+
+
+@contextlib.contextmanager
+def killed_at_barrier(calls: int) -> Iterator[None]:
+    """Ends the block at the barrier after the first ``calls``, as a kill does."""
+
+    def barrier() -> None:
+        nonlocal calls
+        if not calls:
+            raise KilledError
+        calls -= 1
+
+    with pytest.MonkeyPatch.context() as patched, contextlib.suppress(KilledError):
+        patched.setattr(membarrier, "barrier", barrier)
+        yield
 
 
 TestLookupsAndDeltas = LookupsAndDeltas.TestCase
 TestLookupsAndDeltas.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def rows_of(spec: TableSpec, *numbers: int) -> ChangedRows:
-    values = np.zeros((len(numbers), spec.row_bytes), np.uint8)
+def rows_of(spec: TableSpec, *numbers: int, value: int = 0) -> ChangedRows:
+    values = np.full((len(numbers), spec.row_bytes), value, np.uint8)
     return ChangedRows(spec, np.array(numbers, np.int64), values)
 
 
@@ -188,15 +243,57 @@ def test_a_reader_that_stood_still_before_its_cell_was_set_begins_again(
     writer = RowsWriter(live)
     set_cell = live.set_cell
 
-    def stand_still(number: int, view: int) -> None:
+    def stand_still(number: int, oldest: int, newest: int) -> None:
         monkeypatch.setattr(live, "set_cell", set_cell)
         for seq in range(1, 6):
             writer.apply(seq, [rows_of(SPECS[0], *range(300))])
-        set_cell(number, view)
+        set_cell(number, oldest, newest)
 
     monkeypatch.setattr(live, "set_cell", stand_still)
     assert reader.begin() == live.committed
-    assert live.oldest_read() == live.committed[0]
+    assert live.oldest_read() == live.newest_read() == live.committed[0]
+
+
+def test_an_undo_needs_no_memory(version: ModelVersion) -> None:
+    live = LiveRows(version, 20 << 10, readers=1, undo=8)
+    writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
+    writer.apply(1, [rows_of(SPECS[0], *range(200))])
+    before, first = read(live, reader, live.committed[0]), live.newest.copy()
+    writer.apply(2, [rows_of(SPECS[0], *range(150, 400), value=7)])
+    used = writer.memory_bytes
+    assert writer.undo_from == 0
+    assert writer.revert(1, 3)
+    assert (live.seq, writer.memory_bytes, writer.rows_changed) == (3, used, 200)
+    assert np.array_equal(live.newest, first)
+    assert same(read(live, reader, live.committed[0]), before)
+    assert writer.revert(0, 4)
+    assert not live.newest.any()
+    assert writer.rows_changed == 0
+    for seq in range(5, 60):  # what was undone is free again
+        writer.apply(seq, [rows_of(SPECS[0], *range(200))])
+
+
+def test_rows_kept_for_an_undo_give_way_to_new_ones(version: ModelVersion) -> None:
+    live = LiveRows(version, 64 << 10, readers=1, undo=8)
+    writer, oldest = RowsWriter(live), []
+    for seq in range(1, 20):
+        writer.apply(seq, [rows_of(SPECS[0], *range(300))])
+        oldest.append(writer.undo_from)
+    assert oldest[:4] == [0, 0, 0, 0]
+    assert oldest[5:] == [seq - 4 for seq in range(6, 20)]
+    assert not writer.revert(oldest[-1] - 1, 20)
+    assert live.seq == 19
+    assert writer.revert(oldest[-1], 20)
+
+
+def test_the_next_writer_keeps_no_former_rows(live: LiveRows) -> None:
+    live.undo = 8
+    writer = RowsWriter(live)
+    for seq in range(1, 4):
+        writer.apply(seq, [rows_of(SPECS[0], 1)])
+    writer = RowsWriter(live)
+    assert writer.undo_from == 3
+    assert not writer.revert(2, 4)
 
 
 def test_nothing_is_written_of_a_delta_that_does_not_fit(version: ModelVersion) -> None:

@@ -36,6 +36,8 @@ def test_a_state_is_read_as_it_was_written() -> None:
         refused=12,
         rows_changed=13,
         memory_bytes=14,
+        undos=15,
+        undo_from=16,
         apply_seconds=Durations().plus(0.02),
         freshness_seconds=Durations().plus(1000).plus(0.0),
     )
@@ -90,6 +92,7 @@ def test_a_dead_applier_stalls() -> None:
         "reason": "it was ended",
         "rows_changed": 0,
         "memory_bytes": 0,
+        "undo_from": 4,
     }
 
 

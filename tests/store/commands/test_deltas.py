@@ -1,4 +1,4 @@
-"""`embedserve deltas`: lists, shows, verifies and compacts what training pushed."""
+"""`embedserve deltas`: lists, shows, verifies, undoes and compacts what training pushed."""
 
 from __future__ import annotations
 
@@ -70,6 +70,25 @@ def test_deltas_are_verified_and_compacted(own: Path) -> None:
     )
 
 
+def test_an_undo_is_told_and_listed(own: Path) -> None:
+    code, out, said = run("deltas", "undo", own, "shop", "--to", 23, "--why", "CTR \x1b[31mfell")
+    assert (code, out) == (0, "")
+    assert said == (
+        "shop: delta 26 of line 1 reverts to delta 23. Servers that follow the line apply it at "
+        "their next look.\n"
+    )
+    last = [line.split() for line in run("deltas", own, "shop")[1].splitlines()[-4:]]
+    assert [line[0] for line in last] == ["23", "24", "25", "26"]
+    assert ["undone" in line for line in last] == [False, True, True, False]
+    assert last[-1][2:4] == ["to", "23"]
+    shown = run("deltas", own, "shop", 26)[1].splitlines()
+    assert shown[-1] == "reverts to delta 23: CTR \\x1b[31mfell"
+    assert "undo" in run("history", own, "shop")[1]
+    code, _, said = run("deltas", "undo", own, "shop", "--to", 26, "--why", "")
+    assert (code, said.count("\n")) == (1, 1)
+    assert "delta 26: expected 0 to 25; line 1 ends with 26" in said
+
+
 def test_a_damaged_delta_is_one_line(own: Path) -> None:
     path = next((own / "shop/deltas/1").glob("*13.*.safetensors"))
     path.unlink()
@@ -90,5 +109,5 @@ def test_a_version_without_deltas(store: Path) -> None:
 def test_help_names_the_commands() -> None:
     code, out, _ = run("deltas", "--help")
     assert code == 0
-    for name in ("list", "verify", "compact"):
+    for name in ("list", "verify", "undo", "compact"):
         assert f" {name} " in out

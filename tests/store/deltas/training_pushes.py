@@ -3,7 +3,7 @@
     python training_pushes.py WORLD_SIZE STORE OUT_FOLDER
 
 Rank 0 publishes version 1 of "m" with the others, and writes ``SEQ.pt`` into OUT_FOLDER after each
-push: the tables, whole, as they are in training.
+push: the tables, whole, as they are in training. Before the last push it undoes all deltas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from store.deltas.tracked_training import gathered, ranker, stepper
 
-from embedserve_store import DeltaWriter, StoreError, publish_sharded
+from embedserve_store import (
+    DeltaWriter,
+    RevertedError,
+    StoreError,
+    publish_sharded,
+    undo_deltas,
+)
 
 STEPS = (3, 1, 0, 2)
 """Training steps before each push."""
@@ -42,6 +48,8 @@ def main(rank: int, world_size: int, store: str, out: str, rendezvous: str) -> N
                 step()
             if at == 1:
                 fail_once(writer)
+            if at == len(STEPS) - 1:
+                undo_all(writer, store, rank)
             seq = writer.push(step=at)
             whole = gathered(dmp)
             if rank == 0:
@@ -49,6 +57,16 @@ def main(rank: int, world_size: int, store: str, out: str, rendezvous: str) -> N
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # torch's own threads may outlive what they use in an orderly end
+
+
+def undo_all(writer: DeltaWriter, store: str, rank: int) -> None:
+    """All ranks learn of an undo, and the next push has the undone rows of each."""
+    if rank == 0:
+        undo_deltas(store, "m", to=0, why="CTR fell")
+    dist.barrier()
+    with pytest.raises(RevertedError, match="CTR fell"):
+        writer.push()
+    writer.resume()
 
 
 def fail_once(writer: DeltaWriter) -> None:

@@ -49,6 +49,8 @@ def test_round_trip() -> None:
     assert parse(DELTA.to_bytes()) == DELTA
     without_step = replace(DELTA, step=None, files=())
     assert parse(without_step.to_bytes()) == without_step
+    undo = replace(DELTA, files=(), reverts_to=3, why="a \u00e4 reason")
+    assert parse(undo.to_bytes()) == undo
     assert (DELTA.rows, DELTA.nbytes) == ({"user": 3, "item": 2}, 1000)
 
 
@@ -64,6 +66,10 @@ def edited(change: Callable[[dict[str, Any]], None]) -> bytes:
     data = json.loads(DELTA.to_bytes())
     change(data)
     return sealed_json(data)
+
+
+def undo(**fields: Any) -> bytes:
+    return edited(lambda data: data.update({"files": [], "reverts_to": 0, "why": ""} | fields))
 
 
 def in_file(**fields: Any) -> bytes:
@@ -92,6 +98,12 @@ def in_file(**fields: Any) -> bytes:
         (in_file(sha256="A" * 64), "expected 64 hexadecimal digits"),
         (in_file(rows={"user": 0}), "rows: user is 0, expected 1 or more"),
         (in_file(rows={"user": 1.5}), "user is 1.5, expected int"),
+        (undo(reverts_to=4), "reverts_to is 4, expected 0 to 3"),
+        (undo(reverts_to=-1), "reverts_to is -1, expected 0 to 3"),
+        (undo(reverts_to=None), "reverts_to is None, expected int"),
+        (undo(reverts_to=True), "reverts_to is True, expected int"),
+        (undo(why=3), "why is 3, expected str"),
+        (edited(lambda data: data.update(reverts_to=1, why="")), "1, and has files of rows"),
         (b"{}", "format_version is None"),
         (b"[" * 100_000, "not JSON"),
         (DELTA.to_bytes()[:-10], "not JSON, or half-written"),

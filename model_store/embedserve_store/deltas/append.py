@@ -1,0 +1,36 @@
+"""Appends the manifest of a delta to its line, which makes the delta visible. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+
+from embedserve_store.format.delta_manifest import (
+    FOLDER,
+    DeltaManifest,
+    LinePosition,
+    manifest_name,
+)
+from embedserve_store.publishing.added_file import Write
+
+
+def append(write: Write, delta: DeltaManifest) -> LinePosition | None:
+    """Writes the manifest of ``delta``, and returns the position after it.
+
+    Returns None if the line has a delta of this seq.
+
+    Args:
+        write: writer of new files into the model's folder of deltas.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    data = delta.to_bytes()
+    if not write(f"{delta.model}/{FOLDER}/{delta.line}/{manifest_name(delta.seq)}", data):
+        return None
+    return LinePosition(delta.line, delta.seq, hashlib.sha256(data).hexdigest())
+
+
+def now() -> str:
+    """Returns the time as DeltaManifest.as_of has it."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -1,0 +1,113 @@
+"""A store with one model, its training job, and the follower of its deltas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.live_rows import LiveRows, RowsFullError
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve_store import DeltaLine, DeltaWriter, ModelStore, publish
+from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.delta_manifest import manifest_name
+from embedserve_store.format.manifest_checksum import sealed_json
+
+ROWS = 20
+
+
+class Rows(RowsWriter):
+    """Changed rows in a dict, with room for ``room`` of them."""
+
+    room = 100
+
+    def __init__(self, live: LiveRows) -> None:
+        super().__init__(live)
+        self.rows: dict[int, float] = {}
+        self.steps: list[int] = []
+
+    def apply(self, seq: int, changes: Sequence[ChangedRows]) -> None:
+        rows = {
+            int(number): float(value[0])
+            for change in changes
+            for number, value in zip(change.numbers, change.values.view(np.float32), strict=True)
+        }
+        if len(self.rows | rows) > self.room:
+            raise RowsFullError(f"no room for delta {seq}")
+        assert [len({change.table.name for change in changes})] == [len(changes)]
+        self.rows |= rows
+        self.steps.append(seq)
+        super().apply(seq, changes)
+
+
+class Followed:
+    """A store with one model, its training job, and a follower."""
+
+    def __init__(self, folder: Path) -> None:
+        config = EmbeddingBagConfig(
+            num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f"]
+        )
+        ebc = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
+        publish(ebc, folder, model="m", dtype="float32")
+        self.writer = DeltaWriter(folder, model="m")
+        self.deltas = folder / "m/deltas/1"
+        self.models = ModelStore(folder)
+        version = self.models.load("m")
+        self.line = DeltaLine(self.models, version.manifest)
+        self.live = LiveRows(version, 1 << 20, 1, undo=5)
+        self.published = version.tables.rows("t").view(np.float32)[:, 0].copy()
+        self._reader = RowsReader(self.live, 0, version.plan)
+        self.status = DeltaStatus(self.line.start)
+        self.follower = self.started()
+
+    def started(self) -> DeltaFollower:
+        made = DeltaFollower("m", self.line, FollowedModel(self.live, self.status), 1 << 20)
+        self.rows = Rows(self.live)
+        made._rows = self.rows
+        return made
+
+    def push(self, *rows: int, value: float = 1.0) -> int:
+        values = np.full((len(rows), 4), value, np.float32)
+        return self.writer.push_rows({"t": (list(rows), values)})
+
+    def edit(self, seq: int, change: Callable[[Any], None]) -> None:
+        path = self.deltas / manifest_name(seq)
+        data = json.loads(path.read_bytes())
+        change(data)
+        path.unlink()
+        path.write_bytes(sealed_json(data))
+
+    def damage(self, seq: int) -> Callable[[], None]:
+        """Damages the rows of a delta; the result repairs them."""
+        (path,) = self.deltas.glob(f"{seq:020d}.*.safetensors")
+        whole = path.read_bytes()
+        path.unlink()
+        path.write_bytes(whole[:-1] + b"!")
+
+        def repair() -> None:
+            path.unlink()
+            path.write_bytes(whole)
+
+        return repair
+
+    def changed(self) -> dict[int, float]:
+        """Returns the first value of each row that a lookup does not read as it was published."""
+        view, _ = self._reader.begin()
+        numbers = self._reader.newest(np.arange(ROWS), np.array([ROWS]), view)
+        start, size = self.live.tables.offsets["t"], self.live.spares["t"].table.row_bytes
+        data = self.live.tables.data
+        found = [data[start + size * row :][:4].view(np.float32)[0] for row in numbers]
+        self._reader.end(view)
+        return {i: float(v) for i, v in enumerate(found) if v != self.published[i]}
+
+    @property
+    def state(self) -> str:
+        return self.status.read().state

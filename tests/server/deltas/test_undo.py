@@ -1,0 +1,225 @@
+"""Undos of a line: rows as they were come back, from memory or from the store."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from server.deltas.followed import ROWS, Followed
+
+from embedserve.deltas.live_rows import RowsFullError
+from embedserve_store import compact_deltas, undo_deltas
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.delta_manifest import DeltaManifest
+from embedserve_store.format.row_layout import dequantize_rows
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path / "store")
+
+
+def undo(followed: Followed, to: int) -> int:
+    """Undoes deltas, and lets the training job continue."""
+    seq = undo_deltas(followed.models.where, "m", to=to, why="CTR fell").seq
+    followed.writer.resume()
+    return seq
+
+
+def test_an_undo_brings_rows_back_from_memory(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for seq in range(1, 5):
+        followed.push(seq, 9, value=seq)
+        followed.follower.look()
+    assert followed.changed() == {1: 1, 2: 2, 3: 3, 4: 4, 9: 4}
+    assert followed.status.read().undo_from == 0
+    assert undo(followed, 2) == 5
+    monkeypatch.setattr(followed.line, "rows", None)  # no file is read
+    with caplog.at_level(logging.WARNING):
+        assert not followed.follower.look()
+    assert caplog.messages == ["m: delta 5 reverts to delta 2: CTR fell"]
+    assert followed.changed() == {1: 1, 2: 2, 9: 2}
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, now.undos, now.rows_changed) == ("following", 5, 1, 3)
+
+
+def test_an_undo_past_the_memory_reads_the_store(followed: Followed) -> None:
+    for seq in range(1, 5):
+        followed.push(seq, 9, value=seq)
+        followed.follower.look()
+    followed.follower = followed.started()  # a new applier has the newest rows alone
+    followed.follower.look()
+    assert followed.status.read().undo_from == 4
+    undo(followed, 2)
+    followed.follower.look()
+    assert (followed.changed(), followed.live.seq) == ({1: 1, 2: 2, 9: 2}, 5)
+    followed.push(3, value=7)
+    undo(followed, 0)
+    followed.follower.look()
+    assert (followed.changed(), followed.live.seq, followed.state) == ({}, 7, "following")
+
+
+def test_an_undo_can_be_undone(followed: Followed) -> None:
+    for seq in range(1, 4):
+        followed.push(seq, value=seq)
+    followed.follower.look()
+    undo(followed, 1)
+    followed.follower.look()
+    assert followed.changed() == {1: 1}
+    undo(followed, 3)
+    followed.follower.look()
+    assert (followed.changed(), followed.live.seq) == ({1: 1, 2: 2, 3: 3}, 5)
+
+
+def test_what_is_undone_before_it_is_applied_is_never_visible(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A starting server does not apply deltas that were undone, nor does one that is behind."""
+    followed.push(1, value=1)
+    followed.push(2, value=2)
+    undo(followed, 1)
+    followed.push(3, value=3)
+    read: list[int] = []
+    rows = followed.line.rows
+
+    def read_rows(delta: DeltaManifest) -> Iterator[list[ChangedRows]]:
+        read.append(delta.seq)
+        return rows(delta)
+
+    monkeypatch.setattr(followed.line, "rows", read_rows)
+    followed.follower.look()
+    assert (followed.rows.steps, read) == ([4], [1, 4])
+    assert followed.changed() == {1: 1, 3: 3}
+    followed.push(4, value=4)
+    undo(followed, 1)  # of delta 4, which is applied, and of 5, which is not
+    followed.follower.look()
+    assert (followed.rows.steps, followed.live.seq) == ([4, 6], 6)
+    assert followed.changed() == {1: 1}
+    assert 5 not in read
+
+
+def test_an_undone_delta_may_be_damaged(followed: Followed) -> None:
+    """An undo is a way past a delta whose rows are lost."""
+    followed.push(1, value=1)
+    followed.push(2, value=2)
+    followed.damage(2)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("stalled", 1)
+    undo(followed, 1)
+    followed.push(3, value=3)
+    repair = followed.damage(4)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 3, {1: 1})
+    repair()
+    followed.follower.look()
+    assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 3})
+
+
+def test_deltas_and_undos_are_applied_one_by_one_where_all_have_no_room(followed: Followed) -> None:
+    followed.push(1, 2, value=1)
+    followed.push(3, value=2)
+    undo(followed, 1)
+    followed.push(4, 5, value=4)
+    followed.rows.room = 3
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("full", 3)
+    assert followed.changed() == {1: 1, 2: 1}
+
+
+def test_an_undo_that_cannot_be_applied_is_tried_again(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed.push(1, value=1)
+    followed.push(1, value=2)
+    followed.follower.look()
+    followed.follower = followed.started()
+    undo(followed, 1)
+    repair = followed.damage(1)
+    followed.follower.look()
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, followed.changed()) == ("stalled", 2, {1: 2})
+    assert "sha256 is" in now.reason
+    repair()
+
+    def apply(seq: int, changes: object) -> None:
+        raise RowsFullError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(followed.rows, "apply", apply)
+        followed.follower.look()
+    assert (followed.state, followed.changed()) == ("full", {1: 2})
+    followed.follower.look()
+    assert (followed.state, followed.changed()) == ("following", {1: 1})
+
+
+def test_a_compacted_version_does_not_follow_an_undo_past_it(followed: Followed) -> None:
+    for row in (1, 2, 3):
+        followed.push(row)
+    compact_deltas(followed.models.where, "m", seq=2)
+    undo_deltas(followed.models.where, "m", to=1, why="", version=1)
+    version = followed.models.load("m", 2)
+    line = type(followed.line)(followed.models, version.manifest)
+    with pytest.raises(
+        StoreError, match="reverts to delta 1, but version 2 has the deltas up to 2"
+    ):
+        list(line.deltas())
+
+
+class UndosAndRestarts(RuleBasedStateMachine):
+    """Any order of pushes, undos, looks and new appliers: rows are those of the seq."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.followed = Followed(Path(self.folder.name) / "store")
+        self.states: list[dict[int, float]] = [{}]
+
+    def teardown(self) -> None:
+        """A compacted version has the rows that are served."""
+        followed, seq = self.followed, len(self.states) - 1
+        if seq:
+            store = followed.models.where
+            version = followed.models.load("m", compact_deltas(store, "m").version)
+            rows = dequantize_rows(version.tables.rows("t"), "float32", 4)[:, 0]
+            expected = {row: float(followed.published[row]) for row in range(ROWS)}
+            assert dict(enumerate(rows.tolist())) == expected | self.states[seq]
+        followed.writer.close()
+        self.folder.cleanup()
+
+    @rule(rows=st.sets(st.integers(0, ROWS - 1), max_size=4))
+    def push(self, rows: set[int]) -> None:
+        seq = self.followed.push(*rows, value=float(len(self.states)))
+        assert seq == len(self.states)
+        self.states.append(self.states[-1] | dict.fromkeys(rows, float(seq)))
+
+    @precondition(lambda self: len(self.states) > 1)
+    @rule(back=st.integers(1, 8))
+    def undo(self, back: int) -> None:
+        target = max(0, len(self.states) - 1 - back)
+        assert undo(self.followed, target) == len(self.states)
+        self.states.append(self.states[target])
+
+    @rule(step_bytes=st.sampled_from([1, 1 << 20]))
+    def look(self, step_bytes: int) -> None:
+        self.followed.follower._step_bytes = step_bytes
+        self.followed.follower.look()
+
+    @rule()
+    def start_another_applier(self) -> None:
+        self.followed.follower = self.followed.started()
+
+    @invariant()
+    def rows_are_those_of_the_seq(self) -> None:
+        assert self.followed.changed() == self.states[self.followed.live.seq]
+
+
+TestUndosAndRestarts = UndosAndRestarts.TestCase
+TestUndosAndRestarts.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
