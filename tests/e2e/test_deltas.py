@@ -183,7 +183,11 @@ def test_a_damaged_delta_changes_nothing_until_it_is_repaired(store: Path, tmp_p
 
 
 def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> None:
+    weights = {"ebc.embedding_bags.t.weight": torch.zeros(9, 16)}
+    tables = [TableSpec("t", 9, 16, ("f",), "sum", "float32")]
+    publish(weights, store, model="wide", tables=tables, sharding="column_wise", world_size=2)
     refused = {
+        ("--model", "wide", "--strict-plan"): "whose rows cannot change: refused, as strict_plan",
         ("--devices", "cuda"): "deltas is 'follow', but the tables go to GPUs",
         ("--follow", "latest"): "follow is 'latest', but the rows of the served versions follow",
         ("--tables", "resident"): "deltas is 'follow', but tables is 'resident'",

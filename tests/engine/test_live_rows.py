@@ -26,10 +26,16 @@ TABLES = [
     ("movie", 1001, 6, ["history", "candidate"], PoolingType.MEAN),
     ("genre", 3, 16, ["genres"], PoolingType.SUM),
     ("user", 50, 33, ["user"], PoolingType.SUM),
+    ("shop", 70, 32, ["shop"], PoolingType.SUM),
 ]
-SHARDING = {"movie": "row_wise", "genre": "data_parallel", "user": "table_wise"}
+SHARDING = {
+    "movie": "row_wise",
+    "genre": "data_parallel",
+    "user": "table_wise",
+    "shop": "column_wise",
+}
 ROWS = {name: rows for name, rows, *_ in TABLES}
-FEATURES = {"history": 1001, "candidate": 1001, "genres": 3, "user": 50}
+FEATURES = {"history": 1001, "candidate": 1001, "genres": 3, "user": 50, "shop": 70}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +111,8 @@ def test_changed_rows_are_those_of_the_compacted_version(
     pooled: Path, dtype: str, ranks: int
 ) -> None:
     live = replay(pooled, dtype)
+    stored = compacted(pooled, dtype).plan.tables["shop"]
+    assert (stored.sharding_type, len(stored.shards)) == ("column_wise", 2)
     engine = restore(live.version, f"cpu:{ranks}")
     same = restore(compacted(pooled, dtype), f"cpu:{ranks}")
     for weighted in (False, True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from embedserve_store.errors import InvalidModelError, StoreError
@@ -107,6 +107,23 @@ class Plan:
             for shard in self.tables[table.name].shards
             if shard.col_count < table.embedding_dim
         )
+
+    def with_whole_rows(self, tables: Sequence[TableSpec]) -> Plan:
+        """Returns this plan with column_wise tables on the rank of their first columns alone.
+
+        A plan that is made for another number of ranks leaves them whole, too.
+        """
+        whole, constraints = dict(self.tables), dict(self.constraints)
+        for table in tables:
+            if self.tables[table.name].sharding_type == "column_wise":
+                rank = self.tables[table.name].shards[0].rank
+                shard = Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim)
+                whole[table.name] = TablePlan("table_wise", (shard,))
+                old = constraints.get(table.name, TableConstraints())
+                constraints[table.name] = replace(
+                    old, sharding_types=("table_wise",), min_partition=None
+                )
+        return replace(self, tables=whole, constraints=constraints)
 
     def to_json(self) -> dict[str, Any]:
         return {

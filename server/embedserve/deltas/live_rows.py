@@ -70,7 +70,7 @@ class LiveRows:
     """Changed rows of a version, in memory that is shared with processes that are forked later.
 
     Attributes:
-        version: the version, with spare rows behind its tables.
+        version: the version, with spare rows behind its tables, and no table divided by columns.
         start: position of the version in its line of deltas.
         memory_max: bytes that changed rows may take.
         undo: number of deltas whose former rows are kept, as far as the memory allows.
@@ -105,7 +105,10 @@ class LiveRows:
         version.tables.check_unchanged()
         data = memory.view()
         data.flags.writeable = False
-        self.version = replace(version, tables=replace(version.tables, data=data, offsets=offsets))
+        # Column shards are copies, which have no spare rows.
+        plan = version.plan.with_whole_rows(manifest.tables)
+        tables = replace(version.tables, data=data, offsets=offsets)
+        self.version = replace(version, plan=plan, tables=tables)
         self.spares = dict(_spare_rows(memory, offsets, manifest.tables, ranges, counts))
         rows = sum(table.num_embeddings for table in manifest.tables)
         self.newest = shared_memory(4 * rows).view(np.uint32)

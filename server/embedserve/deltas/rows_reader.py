@@ -27,7 +27,7 @@ class RowsReader:
 
         Raises:
             OSError: this host does not support membarrier(2).
-            StoreError: the plan has column shards, which are copies without spare rows.
+            StoreError: a table is on too many ranks.
         """
         manifest = live.version.manifest
         membarrier.register()
@@ -125,15 +125,11 @@ def _blocks(plan: Plan, spare: SpareRows) -> tuple[int, int]:
     """Returns the number of ranks that have rows of a table, and the rows of each.
 
     Raises:
-        StoreError: the table has column shards, or its ranks are too many.
+        StoreError: its ranks are too many.
     """
     name = spare.table.name
     found = plan.tables[name]
-    if found.sharding_type == "column_wise":
-        raise StoreError(
-            f"table {name!r} is column_wise: its shards are copies, whose rows cannot change while "
-            "they are served: publish it with another sharding"
-        )
+    assert found.sharding_type != "column_wise", f"{name}: shards without spare rows"
     if found.sharding_type != "row_wise":
         return 1, spare.table.num_embeddings
     ranks, rows = len(found.shards), found.shards[0].row_count

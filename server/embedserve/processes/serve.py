@@ -266,7 +266,8 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
     versions' tables are replaced by those with room for changed rows.
 
     Raises:
-        StoreError: there is no memory for the changed rows.
+        StoreError: there is no memory for the changed rows, or the rows of a stored plan cannot
+            change and settings.strict_plan is set.
     """
     if settings.deltas == "none":
         return {}
@@ -278,6 +279,11 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
     for name, version in versions.items():
         room = memory_bytes(settings, version)
         live = LiveRows(version, room, settings.workers, settings.delta_undo)
+        if live.version.plan != version.plan:
+            divided = f"{version.path}: the plan has column shards, whose rows cannot change"
+            if settings.strict_plan:
+                raise StoreError(f"{divided}: refused, as strict_plan asks")
+            logger.warning("%s: these tables are served whole", divided)
         deltas[name] = FollowedModel(live, DeltaStatus(live.start))
         versions[name] = live.version
     return deltas

@@ -32,6 +32,7 @@ from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.plan import Shard, TablePlan
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -353,9 +354,12 @@ def test_a_feature_of_two_tables_is_refused(version: ModelVersion) -> None:
         LiveRows(replace(version, manifest=manifest), 1 << 20, 1)
 
 
-def test_column_shards_are_refused(live: LiveRows, version: ModelVersion) -> None:
-    plan = version.plan
-    column_wise = replace(plan.tables["user"], sharding_type="column_wise")
-    plan = replace(plan, tables={**plan.tables, "user": column_wise})
-    with pytest.raises(StoreError, match="table 'user' is column_wise"):
-        RowsReader(live, 0, plan)
+def test_column_shards_are_made_whole(version: ModelVersion) -> None:
+    shards = (Shard(1, 0, 7, 0, 8), Shard(0, 0, 7, 8, 4))
+    tables = {**version.plan.tables, "user": TablePlan("column_wise", shards)}
+    live = LiveRows(replace(version, plan=replace(version.plan, tables=tables)), 1 << 20, 1)
+    plan = live.version.plan
+    assert plan.tables["user"] == TablePlan("table_wise", (Shard(1, 0, 7, 0, 12),))
+    assert plan.constraints["user"].sharding_types == ("table_wise",)
+    assert plan.tables["movie"] == version.plan.tables["movie"]
+    RowsReader(live, 0, plan)
