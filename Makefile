@@ -15,7 +15,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest image image-test test-gpu gpu-check hostile fuzz soak swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest image image-test test-gpu gpu-check hostile fuzz soak soak-deltas swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large clean
 
 install: $(INSTALLED)
 
@@ -97,6 +97,10 @@ fuzz: install
 # SOAK="--minutes 60 --seed 7 --output folder".
 soak: install
 	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m soak.soak $(SOAK)
+
+# Half an hour of deltas, undos, compactions and kills under load: SOAK="--minutes 30 --kills 30".
+soak-deltas: install
+	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m soak.deltas $(SOAK)
 
 # A hundred changes of the version that answers, under full load: SWAPS="--swaps 100 --workers 2";
 # of NVIDIA's Triton, which is installed first: SWAPS="--server triton".

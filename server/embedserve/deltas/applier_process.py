@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from embedserve.config import ServeSettings
@@ -21,6 +22,7 @@ from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 
+PROCESS_NAME = "delta-applier"
 RETRY_S_MAX = 5.0
 """Seconds between two looks, at most, while no delta can be applied."""
 
@@ -38,6 +40,8 @@ def run_applier(
     Args:
         versions, deltas: versions and their memory, by served name.
     """
+    with suppress(OSError):  # ps shows which process it is
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
     threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
     models = ModelStore(settings.store, Path(settings.cache) if settings.cache else None)
     followers = []
