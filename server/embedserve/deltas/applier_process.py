@@ -54,9 +54,9 @@ def run_applier(
             is_told = True
             supervisor.send(b"\n")
         if not any(looks):
-            is_stopped = all(state.is_stopped for state in states)
+            has_failed = all(state.reason for state in states)
             least_s = delta_poll_s(settings)
-            wait_s = min(2 * wait_s, max(RETRY_S_MAX, least_s)) if is_stopped else least_s
+            wait_s = min(2 * wait_s, max(RETRY_S_MAX, least_s)) if has_failed else least_s
             time.sleep(wait_s)
 
 

@@ -17,11 +17,13 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
+from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows
 from embedserve_store.format.delta_manifest import LinePosition
 
-CATCHING_UP, FOLLOWING, STALLED, FULL = "catching up", "following", "stalled", "full"
-STATES = (CATCHING_UP, FOLLOWING, STALLED, FULL)
+CATCHING_UP, FOLLOWING, STALLED = "catching up", "following", "stalled"
+FULL, HELD = "full", "held"
+STATES = (CATCHING_UP, FOLLOWING, STALLED, FULL, HELD)
 REASON_BYTES_MAX = 500
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Bucket bounds of the durations, in seconds."""
@@ -77,7 +79,8 @@ class DeltaState:
     """Position after the deltas that are being applied; ``applied`` if there are none."""
     state: str = CATCHING_UP
     reason: str = ""
-    """Error that stops further deltas, for the states stalled and full."""
+    """Error that stops further deltas, for the states stalled and full. For the state held it would
+    stop them without the hold."""
     is_looked: bool = False
     """Whether the deltas that were there at the start have been applied, as far as they can be."""
     wanted_seq: int = 0
@@ -177,10 +180,11 @@ class DeltaStatus:
 
 @dataclass(frozen=True)
 class FollowedModel:
-    """Changed rows and status of a served model, in memory that its processes share."""
+    """Changed rows, status and hold of a served model, in memory that its processes share."""
 
     live: LiveRows
     status: DeltaStatus
+    hold: DeltaHold = field(default_factory=DeltaHold)
 
 
 def _iso(seconds: float) -> str:

@@ -114,6 +114,8 @@ FAMILIES = (
            "respond. The log and /models state the reason."),
     Family("embedserve_delta_full", GAUGE, NAME, "",
            "1 if no delta is applied, because the memory for changed rows is full."),
+    Family("embedserve_delta_held", GAUGE, NAME, "",
+           "1 if no delta is applied, because an administrator holds them."),
     Family("embedserve_delta_rows_changed", GAUGE, NAME, "rows",
            "Rows that differ from those of the version."),
     Family("embedserve_delta_memory_bytes", GAUGE, NAME, "bytes",

@@ -15,6 +15,7 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows, RowsFullError
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.status import DeltaStatus, FollowedModel
@@ -65,10 +66,12 @@ class Followed:
         self.line = DeltaLine(self.models, version.manifest)
         self.live = LiveRows(version, 1 << 20, 1)
         self.status = DeltaStatus(self.line.start)
+        self.hold = DeltaHold()
         self.follower = self.started()
 
     def started(self) -> DeltaFollower:
-        made = DeltaFollower("m", self.line, FollowedModel(self.live, self.status), 1 << 20)
+        model = FollowedModel(self.live, self.status, self.hold)
+        made = DeltaFollower("m", self.line, model, 1 << 20)
         self.rows = Rows(self.live)
         made._rows = self.rows
         return made

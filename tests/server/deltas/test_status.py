@@ -25,7 +25,7 @@ def test_a_state_is_read_as_it_was_written() -> None:
     written = DeltaState(
         applied=Applied(5, 1.5, "cd" * 32),
         applying=Applied(6, 2.5, "ef" * 32),
-        state="full",
+        state="held",
         reason="Grüße",
         is_looked=True,
         wanted_seq=9,
