@@ -110,7 +110,11 @@ class DeltaState:
     def lag_s(self) -> float:
         """Returns the age in seconds of the oldest delta that is not applied; 0 if there is
         none."""
-        return max(0.0, time.time() - self.waiting_since) if self.waiting_since else 0.0
+        return _age_s(self.waiting_since)
+
+    def look_age_s(self) -> float:
+        """Returns the seconds since the last look at the store; 0 before the first."""
+        return _age_s(self.looked_at)
 
 
 class DeltaStatus:
@@ -159,6 +163,7 @@ class DeltaStatus:
             "seq": now.applied.seq,
             "wanted_seq": max(now.wanted_seq, now.applied.seq),
             "as_of": _iso(now.applied.as_of) if now.applied.as_of else None,
+            "looked_at": _iso(now.looked_at) if now.looked_at else None,
             "lag_s": round(now.lag_s(), 3),
             "state": now.state,
             "reason": now.reason,
@@ -185,6 +190,11 @@ class FollowedModel:
     live: LiveRows
     status: DeltaStatus
     hold: DeltaHold = field(default_factory=DeltaHold)
+
+
+def _age_s(since: float) -> float:
+    """Returns the seconds since a time; 0 for the time 0, which stands for none."""
+    return max(0.0, time.time() - since) if since else 0.0
 
 
 def _iso(seconds: float) -> str:

@@ -23,6 +23,7 @@ def delta_samples(labels: Sequence[str], status: DeltaStatus) -> Iterator[Sample
         "seq": now.applied.seq,
         "wanted_seq": max(now.wanted_seq, now.applied.seq),
         "lag_seconds": now.lag_s(),
+        "look_age_seconds": now.look_age_s(),
         "stalled": now.state == STALLED,
         "full": now.state == FULL,
         "held": now.state == HELD,

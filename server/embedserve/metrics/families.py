@@ -109,6 +109,8 @@ FAMILIES = (
            "Last delta that is known to be in the store."),
     Family("embedserve_delta_lag_seconds", GAUGE, NAME, "seconds",
            "Age of the oldest delta that is not applied. 0 if all are applied."),
+    Family("embedserve_delta_look_age_seconds", GAUGE, NAME, "seconds",
+           "Age of the last look at the store for deltas. 0 before the first."),
     Family("embedserve_delta_stalled", GAUGE, NAME, "",
            "1 if no delta is applied, because one is missing or damaged or the store does not "
            "respond. The log and /models state the reason."),
