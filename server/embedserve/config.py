@@ -253,7 +253,8 @@ class ServeSettings:
     worker_hang_s: float = setting(
         10.0,
         "Seconds without a heartbeat after which a worker is replaced; a server of one process "
-        "exits with code 1 instead, so that it is restarted. At least 2; 0: never.",
+        "exits with code 1 instead, so that it is restarted. At least 2; 0: never. The process "
+        "that applies deltas has at least 180 s.",
         min=0,
         max=3600,
     )

@@ -15,8 +15,10 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from running_servers import Running, run_commands, running
+from running_servers import Running, free_port, run_commands, running
 
+from embedserve.commands.admin import ask_server
+from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
 from embedserve_store import DeltaWriter, TableSpec, publish, undo_deltas
@@ -32,6 +34,7 @@ UNDONE = {27: 24, 30: 3}
 """Undos, each with the delta that it reverts to: of the last deltas, which are in memory, and of
 what came before the applier was killed, which is read from the store."""
 WAIT_S_MAX = 120
+HOLD = "/admin/deltas/hold"
 BAGS = {"user": [[1, 2, 500], [299]], "item": [[3], [0, 49]]}
 COUNTS = np.array([[2, 1], [1, 2]])
 """Changed rows in the bags of each example and key."""
@@ -70,8 +73,9 @@ def children(server: Running) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def deltas(server: Running) -> dict[str, Any]:
-    (model,) = httpx.get(f"{server.http}/models").json()["models"]
+def deltas(url: str) -> dict[str, Any]:
+    """Returns what the server of a management port says of its deltas."""
+    (model,) = httpx.get(f"{url}/models").json()["models"]
     found: dict[str, Any] = model["deltas"]
     return found
 
@@ -130,7 +134,7 @@ def test_every_answer_is_of_one_delta_while_processes_are_killed(
         try:
             for seq in range(1, PUSHES + 1):
                 if seq in UNDONE:
-                    until(lambda: deltas(server)["seq"] == seq - 1)  # noqa: B023
+                    until(lambda: deltas(server.http)["seq"] == seq - 1)  # noqa: B023
                     undo_deltas(store, "m", to=UNDONE[seq], why="test")
                     writer.resume()
                     until(lambda: seq in callers.seqs)  # noqa: B023
@@ -147,7 +151,7 @@ def test_every_answer_is_of_one_delta_while_processes_are_killed(
         finally:
             callers.end()
         assert callers.wrong == []
-        assert deltas(server)["state"] == "following"
+        assert deltas(server.http)["state"] == "following"
     log = (tmp_path / "log").read_text()
     for seq, target in UNDONE.items():
         assert f"delta {seq} reverts to delta {target}: test" in log
@@ -171,15 +175,65 @@ def test_a_damaged_delta_changes_nothing_until_it_is_repaired(store: Path, tmp_p
         assert client.embed(BAGS).seq == 1  # ready with what was there
         (published / line / rows.name).write_bytes(whole[:-1] + b"!")
         shutil.copy(store / line / manifest_name(2), published / line)
-        until(lambda: deltas(server)["state"] == "stalled")
-        assert rows.name in deltas(server)["reason"]
+        until(lambda: deltas(server.http)["state"] == "stalled")
+        assert rows.name in deltas(server.http)["reason"]
         assert client.embed(BAGS).seq == 1
         (published / line / rows.name).write_bytes(whole)
-        until(lambda: deltas(server)["state"] == "following")
+        until(lambda: deltas(server.http)["state"] == "following")
         result = client.embed(BAGS)
         assert result.seq == 2
         assert np.array_equal(result.values, np.repeat(2 * COUNTS, DIM, axis=1))
     assert rows.name in (tmp_path / "log").read_text()
+
+
+def test_a_hold_outlives_processes_until_it_ends(
+    store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    management_port = free_port()
+    options = ("--deltas", "follow", "--workers", "2", "--delta-memory", str(1 << 20))
+    management = f"http://127.0.0.1:{management_port}"
+    with (
+        DeltaWriter(store, model="m") as writer,
+        running(store, tmp_path / "log", *options, management_port=management_port) as server,
+    ):
+
+        def seq() -> int:
+            """The seq of an answer, over a connection of its own, so of any worker."""
+            with EmbedClient(server.http, retries=5) as client:
+                result = client.embed(BAGS)
+            assert result.seq is not None
+            assert np.array_equal(result.values, np.repeat(result.seq * COUNTS, DIM, axis=1))
+            return result.seq
+
+        push(writer, 1)
+        until(lambda: seq() == 1)
+        ask_server(ServerClient(management), "deltas hold", "m")
+        assert "m: held at seq 1\n" in capfd.readouterr().err
+        for pushed in (2, 3):
+            push(writer, pushed)
+            until(lambda: deltas(management)["wanted_seq"] == pushed)  # noqa: B023
+        applier, worker, _ = children(server)
+        for pid in (worker, applier):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len(children(server)) == 3 and not {applier, worker} & {*children(server)})
+        push(writer, 4)
+        until(lambda: deltas(management)["wanted_seq"] == 4)
+        until(lambda: "is ready again" in server.log.read_text())
+        shown = deltas(management)
+        assert (shown["state"], shown["seq"], shown["lag_s"] > 0) == ("held", 1, True)
+        assert {seq() for _ in range(20)} == {1}
+        metrics = httpx.get(f"{management}/metrics").text
+        assert 'embedserve_delta_held{alias="",model="m"} 1.0' in metrics
+        url = f"{server.http}/models/m/embed"
+        answer = httpx.post(url, json={"features": BAGS, "min_seq": 2})
+        assert (answer.status_code, "at seq 1" in answer.text) == (503, True)
+        assert httpx.post(f"{server.http}{HOLD}", json={"model": "m"}).status_code == 404
+        ask_server(ServerClient(management), "deltas go-on", "m")
+        until(lambda: {seq() for _ in range(20)} == {4})
+        assert deltas(management)["state"] == "following"
+    log = (tmp_path / "log").read_text()
+    assert "m: deltas hold, as requested" in log
+    assert "m: deltas are held no longer" in log
 
 
 def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ starts says so, and one that gets SIGUSR1 hangs. While FILE exists workers fail,
 It listens on a Unix socket beside that, FILE.sock, too. With FILE.asked it tells whether a worker
 answered before the supervisor had been told that it is ready.
 With FILE.deltas it has an applier, which looks once that file is empty, and ends while it says so.
+It sends no heartbeat after that one, and hangs as soon as a worker would.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
+from embedserve.processes import applier
 from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.serve import set_up_logging
@@ -107,6 +109,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         serve(channel, WorkerCounters(slots, index), ports, settings, lookup_s)
         return 0
 
+    applier.HANG_S_MIN = hang_s
     mode = Path(f"{failure}.deltas")
     status = DeltaStatus(LinePosition(1, 0, "0" * 64))
 

@@ -20,6 +20,7 @@ from embedserve.api.admin import AdminOperations, add_admin
 from embedserve.api.auth_middleware import AuthMiddleware, error_response
 from embedserve.api.console.labels import Labels
 from embedserve.api.console.routes import HEADERS, add_console
+from embedserve.api.delta_hold import add_delta_hold
 from embedserve.api.open_inference_routes import add_open_inference, add_open_inference_health
 from embedserve.api.openapi import describe_routes, operation_id
 from embedserve.api.openapi_pages import OpenApiPages
@@ -97,8 +98,11 @@ class Deltas(BaseModel):
     as_of: str | None = Field(
         None, description="Time at which training read the last delta's rows: ISO 8601, UTC."
     )
+    looked_at: str | None = Field(
+        None, description="Time of the last look at the store for deltas: ISO 8601, UTC."
+    )
     lag_s: float = Field(description="Age in seconds of the oldest delta that is not applied.")
-    state: str = Field(description="catching up, following, stalled or full.")
+    state: str = Field(description="catching up, following, stalled, full or held.")
     reason: str = Field(description="Reason why no delta is applied.")
     rows_changed: int = Field(description="Rows that differ from those of the version.")
     memory_bytes: int = Field(description="Bytes of memory that changed rows take.")
@@ -207,6 +211,7 @@ def management_app(
     add_console(app, pipeline.models, labels or {})
     if admin is not None:
         add_admin(app, admin)
+        add_delta_hold(app, pipeline.models)
     app.add_middleware(OpenApiPages)
     if authenticates:
         _authenticate(app, pipeline)

@@ -59,26 +59,26 @@ def serve(**values: Any) -> None:
 def admin(
     url: Annotated[str, typer.Argument(help=f"Address of the management port: {ADDRESS}")],
     action: Annotated[
-        str, typer.Argument(help="Action: load, unload or reload.", metavar="<action>")
+        list[str],
+        typer.Argument(
+            help="Action: load MODEL, unload MODEL, reload, deltas hold MODEL or deltas go-on "
+            "MODEL. MODEL is NAME, NAME@VERSION or NAME@ALIAS.",
+            metavar="<action>",
+        ),
     ],
-    model: Annotated[
-        str, typer.Argument(help="NAME, NAME@VERSION or NAME@ALIAS; not for reload.")
-    ] = "",
     ca: Ca = None,
     cert: Cert = None,
     key: Key = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Load or unload a version on a running server, or make it check its store now."""
+    """Load or unload a version on a running server, make it check its store now, or hold the deltas
+    that it follows."""
     with cli_errors():
-        from embedserve.commands.admin import ask_server
+        from embedserve.commands.admin import ask_server, parse_action
         from embedserve.commands.running_server import server_at
 
-        if action not in ("load", "unload", "reload"):
-            raise ValueError(f"action is {action!r}, expected load, unload or reload")
-        if bool(model) == (action == "reload"):
-            raise ValueError(f"{action} takes {'no model' if model else 'the name of a model'}")
-        ask_server(server_at(url, ca, cert, key, token_file), action, model)
+        done, model = parse_action(action)
+        ask_server(server_at(url, ca, cert, key, token_file), done, model)
 
 
 def health(

@@ -2,7 +2,7 @@
 
 A delta that is missing, damaged or foreign is never applied, nor any delta after it. It is read
 again at each look. An undo brings former rows back: from memory if they are kept there, else from
-the store.
+the store. While the line is held, no delta is applied, but what the store has stays known.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from embedserve.deltas.status import (
     CATCHING_UP,
     FOLLOWING,
     FULL,
+    HELD,
     STALLED,
     Applied,
     DeltaState,
@@ -70,15 +71,17 @@ class DeltaFollower:
         self._line = line
         self._rows = RowsWriter(followed.live)
         self._published = followed.live.tables
-        self._status = followed.status
+        self._status, self._hold = followed.status, followed.hold
         self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
         self._state = self._continued(followed.live.seq)
         self._position = self._state.applied.position(line.start.line)
+        self._known = self._position  # is ahead of it only during a hold
         self._found_s = time.monotonic()
         self._list_after_s = 0.0
 
     def look(self) -> bool:
-        """Applies the deltas that the store has after the last one, as many as one step holds.
+        """Applies the deltas that the store has after the last one, as many as one step holds; none
+        during a hold.
 
         Returns:
             Whether more deltas wait and may be applied.
@@ -86,9 +89,13 @@ class DeltaFollower:
         start_s = time.perf_counter()
         error: StoreError | RowsFullError | None = None
         waiting: list[Waiting] = []
+        is_held = self._hold.is_set
         try:
             self._list_if_due()
-            self._find(waiting)
+            if is_held:
+                self._read_next_manifest()
+            else:
+                self._find(waiting)
         except StoreError as caught:
             error = caught
         try:
@@ -98,7 +105,7 @@ class DeltaFollower:
         except (StoreError, RowsFullError) as caught:
             error = caught
         has_more = bool(waiting) and error is None and self._is_behind
-        self._end(error, has_more=has_more)
+        self._end(error, has_more=has_more, is_held=is_held)
         return has_more
 
     @property
@@ -128,6 +135,18 @@ class DeltaFollower:
             raise self._line.missing(following, stored)
         self._found_s = time.monotonic()
         self._list_after_s = min(max(2 * self._list_after_s, LIST_AFTER_S), LIST_AFTER_S_MAX)
+
+    def _read_next_manifest(self) -> None:
+        """Reads the manifest of the next delta that is not known, and no rows. Raises StoreError if
+        it is bad."""
+        if (found := self._line.after(self._known)) is None:
+            return
+        delta, end = found
+        if self._known.seq == self._position.seq:
+            self._state = replace(self._state, waiting_since=_seconds(delta.as_of))
+        wanted = max(self._state.wanted_seq, delta.seq)
+        self._state, self._known = replace(self._state, wanted_seq=wanted), end
+        self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S
 
     def _find(self, waiting: list[Waiting]) -> None:
         """Adds the deltas of the next step to ``waiting``. Raises StoreError at a bad manifest;
@@ -246,17 +265,26 @@ class DeltaFollower:
             )
         )
 
-    def _end(self, error: StoreError | RowsFullError | None, *, has_more: bool) -> None:
-        """Writes the status after a look, and logs a new reason once."""
+    def _end(
+        self, error: StoreError | RowsFullError | None, *, has_more: bool, is_held: bool
+    ) -> None:
+        """Writes the status after a look, and logs once a new reason and the effect of a hold."""
         before, is_behind = self._state, self._is_behind
+        if not is_held:
+            self._known = self._position
         state, reason, refused = CATCHING_UP if is_behind else FOLLOWING, "", before.refused
         if error is not None:
             state, reason = FULL if isinstance(error, RowsFullError) else STALLED, str(error)
             if reason != before.reason:
                 refused += 1
-                logger.error("%s: no delta after %d: %s", self._name, self._position.seq, reason)
-        elif before.is_stopped:
+                logger.error("%s: no delta after %d: %s", self._name, self._known.seq, reason)
+        elif before.is_stopped and not is_held:
             logger.info("%s: deltas are applied again", self._name)
+        if is_held:
+            state = HELD
+        if is_held != (before.state == HELD):
+            effect = f"after {self._position.seq} are held" if is_held else "are held no longer"
+            logger.info("%s: deltas %s", self._name, effect)
         waits = error is not None or is_behind
         self._write(
             replace(

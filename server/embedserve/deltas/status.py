@@ -17,11 +17,13 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
+from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows
 from embedserve_store.format.delta_manifest import LinePosition
 
-CATCHING_UP, FOLLOWING, STALLED, FULL = "catching up", "following", "stalled", "full"
-STATES = (CATCHING_UP, FOLLOWING, STALLED, FULL)
+CATCHING_UP, FOLLOWING, STALLED = "catching up", "following", "stalled"
+FULL, HELD = "full", "held"
+STATES = (CATCHING_UP, FOLLOWING, STALLED, FULL, HELD)
 REASON_BYTES_MAX = 500
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Bucket bounds of the durations, in seconds."""
@@ -77,7 +79,8 @@ class DeltaState:
     """Position after the deltas that are being applied; ``applied`` if there are none."""
     state: str = CATCHING_UP
     reason: str = ""
-    """Error that stops further deltas, for the states stalled and full."""
+    """Error that stops further deltas, for the states stalled and full. For the state held it would
+    stop them without the hold."""
     is_looked: bool = False
     """Whether the deltas that were there at the start have been applied, as far as they can be."""
     wanted_seq: int = 0
@@ -111,7 +114,11 @@ class DeltaState:
     def lag_s(self) -> float:
         """Returns the age in seconds of the oldest delta that is not applied; 0 if there is
         none."""
-        return max(0.0, time.time() - self.waiting_since) if self.waiting_since else 0.0
+        return _age_s(self.waiting_since)
+
+    def look_age_s(self) -> float:
+        """Returns the seconds since the last look at the store; 0 before the first."""
+        return _age_s(self.looked_at)
 
 
 class DeltaStatus:
@@ -160,6 +167,7 @@ class DeltaStatus:
             "seq": now.applied.seq,
             "wanted_seq": max(now.wanted_seq, now.applied.seq),
             "as_of": _iso(now.applied.as_of) if now.applied.as_of else None,
+            "looked_at": _iso(now.looked_at) if now.looked_at else None,
             "lag_s": round(now.lag_s(), 3),
             "state": now.state,
             "reason": now.reason,
@@ -182,10 +190,16 @@ class DeltaStatus:
 
 @dataclass(frozen=True)
 class FollowedModel:
-    """Changed rows and status of a served model, in memory that its processes share."""
+    """Changed rows, status and hold of a served model, in memory that its processes share."""
 
     live: LiveRows
     status: DeltaStatus
+    hold: DeltaHold = field(default_factory=DeltaHold)
+
+
+def _age_s(since: float) -> float:
+    """Returns the seconds since a time; 0 for the time 0, which stands for none."""
+    return max(0.0, time.time() - since) if since else 0.0
 
 
 def _iso(seconds: float) -> str:

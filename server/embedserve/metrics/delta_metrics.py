@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from embedserve.deltas.status import FULL, STALLED, DeltaStatus
+from embedserve.deltas.status import FULL, HELD, STALLED, DeltaStatus
 from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import HistogramSamples
 
@@ -23,8 +23,10 @@ def delta_samples(labels: Sequence[str], status: DeltaStatus) -> Iterator[Sample
         "seq": now.applied.seq,
         "wanted_seq": max(now.wanted_seq, now.applied.seq),
         "lag_seconds": now.lag_s(),
+        "look_age_seconds": now.look_age_s(),
         "stalled": now.state == STALLED,
         "full": now.state == FULL,
+        "held": now.state == HELD,
         "rows_changed": now.rows_changed,
         "memory_bytes": now.memory_bytes,
         "rows": now.rows,

@@ -1,4 +1,5 @@
-"""The supervisor's side of the applier: forks the process that applies deltas, and replaces it."""
+"""The supervisor's side of the applier: forks the process that applies deltas, and replaces it when
+it ends or hangs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from embedserve.processes.forked import described, ended, fork, restart_delay_s
+from embedserve.processes.forked import LAST_WORDS_S, described, ended, fork, restart_delay_s
 
 if TYPE_CHECKING:
     from embedserve.deltas.status import FollowedModel
@@ -22,6 +23,10 @@ QUICK_END_S = 60.0
 """Seconds for which an applier must run for its failure count to be reset."""
 FAILURES_MAX = 3
 """Ends of an applier before its first look is done, after which the workers start without it."""
+HANG_S_MIN = 180.0
+"""Seconds without a heartbeat, at least, before an applier counts as hung. A request to the store
+gives up after 60 s, and applying a delta of 4 GiB takes about as long on two busy cores. An applier
+that is ended too early would never apply that delta."""
 
 
 class Applier:
@@ -38,7 +43,7 @@ class Applier:
         Args:
             main: applies deltas until the supervisor is gone.
             deltas: followed models by served name.
-            selector: wakes the supervisor once the first look is done.
+            selector: wakes the supervisor at each heartbeat. One comes when the first look is done.
             close_inherited: closes in the forked process what belongs to the supervisor.
         """
         self.pid = 0
@@ -47,6 +52,8 @@ class Applier:
         self._selector, self._close_inherited = selector, close_inherited
         self._channel: socket.socket | None = None
         self._failures, self._started_s = 0, 0.0
+        self._silent_s = 0.0
+        self._kill_at_s: float | None = None
 
     def is_looked(self) -> bool:
         """Returns whether workers may listen: every model has looked for deltas for the first
@@ -61,6 +68,28 @@ class Applier:
             self._reap(described(status))
         if not self.pid and self.restart_at_s <= time.monotonic():
             self._start()
+
+    def check_heartbeat(self, passed_s: float, hang_s: float) -> None:
+        """Ends an applier that has sent no heartbeat for too long.
+
+        Args:
+            passed_s: seconds since the last call, without those in which this process did not run.
+            hang_s: seconds that a worker may go without a heartbeat; 0: no limit.
+        """
+        if not self.pid or not hang_s:
+            return
+        self._silent_s += passed_s
+        if self._kill_at_s is not None:
+            if time.monotonic() >= self._kill_at_s:
+                os.kill(self.pid, signal.SIGKILL)
+        elif self._silent_s > max(hang_s, HANG_S_MIN):
+            logger.error(
+                "the applier of deltas (process %d) hangs: no sign of life for %.0f s; it is ended",
+                self.pid,
+                self._silent_s,
+            )
+            self._kill_at_s = time.monotonic() + LAST_WORDS_S
+            os.kill(self.pid, signal.SIGABRT)  # makes faulthandler write the stacks
 
     def reap(self) -> None:
         """Notices the end of an applier that is not started again."""
@@ -84,7 +113,7 @@ class Applier:
             self._channel = None
 
     def _start(self) -> None:
-        self._started_s = time.monotonic()
+        self._started_s, self._silent_s, self._kill_at_s = time.monotonic(), 0.0, None
         self.pid, self._channel = fork(self._main, self._close_inherited)
         self._channel.setblocking(False)
         self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
@@ -95,6 +124,7 @@ class Applier:
             read = self._channel.recv(64)
         except OSError:
             read = b""
+        self._silent_s = 0.0
         if not read:  # it exits; SIGCHLD reports the exit
             self._end_channel()
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 RESTART_DELAY_S_MAX = 30.0
+LAST_WORDS_S = 0.5
+"""Seconds that a hung process has to dump its stacks before it is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.applier import Applier
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
-from embedserve.processes.forked import described, ended, fork, restart_delay_s
+from embedserve.processes.forked import LAST_WORDS_S, described, ended, fork, restart_delay_s
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     START,
@@ -42,8 +42,6 @@ KILL_AFTER_S = 4.0
 """Seconds after the drain before a worker that is still running is killed."""
 POLL_S = 1.0
 """Seconds between two checks of the workers."""
-LAST_WORDS_S = 0.5
-"""Seconds that a hung worker has to dump its stacks before it is killed."""
 PREPARING_HANG_S = 60.0
 """Seconds without a heartbeat, at least, before a worker that loads a version counts as hung.
 Compiling a large model blocks its event loop."""
@@ -191,12 +189,14 @@ class Supervisor:
         return max(0.0, min(POLL_S, *waits, POLL_S))
 
     def _check_heartbeats(self) -> None:
-        """Ends workers that have sent no heartbeat for too long.
+        """Ends workers, and the applier, that have sent no heartbeat for too long.
 
         Time in which this process did not run either, as when all are frozen, does not count.
         """
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * POLL_S), now_s
+        if self._applier is not None:
+            self._applier.check_heartbeat(passed_s, self._hang_s)
         for worker in self._workers:
             if worker.kill_at_s is not None and now_s >= worker.kill_at_s:
                 os.kill(worker.pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from server.fake_admin import FakeAdmin
 from server.fake_deltas import followed
 from server.fake_engine import FakeEngine
 from server.fake_models import info_of, model_info, ruled_info, unpooled_info
@@ -221,25 +222,20 @@ async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.Async
         assert "default" in operation["responses"]
 
 
-class _Admin:
-    """Offers the operations of administrators, and does nothing."""
-
-    async def load(self, name: str) -> int:
-        return 1
-
-    async def unload(self, name: str) -> None: ...
-
-    def reload(self) -> None: ...
-
-
 def test_each_operation_has_a_summary_that_is_not_its_functions_name(
     executor: ThreadPoolExecutor,
 ) -> None:
     """FastAPI makes "Models" of models(), which names nothing that the operation does."""
     shared = RegionRegistry("/", Limits())
     pipeline = make_pipeline(FakeEngine(), executor=executor, shared_memory=shared)
-    paths = management_app(pipeline, _Admin()).openapi()["paths"]
-    assert {"/admin/load", "/v2/systemsharedmemory/status", "/embed", "/v2"} <= set(paths)
+    paths = management_app(pipeline, FakeAdmin()).openapi()["paths"]
+    assert {
+        "/admin/load",
+        "/admin/deltas/hold",
+        "/v2/systemsharedmemory/status",
+        "/embed",
+        "/v2",
+    } <= set(paths)
     for path, operations in paths.items():
         for operation in operations.values():
             name = operation["operationId"].removeprefix("v2_").replace("_", " ")

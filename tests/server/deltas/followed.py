@@ -12,6 +12,7 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows, RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
@@ -66,10 +67,12 @@ class Followed:
         self.published = version.tables.rows("t").view(np.float32)[:, 0].copy()
         self._reader = RowsReader(self.live, 0, version.plan)
         self.status = DeltaStatus(self.line.start)
+        self.hold = DeltaHold()
         self.follower = self.started()
 
     def started(self) -> DeltaFollower:
-        made = DeltaFollower("m", self.line, FollowedModel(self.live, self.status), 1 << 20)
+        model = FollowedModel(self.live, self.status, self.hold)
+        made = DeltaFollower("m", self.line, model, 1 << 20)
         self.rows = Rows(self.live)
         made._rows = self.rows
         return made

@@ -3,46 +3,134 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from server.deltas.followed import Followed
 
 from embedserve.config import ServeSettings
-from embedserve.deltas.applier_process import run_applier
+from embedserve.deltas import applier_process
+from embedserve.deltas.applier_process import BeatingStore, Heartbeat, run_applier
 from embedserve.deltas.status import FollowedModel
+from embedserve_store import DeltaLine
 
 WAIT_S_MAX = 30
+
+
+class Process:
+    """The applier of a store, forked from this process."""
+
+    def __init__(self, followed: Followed, store: Path, poll_s: float = 0.0) -> None:
+        self.supervisor, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if not self.pid:
+            self.supervisor.close()
+            settings = ServeSettings(store=str(store), deltas="follow", delta_poll_s=poll_s)
+            model = FollowedModel(followed.live, followed.status, followed.hold)
+            run_applier(settings, {"m": followed.models.load("m")}, {"m": model}, theirs)
+        theirs.close()
+        self.supervisor.settimeout(WAIT_S_MAX)
+
+    def ended(self) -> int:
+        _, status = os.waitpid(self.pid, 0)
+        self.supervisor.close()
+        return os.waitstatus_to_exitcode(status)
+
+
+def until(is_true: Callable[[], object]) -> None:
+    ends_s = time.monotonic() + WAIT_S_MAX
+    while not is_true():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("is_terminated", [False, True])
 def test_pushed_rows_are_applied_until_the_end(tmp_path: Path, is_terminated: bool) -> None:
     followed = Followed(tmp_path / "store")
     followed.push(1)
-    version = followed.models.load("m")
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if not pid:
-        ours.close()
-        settings = ServeSettings(store=str(tmp_path / "store"), deltas="follow")
-        model = FollowedModel(followed.live, followed.status)
-        run_applier(settings, {"m": version}, {"m": model}, theirs)
-    theirs.close()
-    ours.settimeout(WAIT_S_MAX)
-    assert ours.recv(1) == b"\n"
+    applier = Process(followed, tmp_path / "store")
+    while not followed.status.read().is_looked:
+        assert applier.supervisor.recv(1) == b"\n"  # the first look is followed by a heartbeat
     assert followed.live.seq == 1
     followed.push(2)
-    ends_s = time.monotonic() + WAIT_S_MAX
-    while followed.live.seq < 2 and time.monotonic() < ends_s:
-        time.sleep(0.01)
-    assert followed.status.read().applied.seq <= followed.live.seq == 2
+    until(lambda: followed.live.seq == 2)
+    assert followed.status.read().applied.seq <= 2
     if is_terminated:
-        os.kill(pid, signal.SIGTERM)
+        os.kill(applier.pid, signal.SIGTERM)
     else:
-        ours.shutdown(socket.SHUT_RDWR)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == (-signal.SIGTERM if is_terminated else 0)
-    ours.close()
+        applier.supervisor.shutdown(socket.SHUT_RDWR)
+    assert applier.ended() == (-signal.SIGTERM if is_terminated else 0)
+
+
+def test_a_hold_outlives_the_applier(tmp_path: Path) -> None:
+    followed = Followed(tmp_path / "store")
+    for seq in (1, 2):
+        applier = Process(followed, tmp_path / "store")
+        followed.hold.set(True)
+        until(lambda: followed.state == "held")
+        followed.push(seq)
+        until(lambda: followed.status.read().wanted_seq == seq)  # noqa: B023
+        os.kill(applier.pid, signal.SIGKILL)
+        assert applier.ended() == -signal.SIGKILL
+        followed.status.stall("it was killed")
+        assert followed.live.seq == 0
+    applier = Process(followed, tmp_path / "store")
+    until(lambda: followed.state == "held")
+    followed.hold.set(False)
+    until(lambda: followed.live.seq == 2)
+    os.kill(applier.pid, signal.SIGKILL)
+    applier.ended()
+
+
+def test_an_applier_that_waits_sends_heartbeats(tmp_path: Path) -> None:
+    followed = Followed(tmp_path / "store")
+    applier = Process(followed, tmp_path / "store", poll_s=3600.0)
+    beats = [applier.supervisor.recv(1) for _ in range(4)]
+    assert beats == [b"\n"] * 4
+    os.kill(applier.pid, signal.SIGKILL)
+    applier.ended()
+
+
+class Clock:
+    """Stands for the module time."""
+
+    now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_each_file_is_a_heartbeat_but_one_in_a_second_suffices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed(tmp_path / "store")
+    followed.push(1)
+    ours, theirs = socket.socketpair()
+    clock = Clock()
+    monkeypatch.setattr(applier_process, "time", clock)
+    with ours, theirs:
+        store = BeatingStore(ServeSettings(store=str(tmp_path / "store")), Heartbeat(theirs))
+        line = DeltaLine(store, followed.models.load("m").manifest)
+        delta, _ = line.manifest(1)
+        assert ours.recv(64) == b"\n"
+        for now_s, has_beat in ((100.9, False), (101.0, True), (101.5, False), (102.5, True)):
+            clock.now_s = now_s
+            assert len(list(line.rows(delta))) == 1
+            ready, _, _ = select.select([ours], [], [], 0)
+            assert bool(ready) == has_beat
+            assert not ready or ours.recv(64) == b"\n"
+
+
+def test_a_supervisor_that_reads_no_heartbeats_stops_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        heartbeat = Heartbeat(theirs)
+        for _ in range(10_000):
+            heartbeat.send()
+    heartbeat.send()  # it is gone
+    theirs.close()

@@ -25,7 +25,7 @@ def test_a_state_is_read_as_it_was_written() -> None:
     written = DeltaState(
         applied=Applied(5, 1.5, "cd" * 32),
         applying=Applied(6, 2.5, "ef" * 32),
-        state="full",
+        state="held",
         reason="Grüße",
         is_looked=True,
         wanted_seq=9,
@@ -88,6 +88,7 @@ def test_a_dead_applier_stalls() -> None:
         "seq": 4,
         "wanted_seq": 4,
         "as_of": None,
+        "looked_at": None,
         "state": "stalled",
         "reason": "it was ended",
         "rows_changed": 0,
@@ -102,3 +103,11 @@ def test_a_duration_counts_in_its_bucket(seconds: float, bucket: int) -> None:
     assert counted.counts.index(1) == bucket
     bounds, total = counted.samples()
     assert (bounds[-1], total) == (("+Inf", 1.0), seconds)
+
+
+def test_the_time_of_the_last_look_is_shown_and_its_age() -> None:
+    status = DeltaStatus(START)
+    assert (status.describe()["looked_at"], status.read().look_age_s()) == (None, 0)
+    status.write(replace(status.read(), looked_at=1e9))
+    assert status.describe()["looked_at"] == "2001-09-09T01:46:40.000+00:00"
+    assert status.read().look_age_s() > 1e8

@@ -17,7 +17,9 @@ from embedserve_store.format.delta_manifest import LinePosition
 APPLIED = Applied(5, 1e9, "ab" * 32)
 
 
-def values(state: str = "following", waiting_since: float = 0.0) -> dict[str, float]:
+def values(
+    state: str = "following", waiting_since: float = 0.0, looked_at: float = 0.0
+) -> dict[str, float]:
     """The samples of deltas by name, as one of two workers exports them."""
     status = DeltaStatus(LinePosition(7, 0, "0" * 64))
     status.write(
@@ -27,6 +29,7 @@ def values(state: str = "following", waiting_since: float = 0.0) -> dict[str, fl
             state,
             wanted_seq=6,
             waiting_since=waiting_since,
+            looked_at=looked_at,
             rows=10,
             nbytes=11,
             refused=12,
@@ -53,8 +56,10 @@ def test_values_are_not_summed_over_workers() -> None:
         "seq": 5,
         "wanted_seq": 6,
         "lag_seconds": 0,
+        "look_age_seconds": 0,
         "stalled": 0,
         "full": 0,
+        "held": 0,
         "rows_changed": 13,
         "memory_bytes": 14,
         "rows_total": 10,
@@ -67,11 +72,15 @@ def test_values_are_not_summed_over_workers() -> None:
     }
 
 
-@pytest.mark.parametrize("state", ["stalled", "full"])
+@pytest.mark.parametrize("state", ["stalled", "full", "held"])
 def test_a_line_that_is_not_applied_tells(state: str) -> None:
     told = values(state, waiting_since=1e9)
-    assert (told["stalled"], told["full"]) == (state == "stalled", state == "full")
+    assert [one for one in ("stalled", "full", "held") if told[one]] == [state]
     assert told["lag_seconds"] > 1e8
+
+
+def test_the_age_of_the_last_look_grows_without_the_applier() -> None:
+    assert values(looked_at=1e9)["look_age_seconds"] > 1e8
 
 
 def test_a_model_without_deltas_has_no_metrics_of_them() -> None:

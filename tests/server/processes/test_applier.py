@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import signal
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from server.processes.test_supervisor import start, supervised
+from server.waiting import WAIT_S_MAX, until
+
+from embedserve.processes.applier import HANG_S_MIN, Applier
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -52,9 +58,87 @@ async def test_an_applier_that_is_killed_is_replaced_while_workers_serve(tmp_pat
             os.kill(server.process.pid, signal.SIGKILL)
 
 
+async def test_an_applier_that_hangs_is_replaced_while_workers_serve(tmp_path: Path) -> None:
+    (tmp_path / "failure.deltas").write_text("")
+    server = await start(tmp_path, workers=1, hang_s=3)
+    try:
+        hung = int((await server.until_line("applier"))[-1].split()[1])
+        server.http_port = int((await server.until_line("ready"))[-1].split()[1])
+        lines = await server.until_line("applier")
+        said = "\n".join(lines)
+        assert f"applier of deltas (process {hung}) hangs: no sign of life for " in said
+        assert "in applier_main" in said  # its stack
+        assert f"(process {hung}) was ended by SIGABRT: restarted" in said
+        assert await server.post() == 200
+        assert await server.metric("embedserve_worker_hangs_total") == 0
+        server.process.terminate()
+        assert (await server.ended())[0] == 0
+    finally:
+        if server.process.returncode is None:
+            os.kill(server.process.pid, signal.SIGKILL)
+
+
 async def test_an_applier_that_ends_at_once_does_not_keep_the_server_from_starting(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "failure.deltas").write_text("end")
     async with supervised(tmp_path, workers=1) as server:
         assert await server.post() == 200
+
+
+@pytest.fixture
+def forked() -> Iterator[tuple[Applier, Callable[[], None]]]:
+    """An applier, and a function that makes it send a heartbeat and waits until that has come."""
+    read, write = os.pipe()
+    selector = selectors.DefaultSelector()
+
+    def main(channel: socket.socket) -> int:
+        while os.read(read, 1):
+            channel.send(b"\n")
+        return 0
+
+    def beat() -> None:
+        os.write(write, b"!")
+        ((key, events),) = selector.select(WAIT_S_MAX)
+        key.data(events)
+
+    applier = Applier(main, {}, selector, lambda: os.close(write))
+    applier.check()
+    yield applier, beat
+    applier.signal(signal.SIGKILL)
+    os.waitpid(applier.pid, 0)
+    applier.close()
+    selector.close()
+    os.close(read)
+    os.close(write)
+
+
+async def test_only_an_applier_without_heartbeats_hangs(
+    forked: tuple[Applier, Callable[[], None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    applier, beat = forked
+    pid = applier.pid
+    applier.check_heartbeat(10 * HANG_S_MIN, 0)  # no limit
+    for _ in range(3):
+        applier.check_heartbeat(HANG_S_MIN - 1, 10)
+        beat()
+    applier.check_heartbeat(HANG_S_MIN + 1, 2 * HANG_S_MIN)  # the limit is above the least
+    beat()
+    applier.check()
+    assert (applier.pid, caplog.messages) == (pid, [])
+    os.kill(pid, signal.SIGSTOP)  # SIGABRT cannot end it
+
+    def is_replaced() -> bool:
+        applier.check_heartbeat(0.0, 10)
+        applier.check()
+        return applier.pid not in (0, pid)
+
+    applier.check_heartbeat(HANG_S_MIN + 1, 10)
+    await until(is_replaced)
+    hangs, ended = caplog.messages
+    assert f"(process {pid}) hangs: no sign of life for {HANG_S_MIN + 1:.0f} s" in hangs
+    assert f"(process {pid}) was ended by SIGKILL: restarted" in ended
+    applier.check_heartbeat(HANG_S_MIN - 1, 10)  # the time of the one before does not count
+    beat()
+    applier.check()
+    assert len(caplog.messages) == 2

@@ -1,0 +1,203 @@
+"""Administrators hold deltas over REST: who may, for which model, and what they learn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server.fake_admin import FakeAdmin
+from server.fake_deltas import at_seq
+from server.fake_engine import FakeEngine, model_info
+from server.live import make_pipeline
+from server.openapi import validate
+from server.waiting import until
+
+from embedserve.access.authenticator import Authenticator
+from embedserve.access.grants import hash_of
+from embedserve.api import delta_hold
+from embedserve.api.management import management_app
+from embedserve.deltas.status import FollowedModel
+
+HOLD, GO_ON = "/admin/deltas/hold", "/admin/deltas/go-on"
+SHOP = {"model": "shop"}
+
+
+class Server:
+    """Management routes of a model at seq 5, of one without deltas, and an applier that looks at
+    the store when it is told."""
+
+    def __init__(
+        self, executor: ThreadPoolExecutor, access: Authenticator | None, *, has_admin: bool
+    ) -> None:
+        shop = at_seq(model_info(), 5)
+        assert shop.deltas is not None
+        self.followed: FollowedModel = shop.deltas
+        films = FakeEngine(model_info("films", {"user": (7, 2)}))
+        pipeline = make_pipeline(FakeEngine(shop), films, executor=executor, authenticator=access)
+        app = management_app(pipeline, FakeAdmin() if has_admin else None)
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://test", timeout=20
+        )
+
+    def look(self) -> None:
+        status = self.followed.status
+        applied = replace(status.read().applied, seq=5)
+        state = "held" if self.followed.hold.is_set else "following"
+        now = replace(status.read(), applied=applied, state=state, looked_at=time.time())
+        status.write(now)
+
+    @asynccontextmanager
+    async def looking(self) -> AsyncIterator[None]:
+        async def run() -> None:
+            while True:
+                self.look()
+                await asyncio.sleep(0.005)
+
+        task = asyncio.create_task(run())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    async def post(self, path: str, body: Any = SHOP, token: str = "") -> httpx.Response:
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        return await self.client.post(path, json=body, headers=headers)
+
+
+@pytest.fixture
+async def server(executor: ThreadPoolExecutor) -> AsyncIterator[Server]:
+    server = Server(executor, None, has_admin=True)
+    async with server.client:
+        yield server
+
+
+async def test_deltas_are_held_and_applied_again(server: Server) -> None:
+    described = (await server.client.get("/openapi.json")).json()
+    async with server.looking():
+        for path, state in [(HOLD, "held")] * 2 + [(GO_ON, "following")] * 2:  # twice is as once
+            answer = await server.post(path)
+            assert answer.status_code == 200
+            assert answer.json() == {"model": "shop", "state": state, "seq": 5}
+            validate(answer.json(), "DeltaProgress", described)
+            assert server.followed.hold.is_set == (state == "held")
+            shown = (await server.client.get("/models/shop")).json()
+            assert shown["deltas"]["state"] == state
+            validate(shown, "Model", described)
+
+
+async def test_a_response_waits_for_a_look_that_began_with_the_hold(server: Server) -> None:
+    """The state may still be that of a hold before."""
+    server.followed.hold.set(True)
+    server.look()
+    server.followed.hold.set(False)
+    for path, is_held in ((HOLD, True), (GO_ON, False)):
+        answer = asyncio.create_task(server.post(path))
+        await until(lambda: server.followed.hold.is_set == is_held)  # noqa: B023
+        done, _ = await asyncio.wait([answer], timeout=0.2)
+        assert not done
+        server.look()
+        assert (await answer).json()["state"] == ("held" if is_held else "following")
+
+
+async def test_a_step_in_progress_is_waited_for(server: Server) -> None:
+    answer = asyncio.create_task(server.post(HOLD))
+    await until(lambda: server.followed.hold.is_set)
+    status = server.followed.status
+    status.write(replace(status.read(), state="catching up", looked_at=time.time()))
+    done, _ = await asyncio.wait([answer], timeout=0.2)
+    assert not done
+    server.look()
+    assert (await answer).json()["state"] == "held"
+
+
+async def test_a_hold_that_is_reversed_is_not_waited_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 3600.0)  # more than a test may take
+    first = asyncio.create_task(server.post(HOLD))
+    await until(lambda: server.followed.hold.is_set)
+    server.followed.hold.set(False)
+    assert (await first).json()["state"] == "catching up"
+
+
+async def test_without_an_applier_the_present_state_is_returned(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 0.05)
+    server.followed.status.stall("the process that applies deltas was ended by SIGKILL")
+    answer = await server.post(HOLD)
+    assert (answer.status_code, answer.json()["state"]) == (200, "stalled")
+    assert server.followed.hold.is_set
+
+
+@pytest.mark.parametrize("path", [HOLD, GO_ON])
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"model": "shoes"}, 404, "model is 'shoes': this server has shop, films"),
+        ({"model": "shop@9"}, 404, "version is 9: the versions of shop are 7"),
+        ({"model": "films"}, 400, "model is 'films', which follows no deltas (serve --deltas foll"),
+        ({"model": ""}, 400, "body.model: "),
+        ({"model": "x" * 1001}, 400, "body.model: "),
+        ({"model": 7}, 400, "body.model: "),
+        ({}, 400, "body.model: "),
+        ([], 400, "body: "),
+    ],
+)
+async def test_what_cannot_be_held_is_refused(
+    server: Server, path: str, body: Any, status: int, said: str
+) -> None:
+    answer = await server.post(path, body)
+    assert (answer.status_code, answer.json()["error"]["message"][: len(said)]) == (status, said)
+    assert not server.followed.hold.is_set
+
+
+async def test_a_page_of_another_site_cannot_hold(server: Server) -> None:
+    for headers in ({"Content-Type": "text/plain"}, {}):
+        answer = await server.client.post(HOLD, content=json.dumps(SHOP), headers=headers)
+        assert answer.status_code == 415
+    assert not server.followed.hold.is_set
+
+
+async def test_without_administrators_there_is_no_hold(executor: ThreadPoolExecutor) -> None:
+    server = Server(executor, None, has_admin=False)
+    async with server.client:
+        assert {(await server.post(path)).status_code for path in (HOLD, GO_ON)} == {404}
+    assert not server.followed.hold.is_set
+
+
+async def test_only_administrators_may_hold(
+    executor: ThreadPoolExecutor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    grants = [
+        {"name": role, "sha256": hash_of(f"es_{role}".encode()), "roles": [role]}
+        for role in ("embed", "admin")
+    ]
+    (tmp_path / "tokens").write_text("\n".join(map(json.dumps, grants)))
+    server = Server(executor, Authenticator(str(tmp_path / "tokens")), has_admin=True)
+    async with server.client, server.looking():
+        for is_held, path in ((True, HOLD), (False, GO_ON)):
+            server.followed.hold.set(not is_held)
+            for token, status in (("", 401), ("es_wrong", 401), ("es_embed", 403)):
+                assert (await server.post(path, token=token)).status_code == status
+                # Nor does the response say which models there are.
+                other = await server.post(path, {"model": "shoes"}, token)
+                assert (other.status_code, "shop" in other.text) == (status, False)
+            assert server.followed.hold.is_set == (not is_held)
+            with caplog.at_level(logging.INFO, "embedserve.api.delta_hold"):
+                assert (await server.post(path, token="es_admin")).status_code == 200
+            assert server.followed.hold.is_set == is_held
+    assert [one.message for one in caplog.records if one.name == "embedserve.api.delta_hold"] == [
+        "shop: deltas hold, as requested by 'admin'",
+        "shop: deltas go-on, as requested by 'admin'",
+    ]

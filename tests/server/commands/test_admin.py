@@ -1,0 +1,113 @@
+"""`embedserve admin`: the words of an action, and what is printed of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from server.fake_admin import FakeAdmin
+from server.fake_deltas import at_seq
+from server.fake_engine import FakeEngine, model_info
+from server.live import make_pipeline
+from server.raw_http import our_server
+from typer.testing import CliRunner
+
+from embedserve.api import delta_hold
+from embedserve.api.management import management_app
+from embedserve.commands.admin import parse_action
+from embedserve.commands.cli import app
+from embedserve.deltas.status import FollowedModel
+
+ACTIONS = "expected load, unload, reload, deltas hold or deltas go-on"
+
+
+@pytest.mark.parametrize(
+    ("words", "action", "model"),
+    [
+        ("load m@3", "load", "m@3"),
+        ("unload m", "unload", "m"),
+        ("reload", "reload", ""),
+        ("deltas hold m", "deltas hold", "m"),
+        ("deltas go-on m@1", "deltas go-on", "m@1"),
+        ("load deltas", "load", "deltas"),
+    ],
+)
+def test_words_of_an_action(words: str, action: str, model: str) -> None:
+    assert parse_action(words.split()) == (action, model)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("hold m", f"action is 'hold', {ACTIONS}"),
+        ("deltas", f"action is 'deltas', {ACTIONS}"),
+        ("deltas m hold", f"action is 'deltas m', {ACTIONS}"),
+        ("deltas hold", "deltas hold takes the name of a model"),
+        ("deltas go-on a b", "deltas go-on takes one model, not a b"),
+        ("load", "load takes the name of a model"),
+        ("unload a b c", "unload takes one model, not a b c"),
+        ("reload m", "reload takes no model"),
+    ],
+)
+def test_other_words_are_refused(words: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["admin", "localhost:1", *words.split()])
+    assert (done.exit_code, done.output) == (1, f"embedserve: {said}\n")
+
+
+@contextmanager
+def looking(followed: FollowedModel) -> Iterator[None]:
+    """Stands for the applier, in a thread."""
+    is_done = threading.Event()
+
+    def look() -> None:
+        while not is_done.wait(0.005):
+            now = followed.status.read()
+            state = "held" if followed.hold.is_set else "following"
+            applied = replace(now.applied, seq=5)
+            followed.status.write(replace(now, state=state, applied=applied, looked_at=time.time()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+
+
+async def test_deltas_are_held_and_applied_again(
+    executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = at_seq(model_info(), 5)
+    assert shop.deltas is not None
+    films = FakeEngine(model_info("films", {"user": (7, 2)}))
+    pipeline = make_pipeline(FakeEngine(shop), films, executor=executor)
+    async with our_server(pipeline, management=management_app(pipeline, FakeAdmin())) as server:
+
+        async def told(*words: str) -> tuple[int, str]:
+            arguments: list[Any] = ["admin", f"127.0.0.1:{server.port}", *words]
+            done = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+            return done.exit_code, done.output
+
+        with looking(shop.deltas):
+            assert await told("deltas", "hold", "shop") == (0, "shop: held at seq 5\n")
+            assert await told("deltas", "go-on", "shop@7") == (0, "shop: following at seq 5\n")
+            for model, problem in (
+                ("shoes", "answered 404: model is 'shoes': this server has shop, films"),
+                ("films", "answered 400: model is 'films', which follows no deltas (serve --del"),
+            ):
+                status, said = await told("deltas", "hold", model)
+                assert (status, f": /admin/deltas/hold: {problem}" in said) == (1, True), said
+        monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 0.05)
+        late = "; the process that applies deltas has not responded yet, see /models\n"
+        status, said = await told("deltas", "hold", "shop")
+        assert (status, said) == (0, f"shop: following at seq 5{late}")
+    status, said = await told("deltas", "hold", "shop")
+    assert status == 1

@@ -1,0 +1,14 @@
+"""Operations of administrators that do nothing."""
+
+from __future__ import annotations
+
+
+class FakeAdmin:
+    """Offers the operations of administrators, and does nothing."""
+
+    async def load(self, name: str) -> int:
+        return 1
+
+    async def unload(self, name: str) -> None: ...
+
+    def reload(self) -> None: ...
