@@ -224,6 +224,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
         "deltas verify": "embedserve deltas verify store dlrm",
         "deltas undo": 'embedserve deltas undo store dlrm --to 1230 --why "CTR fell"',
         "deltas compact": "embedserve deltas compact store dlrm --seq 1200",
+        "deltas prune": "embedserve deltas prune store dlrm --dry-run",
     },
 }
 """An example of each command, by the headings of the page."""

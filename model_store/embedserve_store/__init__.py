@@ -16,6 +16,7 @@ Importing this package does not import torch; publishing does.
 from embedserve_store.deltas.compact import compact_deltas
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.delta_writer import DeltaWriter
+from embedserve_store.deltas.prune import prune_deltas
 from embedserve_store.deltas.undo import undo_deltas
 from embedserve_store.errors import InvalidModelError, RevertedError, StoreError, WriterFencedError
 from embedserve_store.format.alias import Alias
@@ -76,6 +77,7 @@ __all__ = [
     "compact_deltas",
     "copy_versions",
     "prune",
+    "prune_deltas",
     "publish",
     "publish_sharded",
     "read_constraints",

@@ -1,4 +1,4 @@
-"""`embedserve deltas`: lists, shows, verifies, undoes and compacts the deltas of a line."""
+"""`embedserve deltas`: lists, shows, verifies, undoes, compacts and removes deltas."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from embedserve_store.deltas.compact import compact_deltas
 from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.deltas.prune import prune_deltas
 from embedserve_store.deltas.undo import undo_deltas
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import DeltaManifest
@@ -81,18 +82,35 @@ def verify_deltas(store: str, model: str, version: str | None) -> None:
     )
 
 
-def undo(store: str, model: str, to: int, why: str, version: str | None) -> None:
+def undo(store: str, model: str, to: int, why: str, version: str | None, is_alone: bool) -> None:
     """Appends a delta that reverts to the state after delta ``to``.
 
     Raises:
         StoreError: as undo_deltas raises it.
     """
-    made = undo_deltas(store, model, to=to, why=why, version=version)
+    made = undo_deltas(store, model, to=to, why=why, version=version, is_alone=is_alone)
     say(
         f"{model}: delta {made.seq} of line {made.line} reverts to "
         f"{f'delta {to}' if to else 'the version'}. Servers that follow the line apply it at their "
         "next look."
     )
+
+
+def prune(store: str, model: str, keep_hours: float, is_trial: bool) -> None:
+    """Removes deltas that no version needs and that are older than ``keep_hours``.
+
+    Raises:
+        StoreError: as prune_deltas raises it.
+    """
+    pruned = prune_deltas(store, model, keep_s=3600 * keep_hours, is_trial=is_trial)
+    done = "would remove" if is_trial else "removed"
+    for one in pruned:
+        say(f"{model}: {done} deltas {one.first} to {one.last} of line {one.line}")
+    if not pruned:
+        say(
+            f"{model}: {done} no deltas: versions need them, or they are younger than "
+            f"{keep_hours:g} hours"
+        )
 
 
 def compact(

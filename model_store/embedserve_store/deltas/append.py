@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 
+from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import (
     FOLDER,
     DeltaManifest,
     LinePosition,
     manifest_name,
 )
-from embedserve_store.publishing.added_file import Write
+from embedserve_store.publishing.added_file import Write, check_exclusive
 
 
 def append(write: Write, delta: DeltaManifest) -> LinePosition | None:
@@ -29,6 +30,14 @@ def append(write: Write, delta: DeltaManifest) -> LinePosition | None:
     if not write(f"{delta.model}/{FOLDER}/{delta.line}/{manifest_name(delta.seq)}", data):
         return None
     return LinePosition(delta.line, delta.seq, hashlib.sha256(data).hexdigest())
+
+
+def check_no_overwrites(store: str, folder: str) -> None:
+    """Raises StoreError unless the store refuses a delta where another writer has written one."""
+    try:
+        check_exclusive(store, folder)
+    except StoreError as error:
+        raise StoreError(f"{error}: is_alone=True says that there is no other") from error
 
 
 def now() -> str:

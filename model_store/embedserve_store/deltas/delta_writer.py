@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
-from embedserve_store.deltas.append import append, now
+from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.encode_changes import Changes, encode_changes
 from embedserve_store.deltas.ranks import Ranks
@@ -38,7 +38,7 @@ from embedserve_store.format.delta_manifest import (
 )
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.publishing.added_file import check_exclusive, user, writer
+from embedserve_store.publishing.added_file import user, writer
 from embedserve_store.sources.live_dmp import describe_sharded
 
 if TYPE_CHECKING:
@@ -238,10 +238,7 @@ class DeltaWriter:
 
     def _find_end(self, is_alone: bool) -> LinePosition:
         if not is_alone:
-            try:
-                check_exclusive(self._models.where, self._folder)
-            except StoreError as error:
-                raise StoreError(f"{error}: is_alone=True says that there is no other") from error
+            check_no_overwrites(self._models.where, self._folder)
         stored = self._line.seqs()
         return self._line.manifest(stored[-1])[1] if stored else self._line.start
 

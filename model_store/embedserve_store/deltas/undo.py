@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from embedserve_store.deltas.append import append, now
+from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest
@@ -21,6 +21,7 @@ def undo_deltas(
     to: int,
     why: str,
     version: int | str | None = None,
+    is_alone: bool = False,
 ) -> DeltaManifest:
     """Appends a delta that brings the rows after delta ``to`` back.
 
@@ -33,6 +34,7 @@ def undo_deltas(
         to: seq of the delta to revert to; 0 for the version at which the line begins.
         why: reason, for people; at most TEXT_MAX characters.
         version: version or alias whose line is meant. Default: the newest.
+        is_alone: whether no training job appends to the line. Required as in DeltaWriter.
 
     Raises:
         StoreError: there is no such version or delta, there is nothing to undo, or the store cannot
@@ -42,6 +44,8 @@ def undo_deltas(
     models = ModelStore(store)
     base = models.manifest(model, version)
     line = DeltaLine(models, base)
+    if not is_alone:
+        check_no_overwrites(models.where, f"{model}/{FOLDER}/{line.start.line}")
     write = writer(models.where, f"{model}/{FOLDER}")
     while True:
         stored = line.seqs()

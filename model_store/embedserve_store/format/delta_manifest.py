@@ -187,6 +187,12 @@ def parse_manifest_name(name: str) -> int | None:
     return int(match[1]) if match and int(match[1]) else None
 
 
+def parse_file_seq(name: str) -> int | None:
+    """Returns the seq in the name of a file of rows; None for any other name."""
+    match = _FILE_PATTERN.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> DeltaManifest:
     """Parses the manifest of delta ``seq`` of a line.
 
@@ -258,8 +264,7 @@ def _file(data: Any, seq: int, where: str) -> DeltaFile:
     if not isinstance(data, dict):
         raise StoreError(f"{where}: expected a JSON object")
     name = typed(data, "name", str, where)
-    match = _FILE_PATTERN.fullmatch(name)
-    if match is None or int(match[1]) != seq:
+    if parse_file_seq(name) != seq:
         raise StoreError(f"{where}: name is {name!r:.120}, not that of a file of delta {seq}")
     nbytes = typed(data, "bytes", int, where)
     if not 0 < nbytes <= FILE_BYTES_MAX:

@@ -11,7 +11,7 @@ import typer
 
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.store_commands import Cache, Model, Store
-from embedserve.commands.switch import Command, Group
+from embedserve.commands.switch import Command, Group, switch
 
 DEFAULT = "list"
 
@@ -32,8 +32,8 @@ class DeltasGroup(Group):
 
 deltas = typer.Typer(
     cls=DeltasGroup,
-    help="List, verify, undo or compact the deltas that training pushed: rows that changed since a "
-    "version was published.",
+    help="List, verify, undo, compact or prune the deltas that training pushed: rows that changed "
+    "since a version was published.",
     no_args_is_help=True,
 )
 
@@ -69,12 +69,20 @@ def undo(
     to: Annotated[int, typer.Option(help="Delta to revert to; 0: the version.", min=0)],
     why: Annotated[str, typer.Option(help="Reason, as the history and the trainer see it.")],
     version: OfVersion = None,
+    alone: Annotated[
+        bool,
+        switch(
+            "--alone",
+            help="No training job appends now. Required where the store does not refuse a second "
+            "file of one name.",
+        ),
+    ] = False,
 ) -> None:
     """Take deltas back: servers that follow the model serve the rows after an earlier delta."""
     with cli_errors():
         from embedserve_store.commands.deltas import undo as run
 
-        run(store, model, to, why, version)
+        run(store, model, to, why, version, alone)
 
 
 @deltas.command(cls=Command)
@@ -92,3 +100,19 @@ def compact(
         from embedserve_store.commands.deltas import compact as run
 
         run(store, model, version, seq, cache)
+
+
+@deltas.command(cls=Command)
+def prune(
+    store: Store,
+    model: Model,
+    keep_hours: Annotated[
+        float, typer.Option(help="Keep deltas of these last hours in any case.", min=0)
+    ] = 24.0,
+    dry_run: Annotated[bool, switch("--dry-run", help="Only show what would be removed.")] = False,
+) -> None:
+    """Remove deltas that all stored versions of their line have in their rows."""
+    with cli_errors():
+        from embedserve_store.commands.deltas import prune as run
+
+        run(store, model, keep_hours, dry_run)

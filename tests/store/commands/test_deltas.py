@@ -89,6 +89,19 @@ def test_an_undo_is_told_and_listed(own: Path) -> None:
     assert "delta 26: expected 0 to 25; line 1 ends with 26" in said
 
 
+def test_deltas_that_no_version_needs_are_pruned(own: Path) -> None:
+    command = "deltas", "prune", own, "shop", "--keep-hours"
+    assert run(*command, 0)[2] == (
+        "shop: removed no deltas: versions need them, or they are younger than 0 hours\n"
+    )
+    run("deltas", "compact", own, "shop", "--seq", 20)
+    run("prune", own, "shop", "--keep", 1)
+    said = "deltas 1 to 20 of line 1\n"
+    assert run(*command, 0, "--dry-run")[2] == f"shop: would remove {said}"
+    assert run(*command, 0)[2] == f"shop: removed {said}"
+    assert len([*(own / "shop/deltas/1").iterdir()]) == 10
+
+
 def test_a_damaged_delta_is_one_line(own: Path) -> None:
     path = next((own / "shop/deltas/1").glob("*13.*.safetensors"))
     path.unlink()
@@ -109,5 +122,5 @@ def test_a_version_without_deltas(store: Path) -> None:
 def test_help_names_the_commands() -> None:
     code, out, _ = run("deltas", "--help")
     assert code == 0
-    for name in ("list", "verify", "undo", "compact"):
+    for name in ("list", "verify", "undo", "compact", "prune"):
         assert f" {name} " in out

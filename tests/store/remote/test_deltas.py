@@ -15,11 +15,16 @@ from embedserve_store import (
     DeltaLine,
     DeltaWriter,
     ModelStore,
+    RevertedError,
     StoreError,
     WriterFencedError,
     compact_deltas,
+    prune,
+    prune_deltas,
+    undo_deltas,
     verify,
 )
+from embedserve_store.format.delta_manifest import FOLDER
 
 CHANGE = {"t": ([3, 5], np.ones((2, 16), np.float32))}
 
@@ -40,14 +45,20 @@ def test_a_line_in_an_object_store(conditional: None, url: str, tmp_path: Path) 
         with pytest.raises(WriterFencedError, match="stops"):
             other.push_rows(CHANGE)
         assert writer.push_rows({}) == 2
+        undo_deltas(url, "m", to=0, why="test")
+        with pytest.raises(RevertedError):
+            writer.push_rows({})
+        writer.resume()
+        assert writer.push_rows(CHANGE) == 4
     models = ModelStore(url, tmp_path / "cache")
     line = DeltaLine(models, models.manifest("m"))
-    assert [delta.rows for delta, _ in line.deltas()] == [{"t": 2}, {}]
+    assert [delta.rows for delta, _ in line.deltas()] == [{"t": 2}, {}, {}, {"t": 2}]
     first = line.after(line.start)
     assert first is not None
     second = line.after(first[1])
     assert second is not None
-    assert (first[0].step, second[0].seq, line.after(second[1])) == (4, 2, None)
+    assert (first[0].step, second[0].seq) == (4, 2)
+    assert [delta.seq for delta in line.kept(4)] == [4]
     made = compact_deltas(url, "m", cache=tmp_path / "cache")
     assert (made.version, made.where) == (2, f"{url}/m/2")
     opened = models.load("m")
@@ -56,6 +67,9 @@ def test_a_line_in_an_object_store(conditional: None, url: str, tmp_path: Path) 
     np.testing.assert_array_equal(rows[[3, 5]], np.ones((2, 16)))
     np.testing.assert_array_equal(rows[4], np.full(16, 4))
     assert models.versions("m") == [1, 2]
+    prune(url, "m", keep=1)
+    assert [(one.first, one.last) for one in prune_deltas(url, "m", keep_s=0)] == [(1, 4)]
+    assert models.files_beside("m", FOLDER) == []
 
 
 def test_a_store_without_conditional_writes_is_refused(uploaded: Path, url: str) -> None:
@@ -63,6 +77,10 @@ def test_a_store_without_conditional_writes_is_refused(uploaded: Path, url: str)
         DeltaWriter(url, model="m")
     with DeltaWriter(url, model="m", is_alone=True) as writer:
         assert writer.push_rows(CHANGE) == 1
+        assert writer.push_rows(CHANGE) == 2
+    with pytest.raises(StoreError, match=r"two writers could overwrite .* is_alone=True"):
+        undo_deltas(url, "m", to=1, why="")
+    assert undo_deltas(url, "m", to=1, why="", is_alone=True).seq == 3
 
 
 def test_versions_are_listed_without_the_deltas(

@@ -1,0 +1,170 @@
+"""Pruning removes the deltas that every stored version has in its rows, and no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store.deltas.conftest import rows
+
+from embedserve_store import (
+    DeltaLine,
+    DeltaWriter,
+    ModelStore,
+    StoreError,
+    compact_deltas,
+    prune,
+    prune_deltas,
+    publish,
+    undo_deltas,
+)
+from embedserve_store.deltas import append as append_module
+from embedserve_store.deltas import delta_writer
+from embedserve_store.deltas.prune import PrunedDeltas
+
+
+def push(writer: DeltaWriter, count: int) -> None:
+    for _ in range(count):
+        writer.push_rows({"tag": ([writer.seq % 16], rows("tag", 1))})
+
+
+def seqs(store: Path, line: int = 1) -> list[int]:
+    """The seqs of which a file is there."""
+    return sorted({int(path.name[:20]) for path in (store / f"m/deltas/{line}").glob("0*")})
+
+
+def test_deltas_that_a_version_needs_are_kept(store: Path, writer: DeltaWriter) -> None:
+    push(writer, 5)
+    compact_deltas(store, "m", seq=3)
+    assert prune_deltas(store, "m", keep_s=0) == []  # version 1 needs them
+    prune(store, "m", keep=1)
+    assert prune_deltas(store, "m", keep_s=0, is_trial=True) == [PrunedDeltas(1, 1, 3, 3)]
+    assert seqs(store) == [1, 2, 3, 4, 5]
+    assert prune_deltas(store, "m", keep_s=0) == [PrunedDeltas(1, 1, 3, 3)]
+    assert seqs(store) == [4, 5]
+    assert prune_deltas(store, "m", keep_s=0) == []
+    (event,) = [one for one in ModelStore(store).history("m") if "deltas" in one.detail]
+    assert (event.what, event.detail) == ("prune", "deltas 1 to 3 of line 1")
+    models = ModelStore(store)
+    line = DeltaLine(models, models.manifest("m"))
+    assert [delta.seq for delta, _ in line.deltas()] == [4, 5]
+    push(writer, 1)  # a writer continues
+    undo_deltas(store, "m", to=3, why="")
+    with DeltaWriter(store, model="m") as other:
+        assert other.seq == 7
+
+
+def test_a_writer_continues_where_all_deltas_were_pruned(store: Path, writer: DeltaWriter) -> None:
+    push(writer, 2)
+    compact_deltas(store, "m")
+    prune(store, "m", keep=1)
+    prune_deltas(store, "m", keep_s=0)
+    assert not (store / "m/deltas/1").exists()
+    push(writer, 1)
+    with DeltaWriter(store, model="m") as other:
+        assert other.seq == 3
+
+
+def test_files_of_killed_writers_go_along(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = writer._write
+
+    def refuse(name: str, data: bytes) -> bool:
+        if name.endswith(".json"):
+            raise StoreError("away")
+        return real(name, data)
+
+    monkeypatch.setattr(writer, "_write", refuse)
+    with pytest.raises(StoreError, match="away"):
+        push(writer, 1)
+    monkeypatch.setattr(writer, "_write", real)
+    push(writer, 2)
+    compact_deltas(store, "m", seq=1)
+    prune(store, "m", keep=1)
+    assert len([*(store / "m/deltas/1").glob(f"{1:020d}*")]) == 3
+    prune_deltas(store, "m", keep_s=0)
+    assert seqs(store) == [2]
+
+
+def test_young_deltas_are_kept(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for hours in (50, 30, 20, 10, 1):
+        old = datetime.now(UTC) - timedelta(hours=hours)
+        monkeypatch.setattr(delta_writer, "now", lambda old=old: old.isoformat())
+        push(writer, 1)
+    monkeypatch.setattr(delta_writer, "now", append_module.now)
+    compact_deltas(store, "m")
+    prune(store, "m", keep=1)
+    assert [(one.first, one.last) for one in prune_deltas(store, "m", is_trial=True)] == [(1, 2)]
+    assert [one.last for one in prune_deltas(store, "m", keep_s=15 * 3600)] == [3]
+    with pytest.raises(ValueError, match="keep_s is -1"):
+        prune_deltas(store, "m", keep_s=-1)
+
+
+def test_a_line_without_a_version_is_removed(
+    store: Path, writer: DeltaWriter, make_ebc: Callable[..., Any]
+) -> None:
+    push(writer, 2)
+    publish(make_ebc(), store, model="m")
+    with DeltaWriter(store, model="m") as other:
+        push(other, 1)
+    prune(store, "m", keep=1)
+    assert prune_deltas(store, "m", keep_s=0) == [PrunedDeltas(1, 1, 2, 2)]
+    assert seqs(store, 2) == [1]
+
+
+def test_other_files_are_left_alone(store: Path, writer: DeltaWriter) -> None:
+    push(writer, 1)
+    other = store / "m/deltas/1/readme.txt"
+    other.write_text("mine")
+    (store / "m/deltas/notes").mkdir()
+    (store / "m/deltas/notes/a.json").write_text("{}")
+    compact_deltas(store, "m")
+    prune(store, "m", keep=1)
+    prune_deltas(store, "m", keep_s=0)
+    assert other.read_text() == "mine"
+    assert (store / "m/deltas/notes/a.json").exists()
+
+
+@pytest.mark.parametrize("unlinked", [2, 3, 5])
+def test_a_prune_that_was_killed_is_run_again(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, unlinked: int
+) -> None:
+    """Manifests go first, ascending: no manifest is left without its rows."""
+    push(writer, 3)
+    compact_deltas(store, "m")
+    prune(store, "m", keep=1)
+    unlink, left = Path.unlink, unlinked
+
+    def unlink_some(path: Path, missing_ok: bool = False) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink_some)
+        with pytest.raises(KeyboardInterrupt):
+            prune_deltas(store, "m", keep_s=0)
+    manifests = sorted(path.name for path in (store / "m/deltas/1").glob("*.json"))
+    assert [int(name[:20]) for name in manifests] == [*range(1, 4)][unlinked:]
+    prune_deltas(store, "m", keep_s=0)
+    assert not (store / "m/deltas/1").exists()
+
+
+def test_a_damaged_manifest_is_named(store: Path, writer: DeltaWriter) -> None:
+    push(writer, 1)
+    compact_deltas(store, "m")
+    prune(store, "m", keep=1)
+    path = store / "m/deltas/1" / f"{1:020d}.json"
+    path.chmod(0o644)
+    path.write_text(json.dumps({}))
+    with pytest.raises(StoreError, match=r"0001.json: format_version is None"):
+        prune_deltas(store, "m", keep_s=0)
