@@ -236,6 +236,7 @@ class DeltaFollower:
             numbers = self._line.rows_between(self._position.seq, target)
             self._rows.apply(seq, [*self._line.rows_at(target, numbers, self._published)])
         self._advance([undo], start_s)
+        self._rows.finish_undo()
         why = undo.delta.why
         logger.warning("%s: delta %d reverts to delta %d: %s", self._name, seq, target, why)
 

@@ -62,6 +62,7 @@ class RowsWriter:
         self._kept: deque[tuple[int, int]] = deque(maxlen=live.undo + 1)
         self._replaced: _Replaced = deque()
         self._taken_out: _Replaced = deque()  # rows that no kept state has
+        self._has_undone_rows = False
         self._take_out_later_rows()
         self._taken_out.append((live.committed[0], self._unused()))
         self.rows_changed = int(np.count_nonzero(live.newest))
@@ -90,6 +91,7 @@ class RowsWriter:
             RowsFullError: the rows do not fit. Nothing has changed.
             StoreError: ``seq`` is too large.
         """
+        self.finish_undo()
         live = self._live
         view = live.committed[0] + 1
         live.check_numbers(view, seq)
@@ -113,12 +115,15 @@ class RowsWriter:
     def revert(self, target: int, seq: int) -> bool:
         """Makes the rows after delta ``target`` visible again, as the state after delta ``seq``.
 
+        ``finish_undo`` frees the undone rows; the next change calls it, too.
+
         Returns:
             Whether they were kept. If not, nothing has changed.
 
         Raises:
             StoreError: ``seq`` is too large.
         """
+        self.finish_undo()
         view = next((view for view, kept in reversed(self._kept) if kept == target), None)
         if view is None:
             return False
@@ -129,10 +134,18 @@ class RowsWriter:
             self._kept.pop()
         while self._replaced and self._replaced[-1][0] > view:
             self._replaced.pop()  # their rows are the newest again
-        undone = self._take_out_later_rows()
-        self._taken_out.append((live.committed[0], self._by_table(undone)))
-        self.rows_changed = int(np.count_nonzero(live.newest))
+        self._has_undone_rows = True
         return True
+
+    def finish_undo(self) -> None:
+        """Frees the rows of undone deltas, once the lookups that began before the undo have
+        ended."""
+        if not self._has_undone_rows:
+            return
+        undone = self._take_out_later_rows()
+        self._taken_out.append((self._live.committed[0], self._by_table(undone)))
+        self.rows_changed = int(np.count_nonzero(self._live.newest))
+        self._has_undone_rows = False
 
     def _write(self, change: ChangedRows, view: int) -> Numbers:
         """Writes rows that no lookup reads yet; returns the numbers of their spare rows."""

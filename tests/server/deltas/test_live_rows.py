@@ -91,15 +91,17 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     @rule(seed=SEEDS, most=st.integers(0, 200))
     def push(self, seed: int, most: int) -> None:
         changes = random_changes(np.random.default_rng(seed), most)
-        try:
-            self.writer.apply(self.seq + 1, changes)
-        except RowsFullError:
-            return
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(time, "sleep", self.end_a_later_lookup)
+            try:
+                self.writer.apply(self.seq + 1, changes)
+            except RowsFullError:
+                return
         self.states.append(changed(self.states[-1], changes))
         self.kept.append(self.seq)
 
-    @rule(back=st.integers(0, 5))
-    def undo(self, back: int) -> None:
+    @rule(back=st.integers(0, 5), is_finished=st.booleans())
+    def undo(self, back: int, is_finished: bool) -> None:
         target, first = max(0, self.seq - back), self.writer.undo_from
         is_kept = target >= first and target in self.kept
         if is_kept:
@@ -108,11 +110,14 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(time, "sleep", self.end_a_later_lookup)
             assert self.writer.revert(target, len(self.states) - is_kept) == is_kept
+            self.new_lookups_read_the_committed_state()
+            if is_finished:
+                self.writer.finish_undo()
 
     def end_a_later_lookup(self, _: float) -> None:
         """Stands for the end of a lookup that began before an undo, which waits for it."""
         self.every_lookup_reads_its_state()
-        self.new_lookups_read_the_last_state()
+        self.new_lookups_read_the_committed_state()
         committed = self.live.committed[0]
         later = next(i for i, (_, view, _) in enumerate(self.lookups) if view > committed)
         self.end(later)
@@ -120,6 +125,9 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     @rule(seed=SEEDS, most=st.integers(1, 60), calls=st.integers(0, 2))
     def kill_the_writer(self, seed: int, most: int, calls: int) -> None:
         """The barriers lie between the steps of the writer: the last comes before the commit."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(time, "sleep", self.end_a_later_lookup)
+            self.writer.finish_undo()
         with killed_at_barrier(calls), contextlib.suppress(RowsFullError):
             self.writer.apply(self.seq + 1, random_changes(np.random.default_rng(seed), most))
         self.restart_the_writer()
@@ -128,10 +136,14 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     def kill_the_writer_in_an_undo(self, calls: int) -> None:
         """The undo is visible before the first barrier."""
         target = self.writer.undo_from
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(time, "sleep", self.end_a_later_lookup)
+            self.writer.finish_undo()
         self.states.append(self.states[target])
         with pytest.MonkeyPatch.context() as patched, killed_at_barrier(calls):
             patched.setattr(time, "sleep", self.end_a_later_lookup)
             self.writer.revert(target, self.seq)
+            self.writer.finish_undo()
         self.restart_the_writer()
 
     def restart_the_writer(self) -> None:
@@ -159,11 +171,14 @@ class LookupsAndDeltas(RuleBasedStateMachine):
             assert same(read(self.live, reader, view), state)
 
     @invariant()
-    def new_lookups_read_the_last_state(self) -> None:
-        view, seq = self.live.committed
-        assert seq == self.seq == self.live.seq
-        assert same(read(self.live, self.readers[0], view), by_feature(self.states[-1]))
+    def the_last_state_is_committed(self) -> None:
+        assert self.live.seq == self.seq
+        self.new_lookups_read_the_committed_state()
         assert self.writer.memory_bytes <= self.live.memory_max
+
+    def new_lookups_read_the_committed_state(self) -> None:
+        view, seq = self.live.committed
+        assert same(read(self.live, self.readers[0], view), by_feature(self.states[seq]))
 
 
 @contextlib.contextmanager
@@ -264,10 +279,13 @@ def test_an_undo_needs_no_memory(version: ModelVersion) -> None:
     used = writer.memory_bytes
     assert writer.undo_from == 0
     assert writer.revert(1, 3)
+    assert same(read(live, reader, live.committed[0]), before)
+    writer.finish_undo()
     assert (live.seq, writer.memory_bytes, writer.rows_changed) == (3, used, 200)
     assert np.array_equal(live.newest, first)
     assert same(read(live, reader, live.committed[0]), before)
     assert writer.revert(0, 4)
+    writer.finish_undo()
     assert not live.newest.any()
     assert writer.rows_changed == 0
     for seq in range(5, 60):  # what was undone is free again
