@@ -1,4 +1,4 @@
-"""Copies versions from one store to another, with the notes and aliases beside them.
+"""Copies versions from one store to another, with the deltas, notes and aliases beside them.
 
 The target has a whole version or none at any moment: in a folder the files are written to a hidden
 folder, which is renamed; behind a URL the manifest comes last. A copy that was interrupted is
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from embedserve_store.copying.copy_deltas import copy_deltas
 from embedserve_store.errors import StoreError
 from embedserve_store.format import alias, note
 from embedserve_store.model_store import ModelStore
@@ -38,6 +39,7 @@ class CopiedModel:
         aliases: aliases whose changes were copied.
         left_out: aliases that name a version that the target does not have.
         notes: number of notes that were copied.
+        deltas: number of deltas that were copied.
     """
 
     model: str
@@ -46,6 +48,7 @@ class CopiedModel:
     aliases: Sequence[str] = ()
     left_out: Sequence[str] = ()
     notes: int = 0
+    deltas: int = 0
 
 
 def copy_versions(
@@ -55,10 +58,11 @@ def copy_versions(
     version: int | str | None = None,
     *,
     aliases: bool = False,
+    deltas: bool = True,
     who: str | None = None,
     progress: TransferProgress | None = None,
 ) -> CopiedModel:
-    """Copies versions of ``model``, under their numbers, with their notes.
+    """Copies versions of ``model``, under their numbers, with their notes and deltas.
 
     Each byte is compared with the checksums of the manifest while it is copied. A version that the
     target has already is left alone. If the copy was interrupted, call it again.
@@ -69,12 +73,13 @@ def copy_versions(
         version: a version number, or an alias of the source. Default: all versions.
         aliases: whether aliases are copied, too, with their history. Aliases that name a version
             that the target does not have are left out.
+        deltas: whether the deltas after the versions are copied, too; see copy_deltas.
         who: author recorded in the history of the target. Default: USER@HOST.
 
     Raises:
         StoreError: a version does not exist or is damaged, or the target has another version, note
-            or change of an alias under the same number. Also raised if a store cannot be read or
-            written.
+            or change of an alias under the same number, or another delta of the same seq. Also
+            raised if a store cannot be read or written.
     """
     read, write = ModelStore(source), ModelStore(target)
     # An alias is set after its version was published. So no listed alias misses its version.
@@ -82,9 +87,11 @@ def copy_versions(
     numbers = read.versions(model) if version is None else [read.resolve(model, version)]
     if not numbers:
         raise StoreError(f"{read.where}/{model}: no version is published")
-    copied = []
+    copied, manifests = [], []
     for one in numbers:
-        if _copy_version(read.stored(model, one), write, progress):
+        stored = read.stored(model, one)
+        manifests.append(stored.manifest)
+        if _copy_version(stored, write, progress):
             record_event(target, "copy", model, (one,), who=who, source=f"{read.where}/{model}")
             copied.append(one)
     notes = [f"{one}/{n}.json" for one in numbers for n in read.note_numbers(model, one)]
@@ -94,13 +101,17 @@ def copy_versions(
     kept = [name for name in now if name not in left_out]
     alias_files = [f"{name}/{n}.json" for name in kept for n in sorted(changes[name])]
     _copy_beside(read, write, model, alias.FOLDER, alias_files)
+    note_count = _copy_beside(read, write, model, note.FOLDER, notes)
+    # A damaged delta prevents the copy of nothing but the deltas after it.
+    delta_count = copy_deltas(read, write, manifests, who=who) if deltas else 0
     return CopiedModel(
         model,
         copied,
         [one for one in numbers if one not in copied],
         kept,
         left_out,
-        _copy_beside(read, write, model, note.FOLDER, notes),
+        note_count,
+        delta_count,
     )
 
 
