@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve_store.copying.copy_deltas import copy_deltas
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format import alias, note
+from embedserve_store.format.manifest import Manifest, parse_manifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import writer
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.pull import place
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.upload import send
+from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.transfer.stored_version import StoredVersion
 from embedserve_store.writing.staging import check_room, check_writable, copy_folder
@@ -95,8 +97,9 @@ def copy_versions(
             record_event(target, "copy", model, (one,), who=who, source=f"{read.where}/{model}")
             copied.append(one)
     notes = [f"{one}/{n}.json" for one in numbers for n in read.note_numbers(model, one)]
-    there = write.versions(model)
     now = {name: read.alias_history(model, name)[0].version for name in sorted(changes)}
+    named = {one for one in now.values() if one is not None}
+    there = {one for one in named if one in numbers or _found(write, model, one)}
     left_out = [name for name, one in now.items() if one is not None and one not in there]
     kept = [name for name in now if name not in left_out]
     alias_files = [f"{name}/{n}.json" for name in kept for n in sorted(changes[name])]
@@ -137,7 +140,8 @@ def _copy_version(
     except OSError as error:
         file = f" ({error.filename})" if error.filename else ""
         raise StoreError(f"{folder}: copying failed: {error.strerror}{file}") from error
-    _is_there(version, target)
+    if not _is_there(version, target):
+        raise StoreError(f"{folder}: exists, but has no {MANIFEST}")
     return False
 
 
@@ -147,22 +151,32 @@ def _is_there(version: StoredVersion, target: ModelStore) -> bool:
     Raises:
         StoreError: the target has another version under this number.
     """
-    model, number = version.model, version.number
-    if not target.is_remote and not (Path(target.where) / model).is_dir():
+    found = _found(target, version.model, version.number)
+    if found is None:
         return False
-    if number not in target.versions(model):
-        return False
-    found = target.stored(model, number)
-    if found.manifest_json == version.manifest_json:
+    if found == version.manifest_json:
         return True
+    where = f"{target.where}/{version.path}"
+    manifest = parse_manifest(found, f"{where}/{MANIFEST}")
     raise StoreError(
-        f"{found.where}: is another version than {version.where}: published "
-        f"{_published_at(found)}, not {_published_at(version)}; versions never change"
+        f"{where}: is another version than {version.where}: published {_published_at(manifest)}, "
+        f"not {_published_at(version.manifest)}; versions never change"
     )
 
 
-def _published_at(version: StoredVersion) -> str:
-    return str(version.manifest.source.get("published_at", "at an unknown time"))
+def _found(target: ModelStore, model: str, number: int) -> bytes | None:
+    """Returns the manifest of a version in the target; None if the target does not have it.
+
+    Lists nothing, because some S3 servers read every object that they list (remote_files.py).
+    """
+    try:
+        return target.manifest_json(model, number)
+    except MissingFileError:
+        return None
+
+
+def _published_at(manifest: Manifest) -> str:
+    return str(manifest.source.get("published_at", "at an unknown time"))
 
 
 def _copy_beside(

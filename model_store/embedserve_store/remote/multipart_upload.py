@@ -39,6 +39,7 @@ class MultipartUpload:
     def __init__(self, remote: RemoteFolder, name: str, size: int, *, is_resumed: bool) -> None:
         self._remote = remote
         self._name = name
+        self._size = size
         self._part_bytes = max(remote_files.PART_BYTES, -(-size // PARTS_MAX))
         self._etags: dict[int, str] = {}
         self._there: dict[int, str] = {}
@@ -83,7 +84,12 @@ class MultipartUpload:
     def complete(self) -> None:
         """Makes the object appear."""
         parts = [{"PartNumber": n, "ETag": self._etags[n]} for n in sorted(self._etags)]
-        self._call("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
+        self._call(
+            "complete_multipart_upload",
+            read_bytes=self._size,
+            UploadId=self._id,
+            MultipartUpload={"Parts": parts},
+        )
 
     def abort(self) -> None:
         """Removes the parts."""

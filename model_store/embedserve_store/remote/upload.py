@@ -68,7 +68,7 @@ def send(
     for finish_file in finish:
         finish_file()
     for name, size in version.files.items():
-        arrived = remote.size(f"{target}/{name}")
+        arrived = remote.size(f"{target}/{name}", read_bytes=size)
         if arrived != size:
             raise StoreError(f"{remote.url}/{target}/{name}: {arrived} bytes arrived of {size}")
     _check_free(remote, target)
@@ -136,5 +136,5 @@ class DamagedError(StoreError):
 
 
 def _check_free(remote: RemoteFolder, target: str) -> None:
-    if MANIFEST in remote.sizes(target):
+    if remote.has(f"{target}/{MANIFEST}"):
         raise StoreError(f"{remote.url}/{target}: exists already, and versions never change")
