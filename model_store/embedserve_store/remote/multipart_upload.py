@@ -99,7 +99,15 @@ class MultipartUpload:
             return
         if self._unchanged is not None and self._copy_part(number, data):
             return
-        answer = self._call("upload_part", UploadId=self._id, PartNumber=number, Body=data)
+        # Some stores write parts in their order, and confirm a part once it is written. They reject
+        # the object if a part came again meanwhile.
+        answer = self._call(
+            "upload_part",
+            read_bytes=self._part_bytes,
+            UploadId=self._id,
+            PartNumber=number,
+            Body=data,
+        )
         self._etags[number] = answer["ETag"]
 
     def _copy_part(self, number: int, data: bytes) -> bool:
@@ -136,6 +144,7 @@ class MultipartUpload:
         bucket, key = self._remote.bucket_and_key(path)
         answer = self._call(
             "upload_part_copy",
+            read_bytes=self._part_bytes,
             UploadId=upload_id,
             PartNumber=number,
             CopySource={"Bucket": bucket, "Key": key},

@@ -59,6 +59,8 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._files, self.root = _open(self.url)
+        self._patient: dict[int, Any] = {}
+        self._patient_lock = threading.Lock()
 
     def folders(self, path: str = "") -> list[str]:
         """Returns the names of the folders in this folder, or at ``path`` below it.
@@ -242,11 +244,13 @@ class RemoteFolder:
             UnreachableError: the store does not respond in time.
         """
         files, limit_s, reason = self._files, ANSWER_S_MAX if max_s is None else max_s, ""
-        if read_bytes > PART_BYTES:
-            limit_s = max(limit_s, ANSWER_S_MAX + read_bytes / CONFIRM_BYTES_PER_S)
-            reason = f", for {read_bytes:,} bytes at {CONFIRM_BYTES_PER_S:,} bytes/s"
+        if read_bytes >= PART_BYTES:
+            read_s = ANSWER_S_MAX + read_bytes / CONFIRM_BYTES_PER_S
+            if read_s > limit_s:
+                limit_s = read_s
+                reason = f", for {read_bytes:,} bytes at {CONFIRM_BYTES_PER_S:,} bytes/s"
             if self.has_s3_calls:
-                files, _ = _open(self.url, limit_s)
+                files = self._patient_files(read_s)
         with _translated(where), _logged_waits(where):
             if not getattr(files, "async_impl", False):
                 return getattr(files, method)(*args, **kwargs)
@@ -257,6 +261,18 @@ class RemoteFolder:
                 return run(files.loop, _asked, files, method, *args, timeout=limit_s, **kwargs)
             except FSTimeoutError as error:
                 raise TimeoutError(f"no answer within {limit_s:g} s{reason}") from error
+
+    def _patient_files(self, response_s: float) -> Any:
+        """Returns the file system with a client that waits ``response_s`` or longer.
+
+        The value is rounded up to a power of two, because each value has a client of its own. All
+        threads share it; older releases of fsspec make one for each thread.
+        """
+        rounded_s = 2 ** math.ceil(math.log2(response_s))
+        with self._patient_lock:
+            if rounded_s not in self._patient:
+                self._patient[rounded_s], _ = _open(self.url, rounded_s)
+            return self._patient[rounded_s]
 
 
 async def _asked(files: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -280,10 +296,8 @@ def _open(url: str, response_s: float | None = None) -> tuple[Any, str]:
         raise StoreError(f"{url}: a remote store needs fsspec: {EXTRA}") from error
     options = _options(url)
     if response_s is not None:
-        # fsspec keeps a file system for each value. So it is rounded up to a power of two.
-        read_s = 2 ** math.ceil(math.log2(response_s))
         configured = options.get("config_kwargs", {})
-        longer = {"read_timeout": max(read_s, configured.get("read_timeout", 0))}
+        longer = {"read_timeout": max(response_s, configured.get("read_timeout", 0))}
         options["config_kwargs"] = configured | longer
     try:
         files, root = url_to_fs(url, **options)

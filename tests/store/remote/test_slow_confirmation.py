@@ -48,8 +48,10 @@ class SlowStore(logging.Handler):
 
         class Slow(S3Proxy):
             def respond(self, body: bytes) -> Response:
+                is_part = self.command == "PUT" and "partNumber=1&" in f"{self.path}&"
                 is_completed = self.command == "POST" and "uploadId=" in self.path
-                if is_completed or (self.command == "HEAD" and "tables.safetensors" in self.path):
+                is_size = self.command == "HEAD" and "tables.safetensors" in self.path
+                if is_part or is_completed or is_size:
                     store.asked.append(self.command)
                     store.has_waited.acquire(timeout=HELD_S_MAX)
                 return self.asked(body)
@@ -76,11 +78,15 @@ def slow(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
 def test_a_store_that_reads_what_arrived_is_waited_for(
     new_version: Publish, url: str, monkeypatch: pytest.MonkeyPatch, slow: SlowStore, tmp_path: Path
 ) -> None:
-    """It reads the object when the upload completes, and again when its size is compared."""
+    """It reads a part, the object when the upload completes, and again when its size is compared.
+
+    No request is sent again meanwhile.
+    """
     local = new_version(1.0, ROWS).parent.parent
     monkeypatch.setattr(remote_files, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote_files, "PARTS_AT_ONCE", 1)
     assert copy_versions(local, url, "m").copied == [1]
-    assert slow.asked == ["POST", "HEAD"]
+    assert slow.asked == ["PUT", "POST", "HEAD"]
 
 
 def test_versions_that_are_there_are_not_read_for_the_next(
