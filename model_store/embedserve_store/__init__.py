@@ -13,6 +13,7 @@
 Importing this package does not import torch; publishing does.
 """
 
+from embedserve_store.copying.copy_versions import CopiedModel, copy_versions
 from embedserve_store.deltas.compact import compact_deltas
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.delta_writer import DeltaWriter
@@ -32,7 +33,6 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.add_note import add_note
-from embedserve_store.publishing.copy_versions import CopiedModel, copy_versions
 from embedserve_store.publishing.options import PublishOptions
 from embedserve_store.publishing.pooled_error import PooledError
 from embedserve_store.publishing.publish import publish

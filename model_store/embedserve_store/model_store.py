@@ -17,6 +17,7 @@ from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
+from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.transfer.stored_version import StoredVersion
 
@@ -86,6 +87,14 @@ class ModelStore:
             StoreError: the version does not exist, or its manifest is damaged.
         """
         return self._store.stored(model, self._number(model, version))
+
+    def manifest_json(self, model: str, version: int) -> bytes:
+        """Reads a version's manifest.json, unparsed, and lists nothing.
+
+        Raises:
+            MissingFileError: the version does not exist.
+        """
+        return self._store.read(f"{model}/{version}/{MANIFEST}")
 
     def files_beside(self, model: str, what: str) -> list[str]:
         """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``."""

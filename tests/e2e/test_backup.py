@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from documents import ROOT
 from running_servers import running
 from server.python import run_warm_python
 from writable import writable
 
-from embedserve_store import ModelStore, add_note, set_alias
+from embedserve_store import DeltaWriter, ModelStore, add_note, set_alias
 
 PUBLISH = """
 import sys, torch
@@ -54,17 +55,21 @@ def shell(command: str, folder: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With STORE: seven versions of "dlrm", an alias and a note."""
+    """With STORE: seven versions of "dlrm", a delta after the last one, an alias and a note."""
     done = run_warm_python("-c", PUBLISH, tmp_path / "STORE")
     assert done.returncode == 0, done.stderr
     set_alias(tmp_path / "STORE", "dlrm", "stable", 6)
     set_alias(tmp_path / "STORE", "dlrm", "stable", 7, why="recall is up")
     add_note(tmp_path / "STORE", "dlrm", 7, "good")
+    with DeltaWriter(tmp_path / "STORE", model="dlrm") as writer:
+        writer.push_rows({"user": ([1], np.full((1, 4), 7.5, np.float32))})
     return tmp_path
 
 
 def test_what_was_lost_is_restored_and_served(folder: Path) -> None:
-    back_up, prune, history, model, version, restore, move, restore_one, verify = commands()
+    back_up, prune, history, model, version, restore, move, restore_one, verify, restore_deltas = (
+        commands()
+    )
     assert "7" in shell(back_up, folder)
     shell(history, folder)
     for command in (model, version):
@@ -87,8 +92,13 @@ def test_what_was_lost_is_restored_and_served(folder: Path) -> None:
     shell(move, folder)
     shell(restore_one, folder)
     assert "is as it was published" in shell(verify, folder)
-    with running(folder / "STORE", folder / "log", "--model", "dlrm@stable") as server:
-        answer = httpx.post(f"{server.http}/embed", json={"features": {"user": [[1]]}})
-        assert answer.json()["values"] == [[7.0] * 4]
+    (delta,) = (folder / "STORE" / "dlrm" / "deltas" / "7").glob("*.safetensors")
+    delta.unlink()
+    assert "copied deltas: 1" in shell(restore_deltas, folder)
+    options = "--model", "dlrm@stable", "--follow", "none", "--deltas", "follow"
+    with running(folder / "STORE", folder / "log", *options) as server:
+        request = {"features": {"user": [[1]]}, "min_seq": 1}
+        answer = httpx.post(f"{server.http}/embed", json=request)
+        assert answer.json()["values"] == [[7.5] * 4]
     shell(prune.replace("10", "2"), folder)
     assert ModelStore(folder / "COPY").versions("dlrm") == [6, 7]

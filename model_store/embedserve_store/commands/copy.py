@@ -7,7 +7,7 @@ from embedserve_store.terminal.console import listed, say, transfer_progress
 from embedserve_store.terminal.sigterm import sigterm_interrupts
 
 
-def copy(source: str, target: str, model: str, aliases: bool) -> None:
+def copy(source: str, target: str, model: str, aliases: bool, deltas: bool) -> None:
     """Copies MODEL, MODEL@VERSION or MODEL@ALIAS; all models if ``model`` is empty.
 
     Raises:
@@ -17,7 +17,13 @@ def copy(source: str, target: str, model: str, aliases: bool) -> None:
     for one in [name] if name else ModelStore(source).models():
         with sigterm_interrupts(), transfer_progress() as progress:
             copied = copy_versions(
-                source, target, one, version or None, aliases=aliases, progress=progress
+                source,
+                target,
+                one,
+                version or None,
+                aliases=aliases,
+                deltas=deltas,
+                progress=progress,
             )
         report(copied, target)
 
@@ -29,6 +35,8 @@ def report(copied: CopiedModel, target: str) -> None:
         say(f"{copied.model}: there already: {listed(copied.present)}")
     if copied.notes:
         say(f"{copied.model}: copied notes: {copied.notes}")
+    if copied.deltas:
+        say(f"{copied.model}: copied deltas: {copied.deltas:,}")
     if copied.aliases:
         say(f"{copied.model}: copied aliases: {listed(copied.aliases)}")
     if copied.left_out:

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import MissingFileError, StoreError
-from embedserve_store.format.delta_file import ChangedRows, decode, repeated_row
+from embedserve_store.format.delta_file import ChangedRows, check_bytes, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
     FOLDER,
+    DeltaFile,
     DeltaManifest,
     LinePosition,
     check_tables,
@@ -228,9 +229,7 @@ class DeltaLine:
         seen: dict[str, list[NDArray[np.int64]]] = {}
         for file in delta.files:
             where = self._where(file.name)
-            path = f"{self.start.line}/{file.name}"
-            data = self._models.read_beside(self._base.model, FOLDER, path)
-            changes = decode(data, file, self._tables, where)
+            changes = decode(self._read(file), file, self._tables, where)
             for change in changes:
                 name = change.table.name
                 numbers = seen.setdefault(name, [])
@@ -240,6 +239,20 @@ class DeltaLine:
                         f"{where}: table {name!r}: row {row} is in another file of the delta, too"
                     )
             yield changes
+
+    def file_bytes(self, file: DeltaFile) -> bytes:
+        """Reads a file of a delta whole.
+
+        Raises:
+            StoreError: the file is missing or damaged.
+        """
+        data = self._read(file)
+        check_bytes(data, file, self._where(file.name))
+        return data
+
+    def _read(self, file: DeltaFile) -> bytes:
+        path = f"{self.start.line}/{file.name}"
+        return self._models.read_beside(self._base.model, FOLDER, path)
 
     def _where(self, name: str) -> str:
         return f"{self._models.where}/{self._base.model}/{FOLDER}/{self.start.line}/{name}"

@@ -66,6 +66,13 @@ def encode(part: list[ChangedRows], name: str) -> tuple[DeltaFile, bytes]:
     return DeltaFile(name, len(data), hashlib.sha256(data).hexdigest(), rows), data
 
 
+def check_bytes(data: bytes, file: DeltaFile, where: str) -> None:
+    """Raises StoreError unless ``data`` has the size and checksum of ``file``."""
+    if len(data) != file.nbytes:
+        raise StoreError(f"{where}: {len(data)} bytes, the manifest has {file.nbytes}")
+    check_sha256(hashlib.sha256(data).hexdigest(), file.sha256, where)
+
+
 def decode(
     data: bytes, file: DeltaFile, tables: Mapping[str, TableSpec], where: str
 ) -> list[ChangedRows]:
@@ -79,9 +86,7 @@ def decode(
         StoreError: the bytes differ from ``file``. Or a row number is outside its table or not
             above the one before. Or a row holds a value, scale or bias that is not finite.
     """
-    if len(data) != file.nbytes:
-        raise StoreError(f"{where}: {len(data)} bytes, the manifest has {file.nbytes}")
-    check_sha256(hashlib.sha256(data).hexdigest(), file.sha256, where)
+    check_bytes(data, file, where)
     tensors = _tensors(file.rows, tables)
     header = encode_header(tensors)
     data_bytes = max((one["data_offsets"][1] for one in tensors.values()), default=0)

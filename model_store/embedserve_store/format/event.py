@@ -41,7 +41,7 @@ class Event:
     source: str
     """Checkpoint that was published, or store that was copied from; else empty."""
     detail: str
-    """Name of the alias, or text of the note; else empty."""
+    """Name of the alias, text of the note, or deltas that were copied; else empty."""
 
     def to_bytes(self) -> bytes:
         return sealed_json(

@@ -1,7 +1,8 @@
 """Uploads a large object to S3 in parts, and continues an upload that was interrupted.
 
 The object appears when the upload completes. A killed upload leaves its parts in the bucket; the
-next upload of the object keeps those whose MD5 is right. Never imports torch.
+next upload of the object keeps those whose MD5 is right. Parts that another object of the store
+has, too, are copied by the store if it can (UploadPartCopy). Never imports torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from embedserve_store.errors import StoreError
 from embedserve_store.remote import remote_files
 from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.unchanged_tables import UnchangedBytes
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +33,29 @@ class MultipartUpload:
 
     Args:
         is_resumed: whether the parts of an earlier upload of this object are used.
+        unchanged: bytes that another object of the store has, too.
 
     Raises:
         UnreachableError: the store cannot be written. Every method raises it.
     """
 
-    def __init__(self, remote: RemoteFolder, name: str, size: int, *, is_resumed: bool) -> None:
+    def __init__(
+        self,
+        remote: RemoteFolder,
+        name: str,
+        size: int,
+        *,
+        is_resumed: bool,
+        unchanged: UnchangedBytes | None = None,
+    ) -> None:
         self._remote = remote
         self._name = name
+        self._size = size
         self._part_bytes = max(remote_files.PART_BYTES, -(-size // PARTS_MAX))
         self._etags: dict[int, str] = {}
         self._there: dict[int, str] = {}
+        self._unchanged = unchanged if unchanged and self._can_copy(unchanged) else None
+        self._copied: set[int] = set()
         found = self._find() if is_resumed else None
         if found is None:
             self._id = str(self._call("create_multipart_upload")["UploadId"])
@@ -70,20 +84,104 @@ class MultipartUpload:
                     part.result()
             finally:
                 pool.shutdown(cancel_futures=True)
+        if self._copied:
+            where, counts = (
+                f"{self._remote.url}/{self._name}",
+                (len(self._copied), len(self._etags)),
+            )
+            logger.info("%s: the store copied %d of %d parts", where, *counts)
 
     def _send_part(self, number: int, data: bytes) -> None:
         if number in self._there:
-            if self._there[number] != hashlib.md5(data, usedforsecurity=False).hexdigest():
+            if self._there[number] != _md5(data):
                 raise StalePartsError(f"{self._remote.url}/{self._name}: part {number} differs")
             self._etags[number] = self._there[number]
             return
-        answer = self._call("upload_part", UploadId=self._id, PartNumber=number, Body=data)
+        if self._unchanged is not None and self._copy_part(number, data):
+            return
+        # Some stores write parts in their order, and confirm a part once it is written. They reject
+        # the object if a part came again meanwhile.
+        answer = self._call(
+            "upload_part",
+            read_bytes=self._part_bytes,
+            UploadId=self._id,
+            PartNumber=number,
+            Body=data,
+        )
         self._etags[number] = answer["ETag"]
+
+    def _copy_part(self, number: int, data: bytes) -> bool:
+        """Makes the store copy a part. Returns False if it has to be sent.
+
+        After the first part that the store does not copy, no other is tried.
+        """
+        unchanged = self._unchanged
+        start = (number - 1) * self._part_bytes
+        at = unchanged.find(start, start + len(data)) if unchanged else None
+        if unchanged is None or at is None:
+            return False
+        where = f"{self._remote.url}/{self._name}: part {number}"
+        try:
+            etag = self._copy(unchanged.path, at, len(data), self._id, number)
+        except StoreError as error:
+            logger.info("%s: %s; the other parts are sent", where, error)
+            self._unchanged = None
+            return False
+        if etag.strip('"') != _md5(data):
+            logger.info("%s: copied as %s, not by its MD5; the other parts are sent", where, etag)
+            self._unchanged = None
+            return False
+        self._etags[number] = etag
+        self._copied.add(number)
+        return True
+
+    def _copy(self, path: str, start: int, count: int, upload_id: str, number: int) -> str:
+        """Copies ``count`` bytes of an object into a part, and returns the part's ETag.
+
+        Raises:
+            StoreError: the store does not copy.
+        """
+        bucket, key = self._remote.bucket_and_key(path)
+        answer = self._call(
+            "upload_part_copy",
+            read_bytes=self._part_bytes,
+            UploadId=upload_id,
+            PartNumber=number,
+            CopySource={"Bucket": bucket, "Key": key},
+            CopySourceRange=f"bytes={start}-{start + count - 1}",
+        )
+        try:
+            return str(answer["CopyPartResult"]["ETag"])
+        except KeyError as error:
+            raise StoreError(f"{self._remote.url}: copies no parts") from error
+
+    def _can_copy(self, unchanged: UnchangedBytes) -> bool:
+        """Returns whether the store copies parts, by an upload that is then aborted.
+
+        A store that does not know the operation may take it for an upload of an empty part. Some
+        stores then refuse the right bytes of that part.
+        """
+        first, last, at = unchanged.ranges[0]
+        try:
+            upload_id = str(self._call("create_multipart_upload")["UploadId"])
+            try:
+                self._copy(unchanged.path, at, min(last - first, self._part_bytes), upload_id, 1)
+            finally:
+                self._call("abort_multipart_upload", UploadId=upload_id)
+        except StoreError as error:
+            logger.info("%s; all parts are sent", error)
+            return False
+        return True
 
     def complete(self) -> None:
         """Makes the object appear."""
         parts = [{"PartNumber": n, "ETag": self._etags[n]} for n in sorted(self._etags)]
-        self._call("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
+        self._call(
+            "complete_multipart_upload",
+            read_bytes=self._size,
+            UploadId=self._id,
+            MultipartUpload={"Parts": parts},
+        )
 
     def abort(self) -> None:
         """Removes the parts."""
@@ -114,6 +212,10 @@ class MultipartUpload:
 
     def _call(self, operation: str, **arguments: Any) -> dict[str, Any]:
         return self._remote.s3_call(operation, self._name, **arguments)
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
 def _parts(blocks: Iterator[bytes], part_bytes: int) -> Iterator[bytes]:

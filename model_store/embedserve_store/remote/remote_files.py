@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ connection to an object store is slower than most networks."""
 
 ANSWER_S_MAX = 60.0
 """Seconds until a listing or a small read times out. A slower store is considered hung."""
+CONFIRM_BYTES_PER_S = 10_000_000
+"""Minimum rate at which a store reads a new object before it confirms its arrival; 10 MB/s. Some S3
+servers, such as rclone, hash the whole object for each response about it. A hard disk that does
+several such reads at a time has this rate. The limit of the wait follows from it."""
 PART_S_MAX = 600.0
 """Seconds until a part in transfer times out. The limit equals 28 kB/s; at a lower rate no large
 version would ever arrive."""
@@ -54,6 +59,8 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._files, self.root = _open(self.url)
+        self._patient: dict[int, Any] = {}
+        self._patient_lock = threading.Lock()
 
     def folders(self, path: str = "") -> list[str]:
         """Returns the names of the folders in this folder, or at ``path`` below it.
@@ -123,26 +130,45 @@ class RemoteFolder:
             with _translated(where):
                 file.close()
 
-    def size(self, name: str) -> int:
-        """Returns the bytes of a file."""
-        return int(self._call(f"{self.url}/{name}", "info", f"{self.root}/{name}")["size"])
+    def size(self, name: str, read_bytes: int = 0) -> int:
+        """Returns the bytes of a file.
+
+        Args:
+            read_bytes: bytes that the store may read before it responds.
+
+        Raises:
+            MissingFileError: the file does not exist.
+        """
+        where, path = f"{self.url}/{name}", f"{self.root}/{name}"
+        return int(self._call(where, "info", path, read_bytes=read_bytes)["size"])
+
+    def has(self, name: str) -> bool:
+        """Returns whether a file exists, without listing others."""
+        try:
+            self.size(name)
+        except MissingFileError:
+            return False
+        return True
 
     @property
     def has_s3_calls(self) -> bool:
         """Returns whether the store is reached by s3fs, so that ``s3_call`` works."""
         return hasattr(self._files, "_call_s3")
 
-    def s3_call(self, operation: str, name: str, **arguments: Any) -> dict[str, Any]:
+    def s3_call(
+        self, operation: str, name: str, read_bytes: int = 0, **arguments: Any
+    ) -> dict[str, Any]:
         """Calls an operation of S3, such as upload_part, on the object ``name``.
 
         Args:
+            read_bytes: bytes that the store may read before it responds.
             arguments: as botocore takes them. With a Prefix, the operation takes no key.
         """
         bucket, key = self.bucket_and_key(name)
         arguments |= {"Bucket": bucket} | ({} if "Prefix" in arguments else {"Key": key})
         where = f"{self.url}/{name}"
         found: dict[str, Any] = self._call(
-            where, "call_s3", operation, max_s=PART_S_MAX, **arguments
+            where, "call_s3", operation, max_s=PART_S_MAX, read_bytes=read_bytes, **arguments
         )
         return found
 
@@ -198,40 +224,81 @@ class RemoteFolder:
             self._files.rmdir(f"{self.root}/{name}")
 
     def _call(
-        self, where: str, method: str, *args: Any, max_s: float = ANSWER_S_MAX, **kwargs: Any
+        self,
+        where: str,
+        method: str,
+        *args: Any,
+        max_s: float | None = None,
+        read_bytes: int = 0,
+        **kwargs: Any,
     ) -> Any:
-        """Calls ``method`` of the file system. Network file systems have a timeout of ``max_s``.
+        """Calls ``method`` of the file system.
+
+        Args:
+            max_s: timeout of a network file system. Default: ANSWER_S_MAX.
+            read_bytes: bytes that the store may read before it responds. The timeout is then at
+                least the time for that at CONFIRM_BYTES_PER_S, and ANSWER_S_MAX more.
 
         Raises:
             StoreError: ``where`` does not exist.
             UnreachableError: the store does not respond in time.
         """
+        files, limit_s, reason = self._files, ANSWER_S_MAX if max_s is None else max_s, ""
+        if read_bytes >= PART_BYTES:
+            read_s = ANSWER_S_MAX + read_bytes / CONFIRM_BYTES_PER_S
+            if read_s > limit_s:
+                limit_s = read_s
+                reason = f", for {read_bytes:,} bytes at {CONFIRM_BYTES_PER_S:,} bytes/s"
+            if self.has_s3_calls:
+                files = self._patient_files(read_s)
         with _translated(where), _logged_waits(where):
-            if not getattr(self._files, "async_impl", False):
-                return getattr(self._files, method)(*args, **kwargs)
+            if not getattr(files, "async_impl", False):
+                return getattr(files, method)(*args, **kwargs)
             from fsspec.asyn import sync as run
             from fsspec.exceptions import FSTimeoutError
 
             try:
-                return run(self._files.loop, self._asked, method, *args, timeout=max_s, **kwargs)
+                return run(files.loop, _asked, files, method, *args, timeout=limit_s, **kwargs)
             except FSTimeoutError as error:
-                raise TimeoutError(f"no answer within {max_s:g} s") from error
+                raise TimeoutError(f"no answer within {limit_s:g} s{reason}") from error
 
-    async def _asked(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        # s3fs has this method. Other file systems do not report their retries.
-        if hasattr(self._files, "set_session"):
-            client = await self._files.set_session()
-            RetryLog().listen(client.meta.events)
-        return await getattr(self._files, f"_{method}")(*args, **kwargs)
+    def _patient_files(self, response_s: float) -> Any:
+        """Returns the file system with a client that waits ``response_s`` or longer.
+
+        The value is rounded up to a power of two, because each value has a client of its own. All
+        threads share it; older releases of fsspec make one for each thread.
+        """
+        rounded_s = 2 ** math.ceil(math.log2(response_s))
+        with self._patient_lock:
+            if rounded_s not in self._patient:
+                self._patient[rounded_s], _ = _open(self.url, rounded_s)
+            return self._patient[rounded_s]
 
 
-def _open(url: str) -> tuple[Any, str]:
-    """Returns the file system of ``url`` and the folder's path on it."""
+async def _asked(files: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    # s3fs has this method. Other file systems do not report their retries.
+    if hasattr(files, "set_session"):
+        client = await files.set_session()
+        RetryLog().listen(client.meta.events)
+    return await getattr(files, f"_{method}")(*args, **kwargs)
+
+
+def _open(url: str, response_s: float | None = None) -> tuple[Any, str]:
+    """Returns the file system of ``url`` and the folder's path on it.
+
+    Args:
+        response_s: seconds that an S3 server may take to respond. Default: that of s3fs, 15 s,
+            after which the request is sent again.
+    """
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:
         raise StoreError(f"{url}: a remote store needs fsspec: {EXTRA}") from error
     options = _options(url)
+    if response_s is not None:
+        configured = options.get("config_kwargs", {})
+        longer = {"read_timeout": max(response_s, configured.get("read_timeout", 0))}
+        options["config_kwargs"] = configured | longer
     try:
         files, root = url_to_fs(url, **options)
     except ImportError as error:

@@ -19,7 +19,8 @@ from embedserve_store.local_store import LocalStore
 from embedserve_store.remote import remote_files
 from embedserve_store.remote.multipart_upload import MultipartUpload, StalePartsError
 from embedserve_store.remote.remote_files import RemoteFolder
-from embedserve_store.transfer.file_check import MANIFEST
+from embedserve_store.remote.unchanged_tables import find_unchanged
+from embedserve_store.transfer.file_check import MANIFEST, TABLES
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.transfer.stored_version import StoredVersion
 
@@ -58,8 +59,9 @@ def send(
     """Uploads ``version`` of any store, and returns its URL; see upload_version.
 
     An upload to S3 that was interrupted is continued: its parts are used if their checksums are
-    right. Two concurrent uploads under one number may mix their files, and every reader then
-    rejects the version. An object store has no rename that fails for the second upload.
+    right. The store copies the tables that the version before has, too, if it can. Two concurrent
+    uploads under one number may mix their files, and every reader then rejects the version. An
+    object store has no rename that fails for the second upload.
     """
     number = version.number if number is None else number
     target = f"{version.model}/{number}"
@@ -68,7 +70,7 @@ def send(
     for finish_file in finish:
         finish_file()
     for name, size in version.files.items():
-        arrived = remote.size(f"{target}/{name}")
+        arrived = remote.size(f"{target}/{name}", read_bytes=size)
         if arrived != size:
             raise StoreError(f"{remote.url}/{target}/{name}: {arrived} bytes arrived of {size}")
     _check_free(remote, target)
@@ -98,11 +100,13 @@ def _send_file(
     if size <= remote_files.PART_BYTES:
         data = b"".join(_checked(version, name, progress))
         return lambda: remote.write(path, data)
+    number = int(target.rpartition("/")[2])
+    unchanged = find_unchanged(remote, version, number) if name == TABLES else None
     try:
-        upload = MultipartUpload(remote, path, size, is_resumed=True)
+        upload = MultipartUpload(remote, path, size, is_resumed=True, unchanged=unchanged)
         return _send_parts(upload, _checked(version, name, progress))
     except StalePartsError:
-        upload = MultipartUpload(remote, path, size, is_resumed=False)
+        upload = MultipartUpload(remote, path, size, is_resumed=False, unchanged=unchanged)
         return _send_parts(upload, _checked(version, name, progress))
 
 
@@ -136,5 +140,5 @@ class DamagedError(StoreError):
 
 
 def _check_free(remote: RemoteFolder, target: str) -> None:
-    if MANIFEST in remote.sizes(target):
+    if remote.has(f"{target}/{MANIFEST}"):
         raise StoreError(f"{remote.url}/{target}: exists already, and versions never change")

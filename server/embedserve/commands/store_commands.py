@@ -187,8 +187,11 @@ def copy(
     aliases: Annotated[
         bool, switch("--aliases", help="Also copy the aliases, with their history.")
     ] = False,
+    no_deltas: Annotated[
+        bool, switch("--no-deltas", help="Leave out the deltas after the versions.")
+    ] = False,
 ) -> None:
-    """Copy versions and their notes to another store, and check every byte on the way.
+    """Copy versions with their notes and deltas to another store, and check every byte on the way.
 
     Versions keep their numbers. A version appears whole or not at all, and a version that the
     target has is left alone. If a copy was interrupted, start it again: it continues.
@@ -196,7 +199,7 @@ def copy(
     with cli_errors():
         from embedserve_store.commands.copy import copy as run
 
-        run(source, target, model, aliases)
+        run(source, target, model, aliases, not no_deltas)
 
 
 def prune(

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
+from embedserve_store import DeltaWriter
 
 
 def run(*arguments: str | Path) -> tuple[int, str]:
@@ -30,6 +31,20 @@ def test_it_says_what_it_copied(store: Path, tmp_path: Path) -> None:
     )
     assert run("copy", own, target, "--aliases") == (0, second)
     assert run("verify", target, "shop", "stable")[0] == 0
+
+
+def test_deltas_are_counted_or_left_out(store: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(store, tmp_path / "own")
+    with DeltaWriter(own, model="shop") as writer:
+        for _ in range(2):
+            writer.push_rows({})
+    versions = "shop: copied versions to {}: 1\n"
+    without, target = tmp_path / "w", tmp_path / "t"
+    assert run("copy", own, without, "--no-deltas") == (0, versions.format(without))
+    assert not (without / "shop" / "deltas").exists()
+    said = versions.format(target) + "shop: copied deltas: 2\n"
+    assert run("copy", own, target) == (0, said)
+    assert run("deltas", "verify", target, "shop")[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from embedserve_store.copying.copy_versions import copy_versions
 from embedserve_store.errors import StoreError
 from embedserve_store.format import event
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.added_file import user
-from embedserve_store.publishing.copy_versions import copy_versions
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.publishing.remove_versions import prune, remove_version

@@ -20,6 +20,8 @@ from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.remote.upload import upload_version
 
 Publish = Callable[..., Path]
+Place = Callable[[str, str], str]
+KINDS = ("folder", "s3", "file")
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +72,17 @@ def root(objects: s3fs.S3FileSystem) -> str:
 @pytest.fixture
 def url(root: str) -> str:
     return f"s3://{root}"
+
+
+@pytest.fixture
+def place(tmp_path: Path, url: str) -> Place:
+    """Gives the place of a store of a kind, by a name."""
+
+    def of(kind: str, name: str) -> str:
+        folder = str(tmp_path / name)
+        return {"folder": folder, "file": f"file://{folder}", "s3": f"{url}/{name}"}[kind]
+
+    return of
 
 
 @pytest.fixture

@@ -16,34 +16,23 @@ from typing import Any
 import pytest
 import s3fs
 from store.listing import everything_under
+from store.remote.conftest import KINDS, Place
 from writable import writable
 
 import embedserve_store
+from embedserve_store.copying.copy_versions import copy_versions
 from embedserve_store.errors import StoreError
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
-from embedserve_store.publishing.copy_versions import copy_versions
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote import remote_files
 from embedserve_store.verification import verify
 from embedserve_store.writing import direct_file, staging
 
 Publish = Callable[..., Path]
-KINDS = ("folder", "s3", "file")
 ROWS = 250_000
 """Rows of a table of 16 MB: several parts of PART_BYTES."""
 PART_BYTES = 5 << 20
-
-
-@pytest.fixture
-def place(tmp_path: Path, url: str) -> Callable[[str, str], str]:
-    """Gives the place of a store of a kind, by a name."""
-
-    def of(kind: str, name: str) -> str:
-        folder = str(tmp_path / name)
-        return {"folder": folder, "file": f"file://{folder}", "s3": f"{url}/{name}"}[kind]
-
-    return of
 
 
 @pytest.fixture
@@ -71,7 +60,7 @@ def check_same(one: str | Path, other: str | Path, cache: Path) -> None:
 @pytest.mark.parametrize("target_kind", KINDS)
 def test_between_stores_of_any_kind(
     local: Path,
-    place: Callable[[str, str], str],
+    place: Place,
     source_kind: str,
     target_kind: str,
     tmp_path: Path,
@@ -99,7 +88,7 @@ def test_one_version_by_its_alias(local: Path, tmp_path: Path) -> None:
 def test_another_version_under_the_same_number_is_refused(
     local: Path,
     new_version: Publish,
-    place: Callable[[str, str], str],
+    place: Place,
     kind: str,
     tmp_path: Path,
 ) -> None:
@@ -131,9 +120,7 @@ def test_a_change_of_an_alias_made_in_both_stores_is_refused(local: Path, tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_a_damaged_version_is_not_copied(
-    local: Path, place: Callable[[str, str], str], kind: str
-) -> None:
+def test_a_damaged_version_is_not_copied(local: Path, place: Place, kind: str) -> None:
     path = writable(local / "m" / "2") / "tables.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     target = place(kind, "target")
@@ -188,7 +175,7 @@ def test_a_read_only_folder_is_named(local: Path, tmp_path: Path) -> None:
 
 COPY = """
 import os, sys
-from embedserve_store.publishing.copy_versions import copy_versions
+from embedserve_store.copying.copy_versions import copy_versions
 from embedserve_store.remote import remote_files
 from embedserve_store.transfer import receive, stored_version
 from embedserve_store.writing import direct_file

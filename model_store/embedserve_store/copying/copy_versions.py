@@ -1,4 +1,4 @@
-"""Copies versions from one store to another, with the notes and aliases beside them.
+"""Copies versions from one store to another, with the deltas, notes and aliases beside them.
 
 The target has a whole version or none at any moment: in a folder the files are written to a hidden
 folder, which is renamed; behind a URL the manifest comes last. A copy that was interrupted is
@@ -13,14 +13,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.copying.copy_deltas import copy_deltas
+from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format import alias, note
+from embedserve_store.format.manifest import Manifest, parse_manifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import writer
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.pull import place
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.upload import send
+from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.transfer.stored_version import StoredVersion
 from embedserve_store.writing.staging import check_room, check_writable, copy_folder
@@ -38,6 +41,7 @@ class CopiedModel:
         aliases: aliases whose changes were copied.
         left_out: aliases that name a version that the target does not have.
         notes: number of notes that were copied.
+        deltas: number of deltas that were copied.
     """
 
     model: str
@@ -46,6 +50,7 @@ class CopiedModel:
     aliases: Sequence[str] = ()
     left_out: Sequence[str] = ()
     notes: int = 0
+    deltas: int = 0
 
 
 def copy_versions(
@@ -55,10 +60,11 @@ def copy_versions(
     version: int | str | None = None,
     *,
     aliases: bool = False,
+    deltas: bool = True,
     who: str | None = None,
     progress: TransferProgress | None = None,
 ) -> CopiedModel:
-    """Copies versions of ``model``, under their numbers, with their notes.
+    """Copies versions of ``model``, under their numbers, with their notes and deltas.
 
     Each byte is compared with the checksums of the manifest while it is copied. A version that the
     target has already is left alone. If the copy was interrupted, call it again.
@@ -69,12 +75,13 @@ def copy_versions(
         version: a version number, or an alias of the source. Default: all versions.
         aliases: whether aliases are copied, too, with their history. Aliases that name a version
             that the target does not have are left out.
+        deltas: whether the deltas after the versions are copied, too; see copy_deltas.
         who: author recorded in the history of the target. Default: USER@HOST.
 
     Raises:
         StoreError: a version does not exist or is damaged, or the target has another version, note
-            or change of an alias under the same number. Also raised if a store cannot be read or
-            written.
+            or change of an alias under the same number, or another delta of the same seq. Also
+            raised if a store cannot be read or written.
     """
     read, write = ModelStore(source), ModelStore(target)
     # An alias is set after its version was published. So no listed alias misses its version.
@@ -82,25 +89,32 @@ def copy_versions(
     numbers = read.versions(model) if version is None else [read.resolve(model, version)]
     if not numbers:
         raise StoreError(f"{read.where}/{model}: no version is published")
-    copied = []
+    copied, manifests = [], []
     for one in numbers:
-        if _copy_version(read.stored(model, one), write, progress):
+        stored = read.stored(model, one)
+        manifests.append(stored.manifest)
+        if _copy_version(stored, write, progress):
             record_event(target, "copy", model, (one,), who=who, source=f"{read.where}/{model}")
             copied.append(one)
     notes = [f"{one}/{n}.json" for one in numbers for n in read.note_numbers(model, one)]
-    there = write.versions(model)
     now = {name: read.alias_history(model, name)[0].version for name in sorted(changes)}
+    named = {one for one in now.values() if one is not None}
+    there = {one for one in named if one in numbers or _found(write, model, one)}
     left_out = [name for name, one in now.items() if one is not None and one not in there]
     kept = [name for name in now if name not in left_out]
     alias_files = [f"{name}/{n}.json" for name in kept for n in sorted(changes[name])]
     _copy_beside(read, write, model, alias.FOLDER, alias_files)
+    note_count = _copy_beside(read, write, model, note.FOLDER, notes)
+    # A damaged delta prevents the copy of nothing but the deltas after it.
+    delta_count = copy_deltas(read, write, manifests, who=who) if deltas else 0
     return CopiedModel(
         model,
         copied,
         [one for one in numbers if one not in copied],
         kept,
         left_out,
-        _copy_beside(read, write, model, note.FOLDER, notes),
+        note_count,
+        delta_count,
     )
 
 
@@ -126,7 +140,8 @@ def _copy_version(
     except OSError as error:
         file = f" ({error.filename})" if error.filename else ""
         raise StoreError(f"{folder}: copying failed: {error.strerror}{file}") from error
-    _is_there(version, target)
+    if not _is_there(version, target):
+        raise StoreError(f"{folder}: exists, but has no {MANIFEST}")
     return False
 
 
@@ -136,22 +151,32 @@ def _is_there(version: StoredVersion, target: ModelStore) -> bool:
     Raises:
         StoreError: the target has another version under this number.
     """
-    model, number = version.model, version.number
-    if not target.is_remote and not (Path(target.where) / model).is_dir():
+    found = _found(target, version.model, version.number)
+    if found is None:
         return False
-    if number not in target.versions(model):
-        return False
-    found = target.stored(model, number)
-    if found.manifest_json == version.manifest_json:
+    if found == version.manifest_json:
         return True
+    where = f"{target.where}/{version.path}"
+    manifest = parse_manifest(found, f"{where}/{MANIFEST}")
     raise StoreError(
-        f"{found.where}: is another version than {version.where}: published "
-        f"{_published_at(found)}, not {_published_at(version)}; versions never change"
+        f"{where}: is another version than {version.where}: published {_published_at(manifest)}, "
+        f"not {_published_at(version.manifest)}; versions never change"
     )
 
 
-def _published_at(version: StoredVersion) -> str:
-    return str(version.manifest.source.get("published_at", "at an unknown time"))
+def _found(target: ModelStore, model: str, number: int) -> bytes | None:
+    """Returns the manifest of a version in the target; None if the target does not have it.
+
+    Lists nothing, because some S3 servers read every object that they list (remote_files.py).
+    """
+    try:
+        return target.manifest_json(model, number)
+    except MissingFileError:
+        return None
+
+
+def _published_at(manifest: Manifest) -> str:
+    return str(manifest.source.get("published_at", "at an unknown time"))
 
 
 def _copy_beside(

@@ -1,0 +1,140 @@
+"""An upload waits as long as a store may need to read what arrived, and no longer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
+
+from embedserve_store import ModelStore, copy_versions
+from embedserve_store.remote import remote_files
+from embedserve_store.remote.remote_files import RemoteFolder, UnreachableError
+
+Publish = Callable[..., Path]
+ROWS = 250_000
+"""Rows of a table of 16 MB, which is sent in parts."""
+HELD_S_MAX = 60.0
+READ_S = 1
+"""Seconds after which the client sends other requests again."""
+WAITED = "has not answered for 2 s"
+"""End of the log's line at which the held response is released."""
+
+
+class SlowStore(logging.Handler):
+    """A store that responds to a request about tables.safetensors only once the client waits.
+
+    Attributes:
+        url: its endpoint.
+        asked: methods of the requests that it held.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.url = ""
+        self.asked: list[str] = []
+        self.has_waited = threading.Semaphore(0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().endswith(WAITED):
+            self.has_waited.release()
+
+    def handler(self) -> type[S3Proxy]:
+        store = self
+
+        class Slow(S3Proxy):
+            def respond(self, body: bytes) -> Response:
+                is_part = self.command == "PUT" and "partNumber=1&" in f"{self.path}&"
+                is_completed = self.command == "POST" and "uploadId=" in self.path
+                is_size = self.command == "HEAD" and "tables.safetensors" in self.path
+                if is_part or is_completed or is_size:
+                    store.asked.append(self.command)
+                    store.has_waited.acquire(timeout=HELD_S_MAX)
+                return self.asked(body)
+
+        return Slow
+
+
+@pytest.fixture
+def slow(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
+    """The store behind AWS_ENDPOINT_URL, with a client that waits a second elsewhere."""
+    monkeypatch.setattr(remote_files, "WAIT_LOG_S", 0.5)
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", READ_S)
+    store = SlowStore()
+    logger = logging.getLogger("embedserve_store")
+    with serve_proxy(store.handler(), endpoint) as store.url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", store.url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        logger.addHandler(store)
+        yield store
+        logger.removeHandler(store)
+        store.has_waited.release(100)
+
+
+def test_a_store_that_reads_what_arrived_is_waited_for(
+    new_version: Publish, url: str, monkeypatch: pytest.MonkeyPatch, slow: SlowStore, tmp_path: Path
+) -> None:
+    """It reads a part, the object when the upload completes, and again when its size is compared.
+
+    No request is sent again meanwhile.
+    """
+    local = new_version(1.0, ROWS).parent.parent
+    monkeypatch.setattr(remote_files, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote_files, "PARTS_AT_ONCE", 1)
+    assert copy_versions(local, url, "m").copied == [1]
+    assert slow.asked == ["PUT", "POST", "HEAD"]
+
+
+def test_versions_that_are_there_are_not_read_for_the_next(
+    new_version: Publish, url: str, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some stores read all objects that they list."""
+    listed: list[str] = []
+
+    class Listing(S3Proxy):
+        def respond(self, body: bytes) -> Response:
+            if self.command == "GET" and "list-type=2" in self.path:
+                listed.append(self.path)
+            return self.asked(body)
+
+    local = new_version().parent.parent
+    copy_versions(local, url, "m")
+    new_version(2.0)
+    with serve_proxy(Listing, endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy)
+        s3fs.S3FileSystem.clear_instance_cache()
+        assert copy_versions(local, url, "m").copied == [2]
+    assert not [path for path in listed if "prefix=stores%2Fa%2Fm%2F&" in path], listed
+    assert not [path for path in listed if "prefix=stores%2Fa%2Fm%2F2%2F&" in path], listed
+
+
+@pytest.mark.parametrize("seconds", [30, 0.5])
+def test_the_limit_follows_from_the_size(
+    uploaded: Path, url: str, monkeypatch: pytest.MonkeyPatch, slow: SlowStore, seconds: float
+) -> None:
+    nbytes = 10**9
+    monkeypatch.setattr(remote_files, "ANSWER_S_MAX", 1.0)
+    monkeypatch.setattr(remote_files, "CONFIRM_BYTES_PER_S", int(nbytes / seconds))
+    folder, name = RemoteFolder(url), "m/1/tables.safetensors"
+    if seconds > 1:
+        assert folder.size(name, nbytes) == (uploaded / "tables.safetensors").stat().st_size
+        assert slow.asked == ["HEAD"]
+    else:
+        message = (
+            f"{url}/{name}: the remote store says: no answer within 1.5 s, for 1,000,000,000 "
+            "bytes at 2,000,000,000 bytes/s"
+        )
+        with pytest.raises(UnreachableError) as raised:
+            folder.size(name, nbytes)
+        assert str(raised.value) == message
+
+
+def test_a_file_that_is_not_there_is_found_out(uploaded: Path, url: str) -> None:
+    folder = RemoteFolder(url)
+    assert folder.has("m/1/manifest.json")
+    assert not folder.has("m/2/manifest.json")
+    assert ModelStore(url).versions("m") == [1]

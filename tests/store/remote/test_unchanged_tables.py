@@ -1,0 +1,199 @@
+"""An upload sends the tables that changed, and the store copies the others, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import s3fs
+import torch
+from store.remote.copying_s3 import CopyingStore
+from store.remote.s3_proxy import serve_proxy
+
+from embedserve_store import ModelStore, TableSpec, copy_versions, publish, verify
+from embedserve_store.remote import remote_files
+from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.unchanged_tables import UnchangedBytes, unchanged_ranges
+
+PART_BYTES = 5 << 20
+ROWS = {"a": 90_000, "b": 100_000, "c": 80_000, "d": 2_000}
+"""Rows of 256 bytes: three tables of several parts, and one of less than a part."""
+DIM = 64
+
+
+def publish_tables(store: Path | str, **values: float) -> None:
+    """Publishes "m" with these tables, whose rows differ by their values and numbers."""
+    tables = [TableSpec(name, ROWS[name], DIM, (name,), "sum", "float32") for name in values]
+    state = {
+        f"embedding_bags.{name}.weight": torch.arange(ROWS[name] * DIM, dtype=torch.float32)
+        .add(value)
+        .view(-1, DIM)
+        for name, value in values.items()
+    }
+    publish(state, store, model="m", tables=tables, layout_changed=True)
+
+
+@contextmanager
+def before(store: CopyingStore, endpoint: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sends requests through the stand-in."""
+    with serve_proxy(store.handler(), endpoint) as url:
+        patch.setenv("AWS_ENDPOINT_URL", url)
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "PART_BYTES", PART_BYTES)
+
+
+def check_stored(url: str, cache: Path, number: int) -> None:
+    verify(ModelStore(url, cache).load("m", number))
+
+
+def nbytes(url: str, number: int, *names: str) -> int:
+    tables = ModelStore(url).manifest("m", number).tables
+    return sum(table.nbytes for table in tables if table.name in names)
+
+
+def test_publishing_sends_the_table_that_changed(
+    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CopyingStore(endpoint)
+    with before(store, endpoint, monkeypatch):
+        publish_tables(url, a=1, b=2, c=3, d=4)
+        assert store.tried == 0
+        store.sent = 0
+        publish_tables(url, a=1, b=5, c=3, d=4)
+        check_stored(url, tmp_path, 2)
+    changed, total = nbytes(url, 2, "b"), nbytes(url, 2, *ROWS)
+    assert changed < store.sent < changed + 4 * PART_BYTES
+    size = RemoteFolder(url).size("m/2/tables.safetensors")
+    assert store.sent + store.copied == size + PART_BYTES  # one part is copied as a trial
+    assert size > total
+
+
+def test_tables_at_other_offsets_are_copied(
+    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Table b goes, and d comes; a and c lie elsewhere."""
+    local, store = tmp_path / "local", CopyingStore(endpoint)
+    publish_tables(local, a=1, b=2, c=3)
+    publish_tables(local, d=4, c=3, a=1)
+    with before(store, endpoint, monkeypatch):
+        copy_versions(local, url, "m")
+        check_stored(url, tmp_path / "cache", 2)
+    assert store.copied > nbytes(url, 2, "a", "c") - 4 * PART_BYTES
+
+
+def test_an_interrupted_upload_continues_with_copied_parts(
+    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, store = tmp_path / "local", CopyingStore(endpoint)
+    publish_tables(local, a=1, b=2)
+    publish_tables(local, a=1, b=5)
+    monkeypatch.setattr(remote_files, "PARTS_AT_ONCE", 1)
+
+    def interrupt(file: str, bytes_done: int, bytes_total: int) -> None:
+        if file == "tables.safetensors" and bytes_done > 0.8 * bytes_total:
+            raise KeyboardInterrupt
+
+    with before(store, endpoint, monkeypatch):
+        copy_versions(local, url, "m", 1)
+        store.sent = 0
+        with pytest.raises(KeyboardInterrupt):
+            copy_versions(local, url, "m", 2, progress=interrupt)
+        assert store.copied > 2 * PART_BYTES
+        assert ModelStore(url).versions("m") == [1]
+        copy_versions(local, url, "m", 2)
+        check_stored(url, tmp_path / "cache", 2)
+        size = RemoteFolder(url).size("m/2/tables.safetensors")
+    trials = 2 * PART_BYTES
+    assert store.sent + store.copied - trials == size  # no part came twice
+
+
+@pytest.mark.parametrize(
+    "error", [(501, "NotImplemented"), (403, "AccessDenied"), (404, "NoSuchKey")]
+)
+def test_a_store_that_refuses_gets_all_tables(
+    url: str,
+    endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: tuple[int, str],
+) -> None:
+    store = CopyingStore(endpoint, error=error)
+    with before(store, endpoint, monkeypatch):
+        publish_tables(url, a=1, b=2)
+        store.sent = 0
+        publish_tables(url, a=1, b=5)
+        check_stored(url, tmp_path, 2)
+    assert store.tried == 1
+    assert store.sent == RemoteFolder(url).size("m/2/tables.safetensors")
+
+
+def test_parts_that_were_copied_wrong_are_sent(
+    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as from an object that was written over."""
+    store = CopyingStore(endpoint, is_wrong=True)
+    with before(store, endpoint, monkeypatch):
+        publish_tables(url, a=1, b=2)
+        store.sent = 0
+        publish_tables(url, a=1, b=5)
+        check_stored(url, tmp_path, 2)
+    assert store.sent == RemoteFolder(url).size("m/2/tables.safetensors")
+
+
+def test_a_publisher_that_may_abort_no_upload_sends_all_tables(
+    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CopyingStore(endpoint, can_abort=False)
+    with before(store, endpoint, monkeypatch):
+        publish_tables(url, a=1, b=2)
+        publish_tables(url, a=1, b=5)
+        check_stored(url, tmp_path, 2)
+
+
+def test_a_store_that_ignores_the_source_gets_all_tables(url: str, tmp_path: Path) -> None:
+    """As rclone does: it takes a copy for the upload of an empty part."""
+    publish_tables(url, a=1, b=2)
+    publish_tables(url, a=1, b=5)
+    check_stored(url, tmp_path, 2)
+
+
+def test_a_damaged_manifest_of_the_version_before_is_left_alone(
+    url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, store = tmp_path / "local", CopyingStore(endpoint)
+    for value in (2, 5):
+        publish_tables(local, a=1, b=value)
+    with before(store, endpoint, monkeypatch):
+        copy_versions(local, url, "m", 1)
+        RemoteFolder(url).write("m/1/manifest.json", b"{}")
+        copy_versions(local, url, "m", 2)
+        assert store.tried == 0
+        check_stored(url, tmp_path / "cache", 2)
+
+
+def test_neighbours_are_one_range(tmp_path: Path) -> None:
+    for values in ({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 2, "c": 4}, {"c": 4, "b": 2}):
+        publish_tables(tmp_path, **values)
+    manifests = [ModelStore(tmp_path).manifest("m", number) for number in (1, 2, 3)]
+    files = [(tmp_path / "m" / str(n) / "tables.safetensors").read_bytes() for n in (1, 2, 3)]
+    (all_of_it,) = unchanged_ranges(manifests[0], manifests[0])
+    assert all_of_it[1] == len(files[0])
+    for new in range(3):
+        for base in range(3):
+            ranges = unchanged_ranges(manifests[new], manifests[base])
+            assert len(ranges) <= 2
+            for start, stop, at in ranges:
+                assert files[new][start:stop] == files[base][at : at + stop - start]
+
+
+def test_a_part_across_a_changed_table_is_not_there() -> None:
+    unchanged = UnchangedBytes("m/1/tables.safetensors", ((10, 20, 110), (30, 50, 230)))
+    wanted = [(10, 20), (12, 15), (15, 25), (20, 30), (31, 50), (49, 51)]
+    assert [unchanged.find(*one) for one in wanted] == [110, 112, None, None, 231, None]
