@@ -7,22 +7,26 @@ sends the supervisor heartbeats: while it waits, and after each file that it rea
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.memory import memory_bytes
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
+
+logger = logging.getLogger(__name__)
 
 PROCESS_NAME = "delta-applier"
 RETRY_S_MAX = 5.0
@@ -50,25 +54,63 @@ def run_applier(
     threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
     heartbeat = Heartbeat(supervisor)
     models = BeatingStore(settings, heartbeat)
-    followers = []
-    for name, followed in deltas.items():
-        version = versions[name]
-        line = DeltaLine(models, version.manifest)
-        room = memory_bytes(settings, version)
-        followers.append(DeltaFollower(name, line, followed, room))
-    is_told, wait_s = False, delta_poll_s(settings)
+
+    def follower(name: str) -> DeltaFollower:
+        line = DeltaLine(models, versions[name].manifest)
+        return DeltaFollower(name, line, deltas[name], memory_bytes(settings, versions[name]))
+
+    polls = [
+        Poll(partial(follower, name), followed.status, delta_poll_s(settings))
+        for name, followed in deltas.items()
+    ]
+    is_told = False
     while True:
-        looks = [follower.look() for follower in followers]
-        states = [followed.status.read() for followed in deltas.values()]
-        if not is_told and all(state.is_looked for state in states):
+        for poll in polls:
+            poll.look_if_due()
+        if not is_told and all(one.status.read().is_looked for one in deltas.values()):
             is_told = True
             heartbeat.send()
         heartbeat.beat()
-        if not any(looks):
-            has_failed = all(state.reason for state in states)
-            least_s = delta_poll_s(settings)
-            wait_s = min(2 * wait_s, max(RETRY_S_MAX, least_s)) if has_failed else least_s
-            heartbeat.wait(wait_s)
+        heartbeat.wait(min(poll.due_s for poll in polls) - time.monotonic())
+
+
+class Poll:
+    """Looks of one follower: at an interval that grows while no delta can be applied.
+
+    Attributes:
+        due_s: time of the next look, on the monotonic clock.
+    """
+
+    def __init__(
+        self, make: Callable[[], DeltaFollower], status: DeltaStatus, poll_s: float
+    ) -> None:
+        """
+        Args:
+            make: makes the follower, as the successor of one that may have failed anywhere.
+        """
+        self.due_s = 0.0
+        self._make, self._status = make, status
+        self._poll_s = self._wait_s = poll_s
+        self._follower = make()
+
+    def look_if_due(self) -> None:
+        if self.due_s > time.monotonic():
+            return
+        has_more = self._look()
+        is_failed = bool(self._status.read().reason)
+        longest_s = max(RETRY_S_MAX, self._poll_s)
+        self._wait_s = min(2 * self._wait_s, longest_s) if is_failed else self._poll_s
+        self.due_s = time.monotonic() + (0.0 if has_more else self._wait_s)
+
+    def _look(self) -> bool:
+        """Looks once. An unexpected error is that of this follower alone."""
+        try:
+            return self._follower.look()
+        except Exception as error:
+            logger.exception("deltas cannot be applied")
+            self._follower = self._make()
+            self._status.stall(f"{type(error).__name__}: {error}")
+            return False
 
 
 class Heartbeat:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import cast
@@ -75,7 +76,9 @@ class DeltaFollower:
         self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
         self._state = self._continued(followed.live.seq)
         self._position = self._state.applied.position(line.start.line)
-        self._known = self._position  # is ahead of it only during a hold
+        # Manifests are read ahead of the position during a hold, and while no delta is applied.
+        self._known = self._position
+        self._undos: list[Waiting] = []
         self._found_s = time.monotonic()
         self._list_after_s = 0.0
 
@@ -84,7 +87,7 @@ class DeltaFollower:
         during a hold.
 
         Returns:
-            Whether more deltas wait and may be applied.
+            Whether more deltas wait and may be applied at once.
         """
         start_s = time.perf_counter()
         error: StoreError | RowsFullError | None = None
@@ -93,7 +96,7 @@ class DeltaFollower:
         try:
             self._list_if_due()
             if is_held:
-                self._read_next_manifest()
+                self._read_ahead(1)
             else:
                 self._find(waiting)
         except StoreError as caught:
@@ -104,7 +107,10 @@ class DeltaFollower:
                 self._apply(waiting, start_s)
         except (StoreError, RowsFullError) as caught:
             error = caught
-        has_more = bool(waiting) and error is None and self._is_behind
+        if error is None:
+            has_more = bool(waiting) and self._is_behind
+        else:
+            has_more = not is_held and self._finds_undo()
         self._end(error, has_more=has_more, is_held=is_held)
         return has_more
 
@@ -136,21 +142,42 @@ class DeltaFollower:
         self._found_s = time.monotonic()
         self._list_after_s = min(max(2 * self._list_after_s, LIST_AFTER_S), LIST_AFTER_S_MAX)
 
-    def _read_next_manifest(self) -> None:
-        """Reads the manifest of the next delta that is not known, and no rows. Raises StoreError if
-        it is bad."""
-        if (found := self._line.after(self._known)) is None:
-            return
-        delta, end = found
-        if self._known.seq == self._position.seq:
-            self._state = replace(self._state, waiting_since=_seconds(delta.as_of))
-        wanted = max(self._state.wanted_seq, delta.seq)
-        self._state, self._known = replace(self._state, wanted_seq=wanted), end
-        self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S
+    def _read_ahead(self, most: int | None = None) -> None:
+        """Reads up to ``most`` manifests that are not known, and no rows. Raises StoreError at a
+        bad one."""
+        read = 0
+        while read != most and (found := self._line.after(self._known)) is not None:
+            delta, self._known = found
+            read += 1
+            if not self._state.waiting_since:
+                self._state = replace(self._state, waiting_since=_seconds(delta.as_of))
+            wanted = max(self._state.wanted_seq, delta.seq)
+            self._state = replace(self._state, wanted_seq=wanted)
+            self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S
+            if delta.reverts_to is not None:
+                self._undos.append(Waiting(delta, self._known))
+
+    def _finds_undo(self) -> bool:
+        """Returns whether manifests that are read ahead have an undo that is a way past an
+        error."""
+        before = self._known_undo()
+        with suppress(StoreError):
+            self._read_ahead()
+        return self._known_undo() is not before
+
+    def _known_undo(self) -> Waiting | None:
+        """Returns the last undo that was read ahead and leaves none of the deltas before it."""
+        for undo in reversed(self._undos):
+            if cast(int, undo.delta.reverts_to) <= self._position.seq:
+                return undo
+        return None
 
     def _find(self, waiting: list[Waiting]) -> None:
         """Adds the deltas of the next step to ``waiting``. Raises StoreError at a bad manifest;
         the deltas before it are in ``waiting``."""
+        if (undo := self._known_undo()) is not None:
+            waiting.append(undo)
+            return
         end, nbytes = self._position, 0
         while (found := self._line.after(end)) is not None:
             delta, end = found
@@ -180,26 +207,27 @@ class DeltaFollower:
         if self._takes_back(waiting[0].delta):
             self._revert(waiting[0], start_s)
             return
-        readable, changes, error = self._read(waiting)
+        parts, error = self._read(waiting)
         try:
-            if readable:
-                self._apply_once(readable, changes, start_s)
+            deltas = [one for part, _ in parts for one in part]
+            if deltas:
+                self._apply_once(deltas, [one for _, rows in parts for one in rows], start_s)
         except RowsFullError:
-            if len(readable) == 1:
+            if len(parts) == 1:
                 raise
-            for one in readable:
-                self._apply([one], start_s)
+            for part, rows in parts:
+                self._apply_once(part, rows, start_s)
         if error is not None:
             raise error
 
     def _read(
         self, waiting: Sequence[Waiting]
-    ) -> tuple[Sequence[Waiting], list[ChangedRows], StoreError | None]:
+    ) -> tuple[list[tuple[list[Waiting], list[ChangedRows]]], StoreError | None]:
         """Reads the rows of those ``waiting`` that are not undone by another of them.
 
         Returns:
-            The deltas before the first whose rows cannot be read, their rows in order, and the
-            error.
+            The deltas before the first whose rows cannot be read, in parts, and the error. A part
+            is a delta and its rows, or undone deltas and undos without rows.
         """
         manifests = {one.delta.seq: one.delta for one in waiting}
         read: dict[int, list[ChangedRows]] = {}
@@ -210,11 +238,16 @@ class DeltaFollower:
                 for delta in wanted:
                     if delta.seq not in read:
                         read[delta.seq] = [one for file in self._line.rows(delta) for one in file]
+                break
             except StoreError as caught:
                 error, last = caught, delta.seq - 1
-                continue
-            readable = [one for one in waiting if one.delta.seq <= last]
-            return readable, [one for delta in wanted for one in read[delta.seq]], error
+        parts: list[tuple[list[Waiting], list[ChangedRows]]] = []
+        rest = [one for one in waiting if one.delta.seq <= last]
+        for delta in wanted:
+            count = next(i for i, one in enumerate(rest) if one.delta is delta)
+            parts += [(rest[:count], []), ([rest[count]], read[delta.seq])]
+            rest = rest[count + 1 :]
+        return [part for part in (*parts, (rest, [])) if part[0]], error
 
     def _apply_once(
         self, waiting: Sequence[Waiting], changes: list[ChangedRows], start_s: float
@@ -237,7 +270,7 @@ class DeltaFollower:
             self._rows.apply(seq, [*self._line.rows_at(target, numbers, self._published)])
         self._advance([undo], start_s)
         self._rows.finish_undo()
-        why = undo.delta.why
+        why = " ".join(undo.delta.why.split())
         logger.warning("%s: delta %d reverts to delta %d: %s", self._name, seq, target, why)
 
     def _announce(self, last: Waiting) -> None:
@@ -253,6 +286,9 @@ class DeltaFollower:
         for one in waiting:
             freshness = freshness.plus(max(0.0, now - one.as_of))
         self._position = waiting[-1].end
+        if self._known.seq < self._position.seq:
+            self._known = self._position
+        self._undos = [undo for undo in self._undos if undo.end.seq > self._position.seq]
         self._write(
             replace(
                 state,
@@ -271,14 +307,13 @@ class DeltaFollower:
     ) -> None:
         """Writes the status after a look, and logs once a new reason and the effect of a hold."""
         before, is_behind = self._state, self._is_behind
-        if not is_held:
-            self._known = self._position
         state, reason, refused = CATCHING_UP if is_behind else FOLLOWING, "", before.refused
         if error is not None:
             state, reason = FULL if isinstance(error, RowsFullError) else STALLED, str(error)
             if reason != before.reason:
                 refused += 1
-                logger.error("%s: no delta after %d: %s", self._name, self._known.seq, reason)
+                last = self._known.seq if is_held else self._position.seq
+                logger.error("%s: no delta after %d: %s", self._name, last, reason)
         elif before.is_stopped and not is_held:
             logger.info("%s: deltas are applied again", self._name)
         if is_held:

@@ -93,7 +93,7 @@ class LiveRows:
         manifest = version.manifest
         _check_features(version)
         self.memory_max, self.undo = memory_max, undo
-        counts = {table.name: _spare_count(table, memory_max, undo) for table in manifest.tables}
+        counts = _spare_counts(manifest.tables, memory_max, undo)
         count = sum(counts.values()) + 1
         if count > NUMBER_MAX:
             raise StoreError(
@@ -188,10 +188,23 @@ def _check_features(version: ModelVersion) -> None:
             )
 
 
-def _spare_count(table: TableSpec, memory_max: int, undo: int) -> int:
-    """Returns the number of spare rows of a table, which take memory only once they are used."""
-    most = memory_max // (table.row_bytes + BYTES_PER_SPARE)
-    return min(most, (SPARES_PER_ROW + undo) * table.num_embeddings)
+def _spare_counts(tables: Sequence[TableSpec], memory_max: int, undo: int) -> dict[str, int]:
+    """Returns the number of spare rows of each table, which take memory only once they are used.
+
+    Spare rows for undos are fewer where not all could be numbered.
+    """
+    least, most = (
+        {
+            table.name: min(
+                memory_max // (table.row_bytes + BYTES_PER_SPARE), per_row * table.num_embeddings
+            )
+            for table in tables
+        }
+        for per_row in (SPARES_PER_ROW, SPARES_PER_ROW + undo)
+    )
+    left, more = NUMBER_MAX - 1 - sum(least.values()), sum(most.values()) - sum(least.values())
+    share = max(0.0, min(1.0, left / more)) if more else 0.0
+    return {name: one + int(share * (most[name] - one)) for name, one in least.items()}
 
 
 def _file_ranges(tables: TablesFile, counts: Mapping[str, int]) -> dict[str, FileRange]:

@@ -6,7 +6,7 @@ A killed writer leaves rows of a view that was never committed. The next writer 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -179,21 +179,39 @@ class RowsWriter:
         Raises:
             RowsFullError: that does not suffice.
         """
-        while True:
+        self._free_unseen()
+        self._check_room(changes, self._kept_for_undo())
+        while not self._has_room(changes):
+            self._kept.popleft()
             self._free_unseen()
-            try:
-                return self._check_room(changes)
-            except RowsFullError:
-                if len(self._kept) < 2:
-                    raise
-                self._kept.popleft()
 
-    def _check_room(self, changes: Sequence[ChangedRows]) -> None:
-        """Raises RowsFullError if the memory, or the spare rows of a table, do not suffice."""
+    def _kept_for_undo(self) -> Counter[str]:
+        """Returns the number of rows of each table that only an undo still needs."""
+        rows: Counter[str] = Counter()
+        oldest = min(self._live.committed[0], self._live.oldest_read())
+        for view, numbers in self._replaced:
+            if view <= oldest:
+                rows.update({name: len(own) for name, own in numbers.items()})
+        return rows
+
+    def _has_room(self, changes: Sequence[ChangedRows]) -> bool:
+        try:
+            self._check_room(changes, Counter())
+        except RowsFullError:
+            return False
+        return True
+
+    def _check_room(self, changes: Sequence[ChangedRows], freed: Counter[str]) -> None:
+        """Raises RowsFullError if the memory, or the spare rows of a table, do not suffice.
+
+        Args:
+            freed: rows of each table that can be used again beside the free ones.
+        """
         missing = {}
         for change in changes:
-            free = self._free[change.table.name]
-            missing[change.table.name] = max(0, len(change.numbers) - free.count)
+            name = change.table.name
+            available = self._free[name].count + freed[name]
+            missing[name] = max(0, len(change.numbers) - available)
         needed = sum(
             count * _spare_bytes(self._free[name].spare) for name, count in missing.items()
         )

@@ -25,7 +25,7 @@ from server.deltas.tables import (
     version_of,
 )
 
-from embedserve.deltas import membarrier
+from embedserve.deltas import live_rows, membarrier
 from embedserve.deltas.live_rows import NUMBER_MAX, LiveRows, RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
@@ -303,6 +303,31 @@ def test_rows_kept_for_an_undo_give_way_to_new_ones(version: ModelVersion) -> No
     assert not writer.revert(oldest[-1] - 1, 20)
     assert live.seq == 19
     assert writer.revert(oldest[-1], 20)
+
+
+def test_a_delta_that_does_not_fit_takes_no_rows_from_an_undo(version: ModelVersion) -> None:
+    live = LiveRows(version, 20 << 10, readers=1, undo=8)
+    writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
+    writer.apply(1, [rows_of(SPECS[0], *range(200))])
+    view, _ = reader.begin()
+    writer.apply(2, [rows_of(SPECS[0], *range(200), value=1)])
+    with pytest.raises(RowsFullError, match="limit is 20480"):
+        writer.apply(3, [rows_of(SPECS[0], *range(600))])
+    with pytest.raises(RowsFullError):  # the lookup needs what an undo would give away
+        writer.apply(3, [rows_of(SPECS[0], *range(200))])
+    assert writer.undo_from == 0
+    reader.end(view)
+    assert writer.revert(1, 3)
+
+
+def test_spare_rows_for_undos_are_fewer_where_not_all_can_be_numbered(
+    version: ModelVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = sum(spec.num_embeddings for spec in SPECS)
+    monkeypatch.setattr(live_rows, "NUMBER_MAX", 10 * rows)
+    live = LiveRows(version, 1 << 30, 1, undo=64)
+    assert 9.9 * rows < len(live.views) <= 10 * rows
+    assert all(len(one.rows) > 9 * one.table.num_embeddings for one in live.spares.values())
 
 
 def test_the_next_writer_keeps_no_former_rows(live: LiveRows) -> None:

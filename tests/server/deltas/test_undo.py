@@ -223,3 +223,61 @@ class UndosAndRestarts(RuleBasedStateMachine):
 
 TestUndosAndRestarts = UndosAndRestarts.TestCase
 TestUndosAndRestarts.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+def test_an_undo_far_behind_a_damaged_delta_is_found(followed: Followed) -> None:
+    """It lies past the deltas of one step, and its manifest is read once."""
+    followed.push(1, value=1)
+    for value in range(2, 8):
+        followed.push(2, value=value)
+    followed.damage(2)
+    followed.follower._step_bytes = 1
+    followed.follower.look()
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("stalled", 1)
+    assert followed.status.read().wanted_seq == 7
+    undo(followed, 1)
+    followed.push(3, value=9)
+    assert followed.follower.look()  # finds it, and is called again at once
+    assert followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (8, {1: 1})
+    followed.follower.look()
+    assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 9})
+
+
+def test_another_undo_is_a_way_past_one_that_cannot_be_applied(followed: Followed) -> None:
+    for seq in range(1, 5):
+        followed.push(seq, value=seq)
+    followed.follower.look()
+    followed.follower = followed.started()
+    undo(followed, 2)
+    (followed.deltas / f"{2:020d}.json").unlink()
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("stalled", 4)
+    assert not followed.follower.look()
+    undo(followed, 4)
+    assert followed.follower.look()
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("following", 6)
+    assert followed.changed() == {1: 1, 2: 2, 3: 3, 4: 4}
+
+
+def test_an_undone_delta_without_room_is_passed_over(followed: Followed) -> None:
+    followed.push(1, 2, 3, 4, value=1)
+    undo(followed, 0)
+    followed.push(5, value=3)
+    followed.push(6, 7, 8, value=4)
+    followed.rows.room = 3
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("full", 3, {5: 3})
+
+
+def test_the_log_has_a_reason_on_one_line(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed.push(1)
+    followed.follower.look()
+    undo_deltas(followed.models.where, "m", to=0, why="bad\nrows")
+    with caplog.at_level(logging.WARNING):
+        followed.follower.look()
+    assert caplog.messages == ["m: delta 2 reverts to delta 0: bad rows"]

@@ -1,0 +1,105 @@
+"""Polls of followers: each backs off by itself, and an unexpected error is that of one alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from embedserve.deltas.applier_process import RETRY_S_MAX, Poll
+from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.status import STALLED, DeltaStatus
+from embedserve_store.format.delta_manifest import LinePosition
+
+POLL_S = 0.25
+
+
+class Follower:
+    """Looks whose outcomes are given."""
+
+    def __init__(self, look: Callable[[], bool]) -> None:
+        self.look = look
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def poll_of(look: Callable[[DeltaStatus], bool]) -> tuple[Poll, DeltaStatus, list[int]]:
+    """Returns a poll, its status and the number of followers that were made."""
+    status, made = DeltaStatus(LinePosition(1, 0, "ab" * 32)), [0]
+
+    def make() -> DeltaFollower:
+        made[0] += 1
+        return cast(DeltaFollower, Follower(lambda: look(status)))
+
+    return Poll(make, status, POLL_S), status, made
+
+
+def waits(poll: Poll, clock: list[float], looks: int) -> list[float]:
+    found = []
+    for _ in range(looks):
+        poll.look_if_due()
+        found.append(poll.due_s - clock[0])
+        clock[0] = poll.due_s
+    return found
+
+
+def test_a_look_that_leaves_more_is_repeated_at_once(clock: list[float]) -> None:
+    outcomes = iter([True, False, False])
+    poll, *_ = poll_of(lambda _: next(outcomes))
+    assert waits(poll, clock, 3) == [0, POLL_S, POLL_S]
+
+
+def test_a_follower_that_fails_looks_ever_less_often_whatever_others_do(
+    clock: list[float],
+) -> None:
+    def fail(status: DeltaStatus) -> bool:
+        status.write(replace(status.read(), state=STALLED, reason="damaged"))
+        return False
+
+    failing, status, _ = poll_of(fail)
+    assert waits(failing, clock, 6) == [0.5, 1, 2, 4, RETRY_S_MAX, RETRY_S_MAX]
+    status.write(replace(status.read(), reason=""))
+    failing._follower = cast(Any, Follower(lambda: False))
+    assert waits(failing, clock, 1) == [POLL_S]
+
+
+def test_nothing_is_looked_for_before_it_is_due(clock: list[float]) -> None:
+    looks: list[float] = []
+
+    def look(_: DeltaStatus) -> bool:
+        looks.append(clock[0])
+        return False
+
+    poll, *_ = poll_of(look)
+    poll.look_if_due()
+    clock[0] += POLL_S / 2
+    poll.look_if_due()
+    assert looks == [100.0]
+
+
+def test_after_an_unexpected_error_the_follower_is_made_anew(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes = iter([ZeroDivisionError("by zero")])
+
+    def look(status: DeltaStatus) -> bool:
+        if error := next(outcomes, None):
+            raise error
+        status.write(replace(status.read(), state="following", reason=""))
+        return False
+
+    poll, status, made = poll_of(look)
+    assert waits(poll, clock, 1) == [2 * POLL_S]
+    now = status.read()
+    assert (now.state, now.reason, made) == (STALLED, "ZeroDivisionError: by zero", [2])
+    assert "by zero" in caplog.text
+    assert waits(poll, clock, 1) == [POLL_S]
+    assert (status.read().state, made) == ("following", [2])
