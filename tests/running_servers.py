@@ -122,6 +122,10 @@ def run_command(
     )
 
 
-def run_warm_command(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run_warm_command(
+    *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """The same of one that imports torch, where another test runs it as from a shell."""
-    return run_warm(command(*arguments), timeout=COMMAND_S_MAX, env=os.environ | WIDE)
+    return run_warm(
+        command(*arguments), timeout=COMMAND_S_MAX, env=os.environ | WIDE | (environment or {})
+    )

@@ -101,7 +101,9 @@ def kustomize(folder: Path) -> str:
     if shutil.which("kubectl") is None:
         pytest.fail("kubectl is missing: run deploy/install-debian-packages.sh", pytrace=False)
     command = ["kubectl", "kustomize", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    # It ends before garbage matters: to collect it takes a quarter of the CPU time.
+    environment = os.environ | {"GOGC": "off"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

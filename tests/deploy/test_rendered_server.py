@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from certificates import Authority
 from forkserver import WarmPopen
-from running_servers import WIDE, command, free_port, run_command
+from running_servers import WIDE, command, free_port, run_command, run_warm_command
 from server.small_store import publish_small_model
 
 from .conftest import Compose, Rendered
@@ -44,11 +44,13 @@ class Served:
     ports: dict[str, int]
     secrets: Path
 
-    def passes(self, probe: dict[str, Any]) -> bool:
-        """Runs a probe as kubelet does: without a certificate, and verifying none."""
+    def passes(self, probe: dict[str, Any], *, is_warm: bool = False) -> bool:
+        """Runs a probe as kubelet does: without a certificate, and verifying none. A warm command
+        leaves the CPU time to a server that starts."""
         if "exec" in probe:
             _, *arguments = probe["exec"]["command"]
-            return run_command(*arguments, environment=self.variables).returncode == 0
+            run = run_warm_command if is_warm else run_command
+            return run(*arguments, environment=self.variables).returncode == 0
         asked = probe["httpGet"]
         context = ssl._create_unverified_context() if asked.get("scheme") == "HTTPS" else None
         try:
@@ -152,7 +154,7 @@ def served(request: pytest.FixtureRequest, folder: Path, compose: Compose) -> It
     served = Served(rendered, variables, ports, folder)
     try:
         end = time.monotonic() + READY_S_MAX
-        while not served.passes(rendered.container["readinessProbe"]):
+        while not served.passes(rendered.container["readinessProbe"], is_warm=True):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.1)

@@ -1,4 +1,5 @@
-"""The way of a batch to GPUs and back, with the CPU as the device: the same answers."""
+"""The way of a batch to GPUs and back, with the CPU as the device: the answers of torchrec itself,
+whose lookup runs eagerly."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def batches_of(version: ModelVersion, lookups: list[Compiled]) -> DeviceBatches:
 def test_pooled(published: Publish, dtype: str, sharding: str, world_size: int) -> None:
     """Sums and means, without weights and with; also nothing but empty bags."""
     version = published(dtype=dtype, sharding=sharding, world_size=world_size)
-    batches, engine = batches_of(version, compiled(version)), restore(version)
+    batches, engine = batches_of(version, compiled(version)), restore(version, is_eager=True)
     features = version.manifest.features
     empty = np.zeros(0, np.int64), np.zeros(3 * len(features), np.int32)
     for ids, lengths in (to_kjt(sample(version, 7), features), empty):
@@ -79,7 +80,7 @@ def test_pooled(published: Publish, dtype: str, sharding: str, world_size: int) 
 @pytest.mark.parametrize(("sharding", "world_size"), PLANS[:2])
 def test_rows_that_are_not_pooled(tmp_path: Path, sharding: str, world_size: int) -> None:
     version = write_version(tmp_path, unpooled_source(), sharding=sharding, world_size=world_size)
-    batches, engine = batches_of(version, compiled(version)), restore(version)
+    batches, engine = batches_of(version, compiled(version)), restore(version, is_eager=True)
     ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
     values = batches.lookup(ids, lengths, None, as_float16=False)
     np.testing.assert_array_equal(values, engine.lookup(ids, lengths))
@@ -99,7 +100,7 @@ def test_tables_on_one_device_are_looked_up_by_the_kernel_alone(tmp_path: Path) 
     assert not any("cumsum" in one for one in operators)
     ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
     values = batches_of(version, lookups).lookup(ids, lengths, None, as_float16=False)
-    np.testing.assert_array_equal(values, restore(version).lookup(ids, lengths))
+    np.testing.assert_array_equal(values, restore(version, is_eager=True).lookup(ids, lengths))
 
 
 def test_several_threads_at_once(published: Publish) -> None:

@@ -22,6 +22,8 @@ from embedserve.pipeline import RequestPipeline
 
 MakeBatcher = Callable[[Limits], Batcher]
 TEST_S_MAX = 120
+"""Seconds until a test counts as hung. Some need 11 s of CPU time, and a machine that is busy with
+something else may give them a sixth of a core."""
 
 
 @pytest.fixture(autouse=True)
