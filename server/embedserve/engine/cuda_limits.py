@@ -1,8 +1,7 @@
 """Checks for tables that FBGEMM's CUDA kernels cannot serve, though its CPU kernels can. Errors
 name the table.
 
-The limits come from FBGEMM's sources. No function here uses a GPU, and no run on a GPU has
-confirmed the limits yet.
+The limits come from FBGEMM's sources. No function here uses a GPU.
 """
 
 from __future__ import annotations

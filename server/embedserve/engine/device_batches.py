@@ -5,8 +5,7 @@ are divided and values rounded to float16 on the GPU. Each batch has its own str
 copy to the last, so that one batch is copied while another is looked up. The calling thread waits
 for the last copy without holding the GIL.
 
-With the CPU as the device the same code runs without streams and pinned memory. No line of this
-module has run on a GPU yet.
+With the CPU as the device the same code runs without streams and pinned memory.
 """
 
 from __future__ import annotations

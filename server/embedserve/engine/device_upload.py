@@ -1,7 +1,7 @@
 """Uploads rows of the mapped file to devices. Each device has two pinned buffers and a thread.
 
 While one buffer is copied to the device the other is filled. In addition to the page cache, the
-upload uses no more host memory than these buffers. No line of this module has run on a GPU yet.
+upload uses no more host memory than these buffers.
 With the CPU as the device the same code runs without streams and pinned memory.
 """
 

@@ -32,7 +32,7 @@ LOOKUP_OPERATOR = "fbgemm::int_nbit_split_embedding_codegen_lookup_function"
 WORK_BYTES = 512 << 20
 """Bytes of each GPU's memory that tables leave free for batches. They hold two batches at once,
 each as large as the limits let a lone request be. A GPU holds the values of a batch up to four
-times: as looked up, reordered, the divisors, and rounded. No server was measured on GPUs yet."""
+times: as looked up, reordered, the divisors, and rounded."""
 
 
 @dataclass(frozen=True)
