@@ -195,7 +195,7 @@ class ServeSettings:
     deltas: str = setting(
         "none",
         "none: rows are those of the versions; follow: rows that training pushes as deltas are "
-        "applied while the server runs, on CPUs and with fixed versions.",
+        "applied while the server runs, whose versions are fixed.",
     )
     delta_poll_s: float = setting(
         0.0,

@@ -165,11 +165,6 @@ def check_device(settings: ServeSettings, device_type: str) -> None:
         raise ValueError(f"follow is {settings.follow!r}, but {why}")
     if device_type != "cuda":
         return
-    if settings.deltas != "none":
-        raise ValueError(
-            f"deltas is {settings.deltas!r}, but the tables go to GPUs, where no delta is applied "
-            "yet: use --devices cpu"
-        )
     if settings.workers > 1:
         raise ValueError(
             f"workers is {settings.workers}, but the tables go to GPUs, and each worker would copy "

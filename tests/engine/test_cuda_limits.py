@@ -23,7 +23,12 @@ from torchrec.modules.embedding_configs import data_type_to_sparse_type
 
 from embedserve.engine.attach_weights import attach_weights
 from embedserve.engine.compile import EAGER, Compiled
-from embedserve.engine.cuda_limits import COLUMNS_MAX, check_columns, check_half_range
+from embedserve.engine.cuda_limits import (
+    COLUMNS_MAX,
+    check_changed_rows,
+    check_columns,
+    check_half_range,
+)
 from embedserve.engine.engine import Engine
 from embedserve.engine.sharded import shard
 from embedserve_store import (
@@ -37,6 +42,7 @@ from embedserve_store import (
     TableSpec,
     publish,
 )
+from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.table_spec import CODES_MAX, DTYPES
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.reference_pooling import pool
@@ -149,9 +155,25 @@ def test_scales_of_128_and_up_overflow(dtype: str) -> None:
     rows = np.hstack((heads, np.zeros((3, table.row_bytes - 4), np.uint8)))
     finite = np.isfinite(rows_in_half(rows, dtype, 4)).all(axis=1)
     assert finite.tolist() == [True, True, False]
-    check_half_range(heads[:2], table, 0)
+    check_half_range(heads[:2], table, range(2))
     with pytest.raises(StoreError, match="table 't': row 102 has the scale 128 and the bias 0"):
-        check_half_range(heads, table, 100)
+        check_half_range(heads, table, range(100, 100 + len(heads)))
+
+
+@pytest.mark.parametrize("dtype", CODES_MAX)
+def test_rows_of_a_delta_that_overflow_are_refused(dtype: str) -> None:
+    table = TableSpec("t", 30, 4, ("f",), "sum", dtype)
+    values = np.zeros((2, table.row_bytes), np.uint8)
+    check_changed_rows(ChangedRows(table, np.array([4, 17]), values))
+    values[1, :4] = np.array([128, 0], "<f2").view(np.uint8)
+    with pytest.raises(StoreError, match="table 't': row 17 has the scale 128 and the bias 0"):
+        check_changed_rows(ChangedRows(table, np.array([4, 17]), values))
+
+
+def test_rows_of_a_delta_in_floats_are_not_read() -> None:
+    table = TableSpec("t", 30, 4, ("f",), "sum", "float32")
+    values = np.full((1, table.row_bytes), 0x58, np.uint8)
+    check_changed_rows(ChangedRows(table, np.array([4]), values))
 
 
 class OnGpu(Engine):

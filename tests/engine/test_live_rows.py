@@ -3,6 +3,8 @@ the deltas: its lookup runs eagerly."""
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +22,14 @@ from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
 from embedserve_store import DeltaWriter, ModelStore, ModelVersion, compact_deltas, publish
 from embedserve_store.deltas.delta_line import DeltaLine
-from embedserve_store.format.table_spec import DTYPES
+from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.table_spec import DTYPES, TableSpec
 
 MEMORY = 256 << 10
+GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+)
 TABLES = [
     ("movie", 1001, 6, ["history", "candidate"], PoolingType.MEAN),
     ("genre", 3, 16, ["genres"], PoolingType.SUM),
@@ -94,11 +101,16 @@ def look_up(engine: Engine, live: LiveRows | None, weighted: bool) -> np.ndarray
     weights = random.normal(size=len(ids)).astype(np.float32) if weighted else None
     if live is None:
         return engine.lookup(ids, lengths.reshape(-1), weights)
-    reader = RowsReader(live, 0, engine.plan)
+    reader = reader_of(live, engine)
     view, _ = reader.begin()
     found = engine.lookup(reader.newest(ids, counts, view), lengths.reshape(-1), weights)
     reader.end(view)
     return found
+
+
+def reader_of(live: LiveRows, engine: Engine) -> RowsReader:
+    upload = None if engine.spare_rows is None else engine.spare_rows.upload
+    return RowsReader(live, 0, engine.plan, upload)
 
 
 def compacted(store: Path, model: str) -> ModelVersion:
@@ -131,3 +143,89 @@ def test_unpooled_rows_on_three_ranks(unpooled: Path, is_eager: bool) -> None:
     same = restore(compacted(unpooled, "rows"), "cpu:3", is_eager=True)
     expected = look_up(same, None, False)
     assert np.array_equal(look_up(engine, live, False), expected)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(one, marks=GPU) for one in DTYPES])
+def test_changed_rows_on_a_gpu(pooled: Path, dtype: str) -> None:
+    live = replay(pooled, dtype)
+    engine = restore(live.version, "cuda", live=live)
+    same = restore(compacted(pooled, dtype), "cuda")
+    for weighted in (False, True):
+        expected = look_up(same, None, weighted)
+        assert np.array_equal(look_up(engine, live, weighted), expected)
+        assert not np.array_equal(look_up(engine, None, weighted), expected)
+    engine.check()
+
+
+@pytest.mark.parametrize("devices", [pytest.param("cuda", marks=GPU)])
+def test_unpooled_rows_on_a_gpu(unpooled: Path, devices: str) -> None:
+    live = replay(unpooled, "rows")
+    engine = restore(live.version, devices, live=live)
+    same = restore(compacted(unpooled, "rows"), devices)
+    expected = look_up(same, None, False)
+    assert np.array_equal(look_up(engine, live, False), expected)
+
+
+@pytest.mark.parametrize("devices", ["cpu:1", pytest.param("cuda", marks=GPU)])
+def test_every_lookup_has_the_rows_of_its_seq(tmp_path: Path, devices: str) -> None:
+    """A writer applies and undoes deltas while threads look up. Spare rows are used many times."""
+    rows, dim = 5000, 8
+    source = collection([(name, rows, dim, [name], PoolingType.SUM) for name in "ab"])
+    publish(source, tmp_path, model="m", dtype="float32")
+    version = ModelStore(tmp_path).load("m")
+    live = LiveRows(version, 2 << 20, readers=1, undo=4)
+    engine = restore(live.version, devices, live=live)
+    reader = reader_of(live, engine)
+    always, ended = np.arange(200), threading.Event()
+    value_of = {0: np.nan}
+
+    def look_up_always() -> int:
+        random, seqs = np.random.default_rng(), set()
+        while not ended.is_set():
+            ids = np.concatenate([random.choice(always, 300) for _ in "ab"])
+            view, seq = reader.begin()
+            try:
+                numbers = reader.newest(ids, np.array([300, 300]), view)
+                values = engine.lookup(numbers, np.ones(600, np.int32))
+            finally:
+                reader.end(view)
+            if seq:
+                assert np.unique(values).tolist() == [value_of[seq]]
+            seqs.add(seq)
+        return len(seqs)
+
+    def upload_always() -> None:
+        while not ended.wait(0.001):
+            reader.advance()
+
+    writer, random = RowsWriter(live), np.random.default_rng(3)
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(look_up_always) for _ in range(3)]
+        uploads = threads.submit(upload_always)
+        try:
+            for seq in range(1, 400):
+                target = seq - int(random.integers(1, 4))
+                if seq % 7 == 0 and target >= 1:
+                    value_of[seq] = value_of[target]
+                    if writer.revert(target, seq):
+                        writer.finish_undo()
+                        continue
+                value_of[seq] = float(seq)
+                writer.apply(
+                    seq, [changed(t, seq, always, random) for t in version.manifest.tables]
+                )
+        finally:
+            ended.set()
+        assert all(one.result() > 20 for one in running)
+        uploads.result()
+    assert 0 < live.peaks.sum() < 100_000  # of more than 300,000 that were written
+
+
+def changed(
+    table: TableSpec, seq: int, always: np.ndarray, random: np.random.Generator
+) -> ChangedRows:
+    """Returns rows of ``table``, those of ``always`` among them, that are all ``seq``."""
+    some = random.choice(table.num_embeddings, int(random.integers(1, 500)))
+    numbers = np.unique(np.concatenate([always, some]))
+    values = np.full((len(numbers), table.row_bytes // 4), seq, np.float32)
+    return ChangedRows(table, numbers, values.view(np.uint8))

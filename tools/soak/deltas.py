@@ -93,7 +93,7 @@ class Report:
 class DeltaSoak:
     """A server, a trainer and callers, and what happens to them."""
 
-    def __init__(self, folder: Path, rows_per_minute: int, seed: int) -> None:
+    def __init__(self, folder: Path, rows_per_minute: int, seed: int, devices: str) -> None:
         self.report = Report()
         self._store = folder / "store"
         self._random = Random(seed)
@@ -109,10 +109,12 @@ class DeltaSoak:
             for table in range(TABLES)
         ]
         publish(weights, self._store, model=MODEL, tables=tables)
-        options = ("--deltas", "follow", "--workers", WORKERS, "--delta-memory", MEMORY)
+        workers = 1 if devices == "cuda" else WORKERS
+        options = ("--deltas", "follow", "--workers", workers, "--delta-memory", MEMORY)
         ports = ("--http-port", self._http, "--grpc-port", grpc)
         # Versions that are compacted meanwhile are not for this server.
-        arguments = ("serve", self._store, "--model", f"{MODEL}@1", *ports, *options)
+        model = ("--model", f"{MODEL}@1", "--devices", devices)
+        arguments = ("serve", self._store, *model, *ports, *options)
         with (folder / "server.log").open("wb") as log:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", SERVE, *map(str, arguments)], stdout=log, stderr=log
@@ -293,12 +295,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--rows-per-minute", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--devices", default="cpu", help="as of embedserve serve")
     parser.add_argument("--output", type=Path, help="folder for the store and the log")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-deltas-") as where:
         folder = chosen.output or Path(where)
         folder.mkdir(parents=True, exist_ok=True)
-        with closing(DeltaSoak(folder, chosen.rows_per_minute, chosen.seed)) as soak:
+        with closing(
+            DeltaSoak(folder, chosen.rows_per_minute, chosen.seed, chosen.devices)
+        ) as soak:
             soak.run(chosen.minutes, chosen.kills)
     print_report(soak.report)
     sys.exit(1 if soak.report.wrong else 0)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
-from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.follower import CheckRows, DeltaFollower
 from embedserve.deltas.memory import memory_bytes
 from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store.deltas.delta_line import DeltaLine
@@ -41,6 +41,7 @@ def run_applier(
     versions: Mapping[str, ModelVersion],
     deltas: Mapping[str, FollowedModel],
     supervisor: socket.socket,
+    check_rows: CheckRows | None = None,
 ) -> None:
     """Applies deltas until SIGTERM, or until the supervisor is gone.
 
@@ -48,6 +49,7 @@ def run_applier(
 
     Args:
         versions, deltas: versions and their memory, by served name.
+        check_rows: as in DeltaFollower.
     """
     with suppress(OSError):  # ps shows which process it is
         Path("/proc/self/comm").write_text(PROCESS_NAME)
@@ -57,7 +59,8 @@ def run_applier(
 
     def follower(name: str) -> DeltaFollower:
         line = DeltaLine(models, versions[name].manifest)
-        return DeltaFollower(name, line, deltas[name], memory_bytes(settings, versions[name]))
+        room = memory_bytes(settings, versions[name])
+        return DeltaFollower(name, line, deltas[name], room, check_rows)
 
     polls = [
         Poll(partial(follower, name), followed.status, delta_poll_s(settings))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -43,6 +43,8 @@ LIST_AFTER_S = 10.0
 each listing that finds nothing: listing a long line of an object store takes many requests."""
 LIST_AFTER_S_MAX = 300.0
 
+CheckRows = Callable[[ChangedRows], None]
+
 
 @dataclass(frozen=True)
 class Waiting:
@@ -60,16 +62,23 @@ class DeltaFollower:
     """Applies the deltas of one line, as its only writer."""
 
     def __init__(
-        self, name: str, line: DeltaLine, followed: FollowedModel, memory_bytes: int
+        self,
+        name: str,
+        line: DeltaLine,
+        followed: FollowedModel,
+        memory_bytes: int,
+        check_rows: CheckRows | None = None,
     ) -> None:
         """Continues where a follower before it ended, even if it was killed.
 
         Args:
             name: name that the model is served by, for the log.
             memory_bytes: room for changed rows; no step reads more, unless one delta has more.
+            check_rows: raises StoreError for rows that the device of the lookups cannot serve.
         """
         self._name = name
         self._line = line
+        self._check_rows = check_rows
         self._rows = RowsWriter(followed.live)
         self._published = followed.live.tables
         self._status, self._hold = followed.status, followed.hold
@@ -237,7 +246,7 @@ class DeltaFollower:
             try:
                 for delta in wanted:
                     if delta.seq not in read:
-                        read[delta.seq] = [one for file in self._line.rows(delta) for one in file]
+                        read[delta.seq] = self._checked(delta)
                 break
             except StoreError as caught:
                 error, last = caught, delta.seq - 1
@@ -248,6 +257,14 @@ class DeltaFollower:
             parts += [(rest[:count], []), ([rest[count]], read[delta.seq])]
             rest = rest[count + 1 :]
         return [part for part in (*parts, (rest, [])) if part[0]], error
+
+    def _checked(self, delta: DeltaManifest) -> list[ChangedRows]:
+        """Returns the rows of a delta. Raises StoreError if they cannot be read or served."""
+        rows = [one for file in self._line.rows(delta) for one in file]
+        if self._check_rows is not None:
+            for one in rows:
+                self._check_rows(one)
+        return rows
 
     def _apply_once(
         self, waiting: Sequence[Waiting], changes: list[ChangedRows], start_s: float

@@ -77,6 +77,8 @@ class LiveRows:
         spares: spare rows of each table, by its name.
         newest, views, before: uint32 arrays, described above.
         peaks: uint64 [tables], number of spare rows of each table that were ever used.
+        uploaded: view, and its seq, that lookups of this process use, where they run on a device
+            that the rows are copied to first; else None.
     """
 
     def __init__(self, version: ModelVersion, memory_max: int, readers: int, undo: int = 0) -> None:
@@ -121,6 +123,7 @@ class LiveRows:
         self._newest = words[2 * _CACHE_LINE + 1 : cells_end : _CACHE_LINE]
         self._oldest[:] = IDLE
         self.peaks = words[cells_end:]
+        self.uploaded: tuple[int, int] | None = None
         self.start = position_of(manifest)
         self.commit(1, self.start.seq)
 
@@ -135,8 +138,8 @@ class LiveRows:
 
     @property
     def seq(self) -> int:
-        """Returns the seq of the last delta that lookups read."""
-        return self.committed[1]
+        """Returns the seq of the last delta that lookups of this process read."""
+        return (self.uploaded or self.committed)[1]
 
     def commit(self, view: int, seq: int) -> None:
         """Makes ``view`` the view of lookups that begin from now on, in one store."""
@@ -155,6 +158,14 @@ class LiveRows:
     def set_written(self, view: int) -> None:
         """Announces that rows of ``view`` are going to be written to ``newest``."""
         self._written[0] = view
+
+    def written_since(self, view: int) -> Iterator[tuple[SpareRows, NDArray[np.int64]]]:
+        """Yields each table with spare rows that were written after ``view``, and the positions of
+        these rows among its spare rows. Some may be of a later view than the committed one."""
+        for spare, peak in zip(self.spares.values(), self.peaks, strict=True):
+            written = np.flatnonzero(self.views[spare.start : spare.start + int(peak)] > view)
+            if len(written):
+                yield spare, written
 
     def set_cell(self, reader: int, oldest: int, newest: int) -> None:
         """Sets the oldest and the newest view that a process reads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,19 @@ STEPS_MAX = 100_000
 class RowsReader:
     """Reader of the shared rows of one version, in one process. Threads may share it."""
 
-    def __init__(self, live: LiveRows, reader: int, plan: Plan) -> None:
+    def __init__(
+        self,
+        live: LiveRows,
+        reader: int,
+        plan: Plan,
+        upload: Callable[[int], None] | None = None,
+    ) -> None:
         """
         Args:
             reader: number of this process among the readers of ``live``.
             plan: plan of the engine that gets the row numbers.
+            upload: copies the rows of a view to the device that looks them up, and returns when
+                they are there; None where lookups read the shared rows.
 
         Raises:
             OSError: this host does not support membarrier(2).
@@ -36,6 +45,7 @@ class RowsReader:
         self._reader = reader
         self._lock = threading.Lock()
         self._views: list[int] = []
+        self._upload = upload
         spares = {column.feature: live.spares[column.table.name] for column in manifest.columns}
         features = [spares[feature] for feature in range(len(manifest.features))]
         self._row_starts = np.array([one.row_start for one in features])
@@ -43,21 +53,54 @@ class RowsReader:
         blocks = [_blocks(plan, one) for one in features]
         self._ranks, self._rank_rows = np.array(blocks).T
         self._is_row_wise = bool((self._ranks > 1).any())
+        if upload is not None:
+            live.uploaded = self._begin_committed()
+            upload(live.uploaded[0])
+
+    @property
+    def is_uploaded(self) -> bool:
+        """Returns whether lookups run on a device that ``advance`` uploads rows to."""
+        return self._upload is not None
 
     def begin(self) -> tuple[int, int]:
         """Returns the view of a lookup that begins, and its seq.
 
         Until ``end`` is called with the view, none of its rows is overwritten.
         """
-        live = self._live
         with self._lock:
-            while True:
-                view, seq = committed = live.committed
-                self._views.append(view)
-                self._set_cell()
-                if live.committed == committed:
-                    return view, seq
-                self._end(view)  # the writer may have read the cell before it was set
+            if (uploaded := self._live.uploaded) is None:
+                return self._begin_committed()
+            self._views.append(uploaded[0])  # a view that is in use already: the cell is set
+            return uploaded
+
+    def advance(self) -> None:
+        """Uploads the rows of the committed view, and makes lookups begin with it. Does nothing
+        where nothing is uploaded. One thread calls it.
+
+        Raises:
+            any error of the upload; lookups then begin with the view before.
+        """
+        live, before = self._live, self._live.uploaded
+        if before is None or self._upload is None or live.committed == before:
+            return
+        with self._lock:
+            committed = self._begin_committed()
+        ended = committed
+        try:
+            self._upload(committed[0])
+            live.uploaded, ended = committed, before
+        finally:
+            self.end(ended[0])
+
+    def _begin_committed(self) -> tuple[int, int]:
+        live = self._live
+        while True:
+            view, seq = committed = live.committed
+            self._views.append(view)
+            self._set_cell()
+            if live.committed == committed:
+                return view, seq
+            self._end(view)  # the writer may have read the cell before it was set
 
     def end(self, view: int) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ import torch
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
 from embedserve.engine.device_upload import RowCopy, copy_all
+from embedserve.engine.gpu_spare_rows import GpuSpareRows
 from embedserve.engine.kernel_rows import KernelTables, Rows
 from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
 from embedserve_store.model_version import ModelVersion
@@ -27,9 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 def attach_weights(
-    sharded: ShardedQuantEmbeddingBagCollection, version: ModelVersion, device_type: str
+    sharded: ShardedQuantEmbeddingBagCollection,
+    version: ModelVersion,
+    device_type: str,
+    spare_rows: GpuSpareRows | None = None,
 ) -> None:
-    """Gives every kernel of ``sharded`` its shards' rows: mapped on CPU, copied on CUDA.
+    """Gives every kernel of ``sharded`` its shards' rows: mapped on CPU, copied on CUDA. There the
+    room for rows that change is that of ``spare_rows``.
 
     Column shards are no contiguous range of the file, so they are copied on CPU, too; no other rows
     are. torchrec gives column_wise tables separate kernels.
@@ -38,7 +43,7 @@ def attach_weights(
         StoreError: a row that the CUDA kernels cannot dequantize.
     """
     if device_type != "cpu":
-        copy_all(gpu_copies(sharded, version), str(version.path))
+        copy_all(gpu_copies(sharded, version, spare_rows), str(version.path))
         return
     mapped = as_tensor(version.tables.data)
     copied_bytes = 0
@@ -136,14 +141,19 @@ def _copied_columns(
 
 
 def gpu_copies(
-    sharded: ShardedQuantEmbeddingBagCollection, version: ModelVersion
+    sharded: ShardedQuantEmbeddingBagCollection,
+    version: ModelVersion,
+    spare_rows: GpuSpareRows | None = None,
 ) -> list[list[RowCopy]]:
     """Returns the row copies that each GPU's kernels need. Allocates the kernels' memory, with each
     row padded to 16 bytes, as the CUDA kernels read it."""
     mapped, alignment = as_tensor(version.tables.data), ROW_ALIGNMENT_BYTES["cuda"]
     of_devices: dict[torch.device, list[RowCopy]] = {}
     for kernel, config in sharded.tbes_configs().items():
-        kernel.initialize_weights()
+        if spare_rows is None:
+            kernel.initialize_weights()
+        else:
+            spare_rows.reserve(kernel, config)
         copies = of_devices.setdefault(kernel.weights_dev.device, [])
         for shard_config, parts, offset in zip(
             config.embedding_tables,

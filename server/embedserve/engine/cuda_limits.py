@@ -6,12 +6,15 @@ The limits come from FBGEMM's sources. No function here uses a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.table_spec import CODES_MAX, TableSpec
+from embedserve_store.format.table_spec import CODES_MAX, SCALE_BIAS_BYTES, TableSpec
 from embedserve_store.plans.plan import Plan
 
 ROWS_MAX = 2**31 - 1
@@ -51,12 +54,15 @@ def check_columns(manifest: Manifest, plan: Plan) -> None:
             )
 
 
-def check_half_range(heads: NDArray[np.uint8], table: TableSpec, first_row: int) -> None:
+def check_half_range(
+    heads: NDArray[np.uint8], table: TableSpec, rows: Sequence[int] | NDArray[np.int64]
+) -> None:
     """Raises StoreError for an int8 or int4 row that the CUDA kernels would make infinite. They
     multiply its scale, and compute its values, in float16.
 
     Args:
-        heads: uint8 [n, 4], the scale and bias of each row, from ``first_row`` of ``table`` on.
+        heads: uint8 [n, 4], the scale and bias of each row.
+        rows: number of each row in ``table``.
     """
     pairs = np.ascontiguousarray(heads).view("<f2").astype(np.float32)
     scale, bias = pairs[:, 0], pairs[:, 1]
@@ -65,8 +71,15 @@ def check_half_range(heads: NDArray[np.uint8], table: TableSpec, first_row: int)
     if wrong.size:
         row = int(wrong[0])
         raise StoreError(
-            f"table {table.name!r}: row {first_row + row} has the scale {scale[row]:g} and the "
+            f"table {table.name!r}: row {rows[row]} has the scale {scale[row]:g} and the "
             f"bias {bias[row]:g}: FBGEMM's CUDA kernels dequantize {table.dtype} in float16, where "
             f"{SCALE_FACTOR} times the scale and every value is {HALF_MAX:g} at most; publish it "
             "as float32, or serve it on the CPU"
         )
+
+
+def check_changed_rows(changed: ChangedRows) -> None:
+    """Raises StoreError for rows of a delta that GPUs cannot serve."""
+    if changed.table.dtype in CODES_MAX:
+        heads = changed.values[:, :SCALE_BIAS_BYTES]
+        check_half_range(heads, changed.table, changed.numbers)

@@ -74,7 +74,8 @@ class RowCopy:
         """Raises StoreError if GPUs cannot serve one of these rows."""
         if self.table.dtype in CODES_MAX:
             heads = self.stored[first : first + count, :SCALE_BIAS_BYTES]
-            check_half_range(heads, self.table, self.first_row + first)
+            start = self.first_row + first
+            check_half_range(heads, self.table, range(start, start + count))
 
     def release(self, first: int, count: int) -> None:
         """Drops the mapped pages of these rows, which are not read again."""

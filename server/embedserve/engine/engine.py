@@ -16,6 +16,7 @@ import torch
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.engine.compile import KINDS, Compiled
 from embedserve.engine.device_batches import DeviceBatches
+from embedserve.engine.gpu_spare_rows import GpuSpareRows
 from embedserve.engine.replicas import Replicas
 from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
@@ -57,6 +58,7 @@ class Engine:
         compiled: compiled lookups of all replicas in order; a pooled model has a plain and a
             weighted lookup in each replica.
         rows: reader of changed rows, set by whoever serves deltas; the engine does not use it.
+        spare_rows: room for changed rows on the GPU; None elsewhere, or if no row changes.
         lookup_kind: the slowest kind among ``compiled``, one of compile.KINDS.
     """
 
@@ -66,10 +68,12 @@ class Engine:
         plan: Plan,
         device_type: str,
         compiled: Sequence[Sequence[Compiled]],
+        spare_rows: GpuSpareRows | None = None,
     ) -> None:
         """
         Args:
             compiled: compiled lookups of each replica; on the CPU there is one replica.
+            spare_rows: room for changed rows on the GPU, if they change there.
         """
         self.manifest: Manifest = version.manifest
         self.translator: IdTranslator = version.translator
@@ -77,6 +81,7 @@ class Engine:
         self.device_type = device_type
         self.waits_for_device = device_type == "cuda"
         self.rows: RowsReader | None = None
+        self.spare_rows = spare_rows
         self.replicas = len(compiled)
         self.compiled = tuple(one for replica in compiled for one in replica)
         self.lookup_kind = max((one.kind for one in self.compiled), key=KINDS.index)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from embedserve.deltas.live_rows import LiveRows
 from embedserve.engine.attach_weights import cpu_rows
 from embedserve.engine.compile import (
     EAGER,
@@ -23,6 +24,7 @@ from embedserve.engine.compile import (
 )
 from embedserve.engine.cuda_limits import check_columns, check_fits_cuda
 from embedserve.engine.engine import Engine
+from embedserve.engine.gpu_spare_rows import GpuSpareRows
 from embedserve.engine.gpus import (
     LAYOUTS,
     ON_GPUS,
@@ -126,6 +128,7 @@ def restore(
     is_eager: bool = False,
     programs: Programs | None = None,
     may_compile: bool = True,
+    live: LiveRows | None = None,
     on_warming: Callable[[], None] | None = None,
 ) -> Engine:
     """Returns the engine of ``version``, warm and checked against its goldens.
@@ -143,6 +146,7 @@ def restore(
             with a cached layout is neither sharded nor compiled.
         may_compile: whether no other lookup runs through a module meanwhile. While torch.fx traces
             a module it patches all modules of the process.
+        live: rows of ``version`` that change while it is served, for an engine on a GPU.
         on_warming: called when the version is restored, before it warms up and is compared.
 
     Raises:
@@ -153,6 +157,11 @@ def restore(
     device_type, world_size = resolve_devices(devices, version.plan.world_size, gpus)
     first_gpus = range(1)
     if device_type == "cuda":
+        if live is not None and gpus.count > 1:
+            raise StoreError(
+                f"{version.path}: its deltas are applied on one GPU, and there are {gpus.count}: "
+                "name one in CUDA_VISIBLE_DEVICES"
+            )
         layout = _layout_of({str(version.path): version}, gpus, gpu_layout, strict_plan)
         plan = _plan_on_gpus(version, gpus, layout, strict_plan)
         first_gpus = range(0, gpus.count, plan.world_size)
@@ -170,11 +179,16 @@ def restore(
             f"{version.path}: it has to be compiled anew, and meanwhile lookups that run eagerly "
             "would fail: restart the server to serve it"
         )
+    spare_rows = None
+    if live is not None and device_type == "cuda":
+        spare_rows = GpuSpareRows(live, main_device(device_type))
     if known is None:
-        compiled = _compile(version, plan, device_type, first_gpus, is_eager=is_eager)
+        compiled = _compile(
+            version, plan, device_type, first_gpus, is_eager=is_eager, spare_rows=spare_rows
+        )
     else:
         compiled = [[Compiled.of(one, cpu_rows(version, one.kernels)) for one in known]]
-    engine = Engine(version, plan, device_type, compiled)
+    engine = Engine(version, plan, device_type, compiled, spare_rows)
     if engine.replicas > 1:
         logger.info("%s: %d replicas, a GPU for each", version.path, engine.replicas)
     if on_warming is not None:
@@ -190,6 +204,7 @@ def _compile(
     first_gpus: Sequence[int],
     *,
     is_eager: bool,
+    spare_rows: GpuSpareRows | None,
 ) -> list[list[Compiled]]:
     """Returns the lookups of ``version``, sharded by ``plan``, for each replica. A replica is given
     by the GPU of its rank 0. Rows are read for the first replica, and copied from its GPUs to the
@@ -198,7 +213,7 @@ def _compile(
     try:
         for gpu in first_gpus:
             with _current(device_type, gpu):
-                sharded.append(_sharded(version, plan, device_type, gpu, sharded[:1]))
+                sharded.append(_sharded(version, plan, device_type, gpu, sharded[:1], spare_rows))
         with own_compilation_unit():
             return [
                 _lookups(version, plan, device_type, gpu, models, is_eager=is_eager)
@@ -218,14 +233,20 @@ def _current(device_type: str, gpu: int) -> contextlib.AbstractContextManager[ob
 
 
 def _sharded(
-    version: ModelVersion, plan: Plan, device_type: str, gpu: int, before: Sequence[list[Any]]
+    version: ModelVersion,
+    plan: Plan,
+    device_type: str,
+    gpu: int,
+    before: Sequence[list[Any]],
+    spare_rows: GpuSpareRows | None,
 ) -> list[Any]:
     """Returns the plain model, and for a pooled model also the weighted model. The rows are copied
     from the first replica, ``before``, if there is one."""
     rows_of = before[0][0] if before else None
+    where: dict[str, Any] = {"first_gpu": gpu, "rows_of": rows_of, "spare_rows": spare_rows}
     if not version.manifest.is_pooled:
-        return [shard_unpooled(version, plan, device_type, first_gpu=gpu, rows_of=rows_of)]
-    plain = shard(version, plan, device_type, is_weighted=False, first_gpu=gpu, rows_of=rows_of)
+        return [shard_unpooled(version, plan, device_type, **where)]
+    plain = shard(version, plan, device_type, is_weighted=False, **where)
     weighted = shard(version, plan, device_type, is_weighted=True, first_gpu=gpu, rows_of=plain)
     return [plain, weighted]
 

@@ -33,6 +33,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from embedserve.engine.attach_weights import attach_weights, share_rows
+from embedserve.engine.gpu_spare_rows import GpuSpareRows
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
@@ -79,6 +80,7 @@ def shard(
     is_weighted: bool,
     first_gpu: int = 0,
     rows_of: DistributedModelParallel | None = None,
+    spare_rows: GpuSpareRows | None = None,
 ) -> DistributedModelParallel:
     """Returns the model of ``version`` sharded by ``plan``, over the stored rows.
 
@@ -91,12 +93,13 @@ def shard(
         is_weighted: whether to build the lookup that takes a weight for every id.
         rows_of: model of the same plan whose rows are used, instead of attaching them anew; rows on
             other GPUs are copied.
+        spare_rows: room on the GPU for rows that change.
     """
     sharded = shard_without_rows(
         version, plan, device_type, is_weighted=is_weighted, first_gpu=first_gpu
     )
     if rows_of is None:
-        attach_weights(sharded.module, version, device_type)
+        attach_weights(sharded.module, version, device_type, spare_rows)
     else:
         share_rows(sharded.module, rows_of.module)
     return sharded

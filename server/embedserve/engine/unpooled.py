@@ -27,6 +27,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
 from embedserve.engine.attach_weights import attach_weights, share_rows
+from embedserve.engine.gpu_spare_rows import GpuSpareRows
 from embedserve.engine.sharded import DATA_TYPES, distribute
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
@@ -83,6 +84,7 @@ def shard_unpooled(
     *,
     first_gpu: int = 0,
     rows_of: DistributedModelParallel | None = None,
+    spare_rows: GpuSpareRows | None = None,
 ) -> DistributedModelParallel:
     """Returns the model of ``version`` sharded by ``plan``, over the stored rows.
 
@@ -93,10 +95,11 @@ def shard_unpooled(
         device_type: cpu (all ranks in this host's memory, nothing copied) or cuda (rank r on GPU
             ``first_gpu`` + r, its rows copied there).
         rows_of: model whose rows are used, as in sharded.shard.
+        spare_rows: room on the GPU for rows that change.
     """
     sharded = shard_unpooled_without_rows(version, plan, device_type, first_gpu=first_gpu)
     if rows_of is None:
-        attach_weights(sharded.module, version, device_type)
+        attach_weights(sharded.module, version, device_type, spare_rows)
     else:
         share_rows(sharded.module, rows_of.module)
     return sharded

@@ -20,6 +20,7 @@ from embedserve_store.terminal.console import say, table_progress
 from embedserve_store.terminal.sizes import human_bytes
 
 if TYPE_CHECKING:
+    from embedserve.deltas.live_rows import LiveRows
     from embedserve.engine.engine import Engine
     from embedserve.engine.programs import Programs
 
@@ -118,10 +119,12 @@ def restore_one(
     version: ModelVersion,
     programs: Programs | None = None,
     beside: Iterable[Engine] = (),
+    live: LiveRows | None = None,
     on_warming: Callable[[], None] | None = None,
 ) -> Engine:
     """Returns the warm engine of ``version``, while the engines ``beside`` serve. It is compiled
-    unless ``programs`` has its layout. Calls ``on_warming`` when it warms up.
+    unless ``programs`` has its layout. ``live`` has its rows that change. Calls ``on_warming`` when
+    it warms up.
 
     Raises:
         StoreError, ValueError: as in restore_all.
@@ -137,5 +140,6 @@ def restore_one(
         is_eager=is_eager,
         programs=programs,
         may_compile=is_eager or not any(engine.runs_modules for engine in beside),
+        live=live,
         on_warming=on_warming,
     )

@@ -48,6 +48,7 @@ from embedserve.processes.log_lines import JsonLines, TextLines
 from embedserve.processes.model_loading import make_resident_and_verify, open_folder
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.served_name import RolloutVersion
+from embedserve.processes.row_uploads import uploading
 from embedserve.processes.startup.loading import (
     on_devices,
     open_versions,
@@ -191,7 +192,7 @@ def _loaded(
 
     is_shown = counters is None or counters.worker == 0
     settings = on_devices(settings, versions, is_shown=is_shown)
-    engines = restore_all(settings, versions, is_shown=is_shown)
+    engines = restore_all(settings, versions, deltas or {}, is_shown=is_shown)
     threads = server.executor_threads(settings, engines.values())
     with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
         pipeline = server.build_pipeline(
@@ -200,8 +201,10 @@ def _loaded(
         version_manager = server.build_version_manager(
             pipeline, engines, versions, settings, executor
         )
+        readers = [engine.rows for engine in engines.values()]
         del engines  # the version manager and the batchers release them
-        yield pipeline, version_manager
+        with uploading(readers):
+            yield pipeline, version_manager
 
 
 def _log_ready(
@@ -294,9 +297,11 @@ def _applier_main(
 ) -> int:
     """Applies deltas in the applier's process; returns the exit code."""
     from embedserve.deltas.applier_process import run_applier
+    from embedserve.engine.cuda_limits import check_changed_rows
 
+    check_rows = check_changed_rows if settings.devices == "cuda" else None
     try:
-        run_applier(settings, versions, deltas, supervisor)
+        run_applier(settings, versions, deltas, supervisor, check_rows)
     except StoreError as error:
         logger.error("%s", error)
     return 1

@@ -116,7 +116,9 @@ def build_pipeline(
     """
     for name, followed in deltas.items():
         worker = 0 if counters is None else counters.worker
-        engines[name].rows = RowsReader(followed.live, worker, engines[name].plan)
+        engine, spare_rows = engines[name], engines[name].spare_rows
+        upload = None if spare_rows is None else spare_rows.upload
+        engine.rows = RowsReader(followed.live, worker, engine.plan, upload)
     infos = {name: model_info(engine, name, deltas.get(name)) for name, engine in engines.items()}
     metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {
@@ -170,7 +172,7 @@ def build_version_manager(
             check_may_switch(settings, cast("Engine", one).device_type)
         populate(version, available_bytes())
         beside = [cast("Engine", one) for one in version_manager.engines.values()]
-        engine = restore_one(settings, version, programs, beside, say_warming)
+        engine = restore_one(settings, version, programs, beside, on_warming=say_warming)
         if programs.add(engine):
             # Exceptions that torch caught hold its callers' frames, and all objects in these.
             gc.collect()

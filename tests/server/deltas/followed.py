@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.follower import CheckRows, DeltaFollower
 from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows, RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
@@ -70,9 +70,9 @@ class Followed:
         self.hold = DeltaHold()
         self.follower = self.started()
 
-    def started(self) -> DeltaFollower:
+    def started(self, check_rows: CheckRows | None = None) -> DeltaFollower:
         model = FollowedModel(self.live, self.status, self.hold)
-        made = DeltaFollower("m", self.line, model, 1 << 20)
+        made = DeltaFollower("m", self.line, model, 1 << 20, check_rows)
         self.rows = Rows(self.live)
         made._rows = self.rows
         return made

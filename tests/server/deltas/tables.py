@@ -61,8 +61,12 @@ def changed(state: State, changes: list[ChangedRows]) -> State:
     return after
 
 
-def read(live: LiveRows, reader: RowsReader, view: int) -> State:
-    """Returns all rows as a lookup on one rank reads them, once through each feature."""
+def read(live: LiveRows, reader: RowsReader, view: int, device: State | None = None) -> State:
+    """Returns all rows as a lookup on one rank reads them, once through each feature.
+
+    Args:
+        device: spare rows of each table that are read instead of those in shared memory.
+    """
     counts = [live.spares[table].table.num_embeddings for table in FEATURES.values()]
     ids = np.concatenate([np.arange(count) for count in counts])
     numbers = reader.newest(ids, np.array(counts), view)
@@ -73,6 +77,9 @@ def read(live: LiveRows, reader: RowsReader, view: int) -> State:
         start, size = live.tables.offsets[table], live.spares[table].table.row_bytes
         at = start + part[:, None] * size + np.arange(size)
         found[feature] = live.tables.data[at]
+        if device is not None:
+            spare = part - live.spares[table].first_row
+            found[feature][spare >= 0] = device[table][spare[spare >= 0]]
     return found
 
 

@@ -201,3 +201,18 @@ def test_a_kill_after_the_rows_are_visible_loses_no_position(
     followed.push(2)
     followed.started().look()
     assert (followed.state, followed.live.seq, followed.rows.rows) == ("following", 2, {2: 1})
+
+
+def test_rows_that_the_device_cannot_serve_stop_the_line(followed: Followed) -> None:
+    def check(changed: ChangedRows) -> None:
+        if 7 in changed.numbers:
+            raise StoreError("row 7 does not fit")
+
+    follower = followed.started(check)
+    for row in (3, 7, 5):
+        followed.push(row)
+    follower.look()
+    assert (followed.live.seq, followed.state) == (1, "stalled")
+    assert followed.status.read().reason == "row 7 does not fit"
+    follower.look()
+    assert followed.status.read().refused == 1

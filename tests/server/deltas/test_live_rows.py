@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.plans.plan import Shard, TablePlan
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -60,6 +61,22 @@ def same(one: State, other: State) -> bool:
     return all(np.array_equal(one[name], other[name]) for name in other)
 
 
+class Device:
+    """Copies of the spare rows, as a GPU has them, and their reader in a process of its own."""
+
+    def __init__(self, live: LiveRows, reader: int, plan: Plan) -> None:
+        self.live = copy.copy(live)  # as in a forked process
+        self.rows = {name: np.zeros_like(one.rows) for name, one in live.spares.items()}
+        self.uploads, self._view = 0, 0
+        self.reader = RowsReader(self.live, reader, plan, self.upload)
+
+    def upload(self, view: int) -> None:
+        for spare, written in self.live.written_since(self._view):
+            self.rows[spare.table.name][written] = spare.rows[written]
+            self.uploads += len(written)
+        self._view = max(self._view, view)
+
+
 class LookupsAndDeltas(RuleBasedStateMachine):
     """Any order of deltas, undos, lookups that begin, read and end, and writers that are killed."""
 
@@ -68,7 +85,8 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         version = version_of(Path(self.folder.name))
         # Room for some hundred of the rows, so that spare rows are used again and run out.
-        self.live = LiveRows(version, 20 << 10, readers=2, undo=3)
+        self.live = LiveRows(version, 20 << 10, readers=3, undo=3)
+        self.device, self.device_seq = Device(self.live, 2, version.plan), 0
         self.readers = [RowsReader(self.live, number, version.plan) for number in range(2)]
         self.writer = RowsWriter(self.live)
         self.states, self.kept = [state_of(version)], [0]
@@ -83,6 +101,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         for reader, view, _ in self.lookups:
             reader.end(view)
         for seq in range(self.seq + 1, self.seq + 6):
+            self.device.reader.advance()
             self.writer.apply(seq, [])
         free = sum(one.count for one in self.writer._free.values())
         assert free + np.count_nonzero(self.live.newest) == self.live.peaks.sum()
@@ -119,8 +138,11 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         self.every_lookup_reads_its_state()
         self.new_lookups_read_the_committed_state()
         committed = self.live.committed[0]
-        later = next(i for i, (_, view, _) in enumerate(self.lookups) if view > committed)
-        self.end(later)
+        later = [i for i, (_, view, _) in enumerate(self.lookups) if view > committed]
+        if later:
+            self.end(later[0])
+        else:
+            self.advance()
 
     @rule(seed=SEEDS, most=st.integers(1, 60), calls=st.integers(0, 2))
     def kill_the_writer(self, seed: int, most: int, calls: int) -> None:
@@ -159,6 +181,17 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         assert seq == self.seq
         self.lookups.append((reader, view, by_feature(self.states[-1])))
 
+    @rule()
+    def begin_on_the_device(self) -> None:
+        view, seq = self.device.reader.begin()
+        assert seq == self.device.live.seq == self.device_seq
+        self.lookups.append((self.device.reader, view, by_feature(self.states[seq])))
+
+    @rule()
+    def advance(self) -> None:
+        self.device.reader.advance()
+        self.device_seq = self.live.seq
+
     @precondition(lambda self: self.lookups)
     @rule(which=st.integers(0, 99))
     def end(self, which: int) -> None:
@@ -168,7 +201,8 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     @invariant()
     def every_lookup_reads_its_state(self) -> None:
         for reader, view, state in self.lookups:
-            assert same(read(self.live, reader, view), state)
+            device = self.device.rows if reader is self.device.reader else None
+            assert same(read(self.live, reader, view, device), state)
 
     @invariant()
     def the_last_state_is_committed(self) -> None:
@@ -406,3 +440,36 @@ def test_column_shards_are_made_whole(version: ModelVersion) -> None:
     assert plan.constraints["user"].sharding_types == ("table_wise",)
     assert plan.tables["movie"] == version.plan.tables["movie"]
     RowsReader(live, 0, plan)
+
+
+def test_only_written_rows_are_uploaded(live: LiveRows, version: ModelVersion) -> None:
+    writer, device = RowsWriter(live), Device(live, 1, version.plan)
+    writer.apply(1, [rows_of(SPECS[0], 1, 2, 3)])
+    writer.apply(2, [rows_of(SPECS[0], 3, value=1), rows_of(SPECS[1], 1)])
+    assert device.reader.begin()[1] == 0
+    device.reader.advance()
+    assert (device.uploads, device.reader.begin()[1]) == (5, 2)
+    device.reader.advance()
+    writer.apply(3, [rows_of(SPECS[0], 3)])
+    device.reader.advance()
+    assert device.uploads == 6
+
+
+def test_lookups_keep_their_view_while_an_upload_fails(
+    live: LiveRows, version: ModelVersion
+) -> None:
+    writer, device = RowsWriter(live), Device(live, 0, version.plan)
+    upload = device.upload
+
+    def fail(view: int) -> None:
+        raise StoreError("no memory")
+
+    device.reader._upload = fail
+    for seq in range(1, 4):
+        writer.apply(seq, [rows_of(SPECS[0], 1, value=seq)])
+        with pytest.raises(StoreError, match="no memory"):
+            device.reader.advance()
+        assert device.reader.begin()[1] == device.live.seq == 0
+    device.reader._upload = upload
+    device.reader.advance()
+    assert device.reader.begin()[1] == 3

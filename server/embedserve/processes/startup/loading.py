@@ -8,9 +8,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
@@ -24,6 +25,7 @@ from embedserve_store.terminal.console import console
 from embedserve_store.terminal.stores import opened
 
 if TYPE_CHECKING:
+    from embedserve.deltas.status import FollowedModel
     from embedserve.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -196,13 +198,18 @@ def _status(what: str, is_shown: bool) -> contextlib.AbstractContextManager[obje
 
 
 def restore_all(
-    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
+    settings: ServeSettings,
+    versions: dict[str, ModelVersion],
+    deltas: Mapping[str, FollowedModel] = MappingProxyType({}),
+    *,
+    is_shown: bool = True,
 ) -> dict[str, Engine]:
     """Returns the warm engine of each of ``versions``, by the same names. Progress is shown on the
     console if ``is_shown``.
 
     Args:
         settings: settings as returned by on_devices.
+        deltas: followed models, by served name.
 
     Raises:
         StoreError: a version cannot be served on these devices, or its results are wrong.
@@ -219,6 +226,7 @@ def restore_all(
     programs = Programs()
     for name, version in versions.items():
         with _status(f"restoring {name} version {version.manifest.version} …", is_shown):
-            engines[name] = restore_one(settings, version, programs)
+            live = deltas[name].live if name in deltas else None
+            engines[name] = restore_one(settings, version, programs, live=live)
         programs.add(engines[name])
     return engines

@@ -1,0 +1,177 @@
+"""Keeps the changed rows of a version on a GPU, behind the rows of its tables.
+
+They are copies of the spare rows that deltas/live_rows.py lays out in this host's memory, and have
+the same row numbers. A lookup may use a view once the rows of that view are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, SpareRows
+from embedserve.engine.cuda_limits import ROWS_MAX
+from embedserve.engine.gpu_pages import GpuPages
+from embedserve.engine.gpus import WORK_BYTES
+from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
+
+BLOCK_BYTES = 16 << 20
+"""Bytes of changed rows that are copied at once, through pinned memory."""
+
+
+@dataclass
+class _Target:
+    """Where the spare rows of a table lie on the GPU.
+
+    Attributes:
+        rows: uint8 [n, pitch], the spare rows on the GPU.
+        attached: address up to which the table's addresses have memory.
+    """
+
+    rows: torch.Tensor
+    attached: int
+
+
+class GpuSpareRows:
+    """Spare rows of one version on one GPU."""
+
+    def __init__(self, live: LiveRows, device: torch.device) -> None:
+        """Allocates the memory of all changed rows that ``live`` may have.
+
+        Raises:
+            StoreError: the GPU does not have that much memory, or a table would have more rows than
+                its kernels can number.
+        """
+        self._live = live
+        self._device = device
+        for spare in live.spares.values():
+            _check_numbers(spare)
+        self._pages = GpuPages(device)
+        _check_room(live, device, self._pages.page_bytes)
+        self._pages.allocate(spare_bytes(live, self._pages.page_bytes))
+        self._targets: dict[str, _Target] = {}
+        self._view = 0
+        self._stream = torch.cuda.Stream(device)
+
+    def reserve(self, kernel: Any, config: Any) -> None:
+        """Gives ``kernel`` memory for its tables, with addresses for their spare rows behind each.
+
+        Args:
+            kernel: FBGEMM's kernel, without rows.
+            config: torchrec's configuration of its tables, which are whole.
+        """
+        pages = self._pages
+        spares = [self._live.spares[one.name] for one in config.embedding_tables]
+        sizes = [
+            _whole(pitch_of(one.table) * (one.first_row + len(one.rows)), pages.page_bytes)
+            for one in spares
+        ]
+        *offsets, total = accumulate(sizes, initial=0)
+        address = pages.reserve(total)
+        ends = []
+        for spare, offset in zip(spares, offsets, strict=True):
+            size = _whole(pitch_of(spare.table) * spare.table.num_embeddings, pages.page_bytes)
+            pages.attach_new(address + offset, size)
+            ends.append(address + offset + size)
+        data = pages.tensor(address, total)
+        kernel.weights_dev, kernel.dev_size = data, total
+        kernel.weights_physical_offsets = offsets
+        kernel.initialize_logical_weights_placements_and_offsets()
+        kernel.weight_initialized = True
+        for spare, offset, attached in zip(spares, offsets, ends, strict=True):
+            pitch, count = pitch_of(spare.table), len(spare.rows)
+            start = offset + spare.first_row * pitch
+            rows = data.narrow(0, start, count * pitch).view(count, pitch)
+            self._targets[spare.table.name] = _Target(rows, attached)
+
+    def upload(self, view: int) -> None:
+        """Copies the rows that were written since the last call. Returns when they are copied.
+
+        Args:
+            view: a committed view whose rows are not overwritten meanwhile.
+        """
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for spare, written in self._live.written_since(self._view):
+                target = self._targets[spare.table.name]
+                self._attach(target, int(written[-1]) + 1)
+                for block in _blocks(written, target.rows.shape[1]):
+                    _copy(spare.rows[block], target.rows, block)
+            self._stream.synchronize()
+        # The view after an undo is an earlier one, whose rows are there already.
+        self._view = max(self._view, view)
+
+    def _attach(self, target: _Target, rows: int) -> None:
+        """Attaches memory to the first ``rows`` spare rows of a table."""
+        end = target.rows.data_ptr() + rows * target.rows.shape[1]
+        if end > target.attached:
+            # The pages between the table and its first spare row stay without memory.
+            page_bytes = self._pages.page_bytes
+            first = max(target.attached, target.rows.data_ptr() // page_bytes * page_bytes)
+            size = _whole(end - first, page_bytes)
+            self._pages.attach(first, size)
+            target.attached = first + size
+
+
+def _copy(rows: NDArray[np.uint8], target: torch.Tensor, positions: NDArray[np.int64]) -> None:
+    """Copies ``rows``, uint8 [n, bytes], to ``positions`` of ``target``, uint8 [m, pitch] on a GPU,
+    in the current stream."""
+    pitch = target.shape[1]
+    padded = torch.zeros((len(rows), pitch), dtype=torch.uint8, pin_memory=True)
+    padded.numpy()[:, : rows.shape[1]] = rows
+    numbers = torch.from_numpy(positions).pin_memory()
+    # In words of 8 bytes the GPU copies a row faster.
+    words = padded.to(target.device, non_blocking=True).view(torch.int64)
+    where = numbers.to(target.device, non_blocking=True)
+    target.view(torch.int64).index_copy_(0, where, words)
+
+
+def spare_bytes(live: LiveRows, page_bytes: int) -> int:
+    """Returns the bytes of a GPU that all changed rows may take: those of this host's memory, with
+    each row padded, and up to two pages more for each table."""
+    tables = [spare.table for spare in live.spares.values()]
+    padded = max(pitch_of(one) / (one.row_bytes + BYTES_PER_SPARE) for one in tables)
+    return int(live.memory_max * padded) + 2 * page_bytes * len(tables)
+
+
+def pitch_of(table: TableSpec) -> int:
+    """Returns the bytes from one row of ``table`` to the next on a GPU."""
+    return _whole(table.row_bytes, ROW_ALIGNMENT_BYTES["cuda"])
+
+
+def _check_numbers(spare: SpareRows) -> None:
+    last = spare.first_row + len(spare.rows)
+    if last > ROWS_MAX:
+        raise StoreError(
+            f"table {spare.table.name!r} has {spare.table.num_embeddings} rows and room for "
+            f"{len(spare.rows)} changed ones: on CUDA torchrec casts ids to int32, so tables have "
+            f"at most {ROWS_MAX} rows; give less memory for deltas, or serve it on the CPU"
+        )
+
+
+def _check_room(live: LiveRows, device: torch.device, page_bytes: int) -> None:
+    tables = [spare.table for spare in live.spares.values()]
+    nbytes = sum(_whole(pitch_of(one) * one.num_embeddings, page_bytes) for one in tables)
+    changed, free = spare_bytes(live, page_bytes), torch.cuda.mem_get_info(device)[0]
+    if nbytes + changed + WORK_BYTES > free:
+        raise StoreError(
+            f"{live.version.path}: {nbytes:,} bytes of tables and {changed:,} for changed rows do "
+            f"not fit on {device}, which has {free:,} free, {WORK_BYTES:,} of them for batches: "
+            "give less memory for deltas, or serve them on the CPU"
+        )
+
+
+def _blocks(positions: NDArray[np.int64], pitch: int) -> Iterator[NDArray[np.int64]]:
+    step = max(1, BLOCK_BYTES // pitch)
+    return (positions[start : start + step] for start in range(0, len(positions), step))
+
+
+def _whole(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit

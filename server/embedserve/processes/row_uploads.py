@@ -1,0 +1,46 @@
+"""Brings the rows of new deltas to the devices that look them up, in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve_store.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.005
+"""Seconds between two looks for a new view. A look takes microseconds."""
+
+
+@contextlib.contextmanager
+def uploading(readers: Sequence[RowsReader | None]) -> Iterator[None]:
+    """Uploads rows within its block, for those ``readers`` whose lookups run on a device."""
+    of_devices = [one for one in readers if one is not None and one.is_uploaded]
+    if not of_devices:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_upload, args=(of_devices, ended), name="row-uploads")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _upload(readers: Sequence[RowsReader], ended: threading.Event) -> None:
+    reason = ""
+    while not ended.wait(LOOK_S):
+        try:
+            for one in readers:
+                one.advance()
+            reason = ""
+        except (StoreError, RuntimeError) as error:  # RuntimeError is torch's, for CUDA
+            if str(error) != reason:
+                reason = str(error)
+                logger.error("changed rows do not reach the GPU: %s", reason)

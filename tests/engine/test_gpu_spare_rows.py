@@ -1,0 +1,73 @@
+"""Room for changed rows on a GPU, computed without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, SpareRows
+from embedserve.engine import gpu_spare_rows
+from embedserve.engine.gpu_spare_rows import pitch_of, spare_bytes
+from embedserve_store import StoreError
+from embedserve_store.format.table_spec import DTYPES, TableSpec
+
+PAGE = 2 << 20
+
+
+def live_of(tables: list[TableSpec], memory_max: int, first_row: int = 5000) -> LiveRows:
+    rows = np.zeros((0, 0), np.uint8)
+    spares = {one.name: SpareRows(one, 0, 1, first_row, rows) for one in tables}
+    version = SimpleNamespace(path="store/m/1")
+    live: Any = SimpleNamespace(spares=spares, memory_max=memory_max, version=version)
+    return cast(LiveRows, live)
+
+
+@given(data=st.data())
+def test_pages_suffice_however_the_rows_are_distributed(data: st.DataObject) -> None:
+    dims = data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=5))
+    tables = [
+        TableSpec(str(i), 1 << 30, dim, (f"f{i}",), "sum", data.draw(st.sampled_from(DTYPES)))
+        for i, dim in enumerate(dims)
+    ]
+    memory = left = data.draw(st.integers(1, 64 * PAGE))
+    pages = 0
+    for table in tables:
+        most = left // (table.row_bytes + BYTES_PER_SPARE)
+        rows = data.draw(st.integers(0, most)) if table is not tables[-1] else most
+        left -= rows * (table.row_bytes + BYTES_PER_SPARE)
+        # The first row may begin anywhere in a page.
+        begin = data.draw(st.integers(0, PAGE - 1)) if rows else 0
+        pages += -(-(begin + rows * pitch_of(table)) // PAGE)
+    assert pages * PAGE <= spare_bytes(live_of(tables, memory), PAGE) + PAGE - 1
+
+
+def test_rows_that_int32_does_not_have_are_refused() -> None:
+    table = TableSpec("wide", 2**31 - 10_000, 4, ("f",), "sum", "float32")
+    live = live_of([table], 1 << 30, first_row=2**31)
+    with pytest.raises(StoreError, match="table 'wide' has 2147473648 rows and room for 0 changed"):
+        gpu_spare_rows.GpuSpareRows(live, torch.device("cpu"))
+
+
+def test_changed_rows_need_room_beside_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = TableSpec("t", 1_000_000, 64, ("f",), "sum", "float32")
+    live = live_of([table], 1 << 30)
+    needed = 123 * PAGE + spare_bytes(live, PAGE) + (512 << 20)
+    device = torch.device("cuda", 0)
+
+    def free(nbytes: int) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (nbytes, 0))
+        gpu_spare_rows._check_room(live, device, PAGE)
+
+    free(needed)
+    with pytest.raises(
+        StoreError,
+        match=f"store/m/1: 257,949,696 bytes of tables and {spare_bytes(live, PAGE):,} for "
+        f"changed rows do not fit on cuda:0, which has {needed - 1:,} free",
+    ):
+        free(needed - 1)

@@ -1,0 +1,54 @@
+"""Rows of new deltas are uploaded in a thread, and a failure does not end it."""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+
+import pytest
+
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.processes.row_uploads import uploading
+from embedserve_store import StoreError
+
+WAIT_S = 60
+
+
+class Reader:
+    """Stands for a RowsReader; fails in its first three uploads."""
+
+    def __init__(self, *, is_uploaded: bool) -> None:
+        self.is_uploaded = is_uploaded
+        self.calls = 0
+        self.is_over = threading.Event()
+
+    def advance(self) -> None:
+        self.calls += 1
+        if self.calls <= 2:
+            raise StoreError("no memory")
+        if self.calls == 3:
+            raise RuntimeError("CUDA error")
+        self.is_over.set()
+
+
+def readers(*of: Reader | None) -> list[RowsReader | None]:
+    return cast("list[RowsReader | None]", list(of))
+
+
+def test_uploads_go_on_after_errors(caplog: pytest.LogCaptureFixture) -> None:
+    reader, on_cpu = Reader(is_uploaded=True), Reader(is_uploaded=False)
+    with uploading(readers(None, on_cpu, reader)):
+        assert reader.is_over.wait(WAIT_S)
+    calls = reader.calls
+    assert caplog.messages == [
+        "changed rows do not reach the GPU: no memory",
+        "changed rows do not reach the GPU: CUDA error",
+    ]
+    assert on_cpu.calls == 0
+    assert not any(one.name == "row-uploads" for one in threading.enumerate())
+    assert reader.calls == calls
+
+
+def test_no_thread_where_lookups_read_this_host_s_memory() -> None:
+    with uploading(readers(None, Reader(is_uploaded=False))):
+        assert not any(one.name == "row-uploads" for one in threading.enumerate())
