@@ -61,7 +61,7 @@ def list_deltas(store: str, model: str, seq: int | None, version: str | None, la
         table.add_row(*map(plain, _cells(delta, is_undone=number in undone)))
         before = number
     shown = "" if is_whole else f", the last {last}"
-    show(f"{name}: {len(seqs):,} deltas after {after}{shown}", table)
+    show(f"{name}: {_counted(len(seqs))} after {after}{shown}", table)
 
 
 def verify_deltas(store: str, model: str, version: str | None) -> None:
@@ -171,6 +171,10 @@ def _undone(deltas: Mapping[int, DeltaManifest]) -> set[int]:
 
     rest = {one.seq for one in kept(seqs[-1], seqs[0] - 1, stored_up_to)}
     return {seq for seq, one in deltas.items() if one.reverts_to is None} - rest
+
+
+def _counted(deltas: int) -> str:
+    return "1 delta" if deltas == 1 else f"{deltas:,} deltas"
 
 
 def _gap_cells(first: int, last: int) -> tuple[str, ...]:

@@ -239,8 +239,8 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
     check_seq(delta.seq, where)
     if (delta.model, delta.line, delta.seq) != (model, line, seq):
         raise StoreError(
-            f"{where}: is delta {delta.seq} of line {delta.line} of model {delta.model!r}, but "
-            f"lies where delta {seq} of line {line} of {model!r} does"
+            f"{where}: is delta {delta.seq} of line {delta.line} of model {delta.model!r}, "
+            f"expected delta {seq} of line {line} of {model!r}"
         )
     if delta.nbytes > DELTA_BYTES_MAX:
         raise StoreError(

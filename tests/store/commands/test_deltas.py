@@ -66,7 +66,7 @@ def test_deltas_are_verified_and_compacted(own: Path) -> None:
     assert "published shop version 2: " in said
     assert " with the deltas of line 1 up to 24, in " in said
     title = run("deltas", own, "shop")[1].splitlines()[0]
-    assert title == "line 1 of shop: 1 deltas after version 2 (seq 24)"
+    assert title == "line 1 of shop: 1 delta after version 2 (seq 24)"
     assert run("verify", own, "shop", 2)[0] == 0
     assert "line 1 of shop: no deltas after version 3 (seq 25)" in (
         run("deltas", "compact", own, "shop") and run("deltas", own, "shop")[1]
