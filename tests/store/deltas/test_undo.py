@@ -24,7 +24,8 @@ from embedserve_store import (
 )
 from embedserve_store.deltas import undo as undo_module
 from embedserve_store.deltas.append import append
-from embedserve_store.format.delta_manifest import DeltaManifest
+from embedserve_store.errors import UnreachableError
+from embedserve_store.format.delta_manifest import DeltaManifest, manifest_name
 from embedserve_store.publishing import added_file
 from embedserve_store.publishing.added_file import Write
 
@@ -124,6 +125,26 @@ def test_a_delta_that_was_undone_is_not_compacted(store: Path, writer: DeltaWrit
     path.chmod(0o644)
     path.write_bytes(b"{}")
     assert compact_deltas(store, "m", version=1, seq=4).version == 3  # before a damaged delta
+
+
+def test_a_later_delta_that_cannot_be_read_now_may_be_an_undo(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version up to an earlier delta is then not published."""
+    for row in (1, 2):
+        push(writer, row)
+    undo(store, 0)
+    real = ModelStore.read_beside
+
+    def refuse(models: ModelStore, model: str, what: str, path: str, *limit: int) -> bytes:
+        if path.endswith(manifest_name(3)):
+            raise UnreachableError("timed out")
+        return real(models, model, what, path, *limit)
+
+    monkeypatch.setattr(ModelStore, "read_beside", refuse)
+    with pytest.raises(UnreachableError, match="timed out"):
+        compact_deltas(store, "m", seq=2)
+    assert ModelStore(store).versions("m") == [1]
 
 
 def test_an_undo_comes_after_what_is_pushed_meanwhile(
