@@ -25,6 +25,11 @@ class InvalidModelError(StoreError):
     """A model, description or plan cannot be published. Names the table and the reason."""
 
 
+class UnreachableError(StoreError):
+    """The store does not respond or denies access, so its contents are unknown: nothing is known
+    to be damaged, and a later attempt may succeed."""
+
+
 class NoRoomError(StoreError):
     """A file system has less free space than a version needs."""
 
@@ -46,6 +51,11 @@ class RevertedError(StoreError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def described(error: Exception) -> str:
+    """Returns the message of ``error``, which for a store that cannot be reached says so first."""
+    return f"no access to the store: {error}" if isinstance(error, UnreachableError) else str(error)
 
 
 def missing_model(where: object, model: str, models: Iterable[str]) -> StoreError:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from embedserve_store.errors import (
     MissingFileError,
     StoreError,
+    UnreachableError,
     missing_model,
     missing_version,
 )
@@ -105,9 +106,35 @@ class LocalStore:
             for file in _listed(folder / name, what)
         ]
 
-    def read_beside(self, model: str, what: str, path: str) -> bytes:
-        """Reads a file, such as files_beside returns; MissingFileError if it does not exist."""
-        return _read(self.path / model / what / path)
+    def names_beside(self, model: str, path: str) -> Iterator[str]:
+        """Yields the names of the files in the folder at ``path``, which lies beside the versions;
+        none if there is no folder. One name at a time is in memory. Raises StoreError."""
+        folder = self.path / model / path
+        try:
+            with os.scandir(folder) as entries:
+                yield from (entry.name for entry in entries)
+        except FileNotFoundError:
+            self.versions(model)  # raises if the store or the model does not exist
+        except OSError as error:
+            raise _unreadable(folder, f"the folder {path} cannot be read", error) from error
+
+    def read_beside(self, model: str, what: str, path: str, bytes_max: int) -> bytes:
+        """Reads a file, such as files_beside returns, of up to ``bytes_max`` bytes.
+
+        Raises:
+            MissingFileError: the file does not exist.
+            StoreError: the file is larger.
+        """
+        return _read(self.path / model / what / path, bytes_max)
+
+    def modified_s(self, path: str) -> float | None:
+        """Returns when the file at ``path`` was written, in seconds since the Unix epoch; None if
+        it is unknown. Raises MissingFileError."""
+        file = self.path / path
+        try:
+            return file.stat().st_mtime
+        except OSError as error:
+            raise _unreadable(file, "cannot be read", error) from error
 
     def folders(self, path: str) -> list[str]:
         """Returns the names of the folders at ``path`` in the store; empty if there are none."""
@@ -140,7 +167,7 @@ def _listed(folder: Path, what: str) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError as error:
-        raise StoreError(f"{folder}: the {what} cannot be read: {error.strerror}") from error
+        raise _unreadable(folder, f"the {what} cannot be read", error, StoreError) from error
 
 
 def _load(path: Path, model: str, version: int) -> ModelVersion:
@@ -178,13 +205,27 @@ def _check_files(path: Path, manifest: Manifest) -> None:
         check_sha256(found, manifest.files[name], str(path / name))
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
     try:
         size = stat_regular(path).st_size
-        if size > SMALL_FILE_BYTES_MAX:
-            raise StoreError(f"{path}: {size} bytes, the limit is {SMALL_FILE_BYTES_MAX}")
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{path}: cannot be read: {error.strerror}") from error
+        if size <= bytes_max:
+            with path.open("rb") as file:
+                return file.read(size)
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+        raise _unreadable(path, "cannot be read", error) from error
+    raise StoreError(f"{path}: {size} bytes, the limit is {bytes_max}")
+
+
+def _unreadable(
+    path: Path, problem: str, error: OSError, missing: type[StoreError] = MissingFileError
+) -> StoreError:
+    """Returns the error for a path whose use failed.
+
+    Args:
+        missing: kind of the error if the path does not exist.
+    """
+    message = f"{path}: {problem}: {error.strerror}"
+    if isinstance(error, FileNotFoundError):
+        return missing(message)
+    is_there = isinstance(error, IsADirectoryError | NotADirectoryError)
+    return StoreError(message) if is_there else UnreachableError(message)

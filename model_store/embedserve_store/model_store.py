@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from embedserve_store.errors import NoRoomError, StoreError, UnknownAliasError
@@ -19,7 +20,7 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
 from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.transfer.receive import TransferProgress
-from embedserve_store.transfer.stored_version import StoredVersion
+from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX, StoredVersion
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class ModelStore:
         """Returns the sorted names of the models that have a version.
 
         Raises:
-            StoreError: the store cannot be read. Every method of this class raises it then.
+            StoreError: the store does not exist.
+            UnreachableError: the store cannot be reached. Every method of this class raises it
+                then.
         """
         return self._store.models()
 
@@ -100,9 +103,31 @@ class ModelStore:
         """Returns the paths NAME/FILE in the folder ``what`` beside the versions of ``model``."""
         return self._store.files_beside(model, what)
 
-    def read_beside(self, model: str, what: str, path: str) -> bytes:
-        """Reads a file, such as files_beside returns; MissingFileError if it does not exist."""
-        return self._store.read_beside(model, what, path)
+    def folders_beside(self, model: str, what: str) -> list[str]:
+        """Returns the names of the folders in the folder ``what`` beside the versions."""
+        return self._store.folders(f"{model}/{what}")
+
+    def names_beside(self, model: str, path: str) -> Iterator[str]:
+        """Yields the names of the files in a folder such as deltas/7 beside the versions, in any
+        order. A folder may have millions: they are not all held in memory, if the store lists
+        folders or pages."""
+        return self._store.names_beside(model, path)
+
+    def read_beside(
+        self, model: str, what: str, path: str, bytes_max: int = SMALL_FILE_BYTES_MAX
+    ) -> bytes:
+        """Reads a file, such as files_beside returns, of up to ``bytes_max`` bytes.
+
+        Raises:
+            MissingFileError: the file does not exist.
+            StoreError: the file is larger; no more than one byte beyond the limit is read.
+        """
+        return self._store.read_beside(model, what, path, bytes_max)
+
+    def modified_s(self, path: str) -> float | None:
+        """Returns when the file at ``path`` in the store was written, in seconds since the Unix
+        epoch; None if the store does not say so."""
+        return self._store.modified_s(path)
 
     def aliases(self, model: str) -> dict[str, Alias]:
         """Returns the current aliases of ``model`` by name, sorted."""
@@ -137,7 +162,7 @@ class ModelStore:
 
     def _note(self, model: str, version: int, number: int) -> note.Note:
         where = f"{self.where}/{model}/{note.file_name(version, number)}"
-        text = self._store.read_beside(model, note.FOLDER, f"{version}/{number}.json")
+        text = self.read_beside(model, note.FOLDER, f"{version}/{number}.json")
         return note.parse_note(text, model, version, number, where)
 
     def history(self, model: str = "", last: int = 50) -> list[Event]:
@@ -232,5 +257,5 @@ class ModelStore:
 
     def _alias(self, model: str, name: str, number: int) -> Alias:
         where = f"{self.where}/{model}/{file_name(name, number)}"
-        text = self._store.read_beside(model, FOLDER, f"{name}/{number}.json")
+        text = self.read_beside(model, FOLDER, f"{name}/{number}.json")
         return parse_alias(text, model, name, number, where)

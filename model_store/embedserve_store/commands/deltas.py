@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from embedserve_store.deltas.compact import compact_deltas
 from embedserve_store.deltas.delta_line import DeltaLine, kept
 from embedserve_store.deltas.prune import prune_deltas
 from embedserve_store.deltas.undo import undo_deltas
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.delta_manifest import DeltaManifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.terminal.aligned_columns import grid, plain, show, write
@@ -28,9 +30,11 @@ def list_deltas(store: str, model: str, seq: int | None, version: str | None, la
         version: version or alias whose line is meant; None for the newest version.
         last: number of deltas to print; 0 for all.
 
+    Deltas that are missing within the line are named.
+
     Raises:
-        StoreError: there is no such version or delta, a delta is damaged, or the store cannot be
-            read.
+        StoreError: there is no such version or delta, or a delta is damaged.
+        UnreachableError: the store cannot be read.
     """
     models = ModelStore(store)
     base = models.manifest(model, version)
@@ -46,12 +50,18 @@ def list_deltas(store: str, model: str, seq: int | None, version: str | None, la
         return
     columns = "seq", "as of", "step", "rows", "bytes", "writer", "run"
     table = grid(*columns, numbers=("seq", "step", "rows", "bytes"))
-    shown_deltas = {number: line.manifest(number)[0] for number in seqs[-last:]}
-    undone = _undone(shown_deltas)
-    for number, delta in shown_deltas.items():
+    shown_seqs = seqs[-last:]
+    is_whole = len(shown_seqs) == len(seqs)
+    before = line.start.seq if is_whole else shown_seqs[0] - 1
+    deltas = _stored(line, shown_seqs)
+    undone = _undone(deltas)
+    for number, delta in deltas.items():
+        if number > before + 1:
+            table.add_row(*map(plain, _gap_cells(before + 1, number - 1)))
         table.add_row(*map(plain, _cells(delta, is_undone=number in undone)))
-    shown = f", the last {last}" if 0 < last < len(seqs) else ""
-    show(f"{name}: {len(seqs):,} deltas after {after}{shown}", table)
+        before = number
+    shown = "" if is_whole else f", the last {last}"
+    show(f"{name}: {_counted(len(seqs))} after {after}{shown}", table)
 
 
 def verify_deltas(store: str, model: str, version: str | None) -> None:
@@ -138,12 +148,38 @@ def compact(
     )
 
 
+def _stored(line: DeltaLine, seqs: Sequence[int]) -> dict[int, DeltaManifest]:
+    """Returns the deltas by seq, except those that were removed since they were listed."""
+    deltas = {}
+    for seq in seqs:
+        with suppress(MissingFileError):
+            deltas[seq], _ = line.manifest(seq)
+    return deltas
+
+
 def _undone(deltas: Mapping[int, DeltaManifest]) -> set[int]:
-    """Returns those of consecutive ``deltas`` whose rows are no longer in the state after the
-    last."""
-    first, last = min(deltas), max(deltas)
-    rest = {one.seq for one in kept(last, first - 1, deltas.__getitem__)}
+    """Returns those of ascending ``deltas`` whose rows are no longer in the state after the last.
+
+    Whether a delta that is missing between them was an undo is not known; it counts as none.
+    """
+    seqs = [*deltas]
+    if not seqs:
+        return set()
+
+    def stored_up_to(seq: int) -> DeltaManifest:
+        return deltas[seqs[bisect_right(seqs, seq) - 1]]
+
+    rest = {one.seq for one in kept(seqs[-1], seqs[0] - 1, stored_up_to)}
     return {seq for seq, one in deltas.items() if one.reverts_to is None} - rest
+
+
+def _counted(deltas: int) -> str:
+    return "1 delta" if deltas == 1 else f"{deltas:,} deltas"
+
+
+def _gap_cells(first: int, last: int) -> tuple[str, ...]:
+    seqs = str(first) if first == last else f"{first} to {last}"
+    return seqs, "missing", "", "", "", "", ""
 
 
 def _cells(delta: DeltaManifest, *, is_undone: bool) -> tuple[str, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from embedserve_store.commands.plan_view import show_plan
+from embedserve_store.errors import UnreachableError
 from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import GOLDENS, Manifest
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.remote.remote_files import UnreachableError
 from embedserve_store.terminal.aligned_columns import grid, out, show, write
 from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes

@@ -15,6 +15,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import check_bytes
 from embedserve_store.format.delta_manifest import (
     FOLDER,
+    MANIFEST_BYTES_MAX,
     DeltaFile,
     DeltaManifest,
     LinePosition,
@@ -115,7 +116,7 @@ class _LineCopy:
             self._write(f"{self._folder}/{delta.line}/{file.name}", self._line.file_bytes(file))
         if is_there:
             return bool(missing)
-        data = self._source.read_beside(delta.model, FOLDER, path)
+        data = self._source.read_beside(delta.model, FOLDER, path, MANIFEST_BYTES_MAX)
         check_sha256(
             hashlib.sha256(data).hexdigest(),
             position.checksum,
@@ -136,13 +137,13 @@ class _LineCopy:
         if path not in self._there:
             return False
         if not is_complete:
-            data = self._target.read_beside(self._base.model, FOLDER, path)
+            data = self._target.read_beside(self._base.model, FOLDER, path, file.nbytes)
             check_bytes(data, file, f"{self._target.where}/{self._folder}/{path}")
         return True
 
     def _check_same(self, path: str, position: LinePosition) -> None:
         """Raises StoreError if the target has another delta at ``position``."""
-        found = self._target.read_beside(self._base.model, FOLDER, path)
+        found = self._target.read_beside(self._base.model, FOLDER, path, MANIFEST_BYTES_MAX)
         if hashlib.sha256(found).hexdigest() != position.checksum:
             raise StoreError(
                 f"{self._target.where}/{self._folder}/{path}: is another delta {position.seq} of "

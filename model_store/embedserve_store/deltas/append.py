@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.delta_manifest import (
+    DELTA_SEQ_MAX,
     FOLDER,
+    MANIFEST_BYTES_MAX,
     DeltaManifest,
     LinePosition,
     manifest_name,
 )
-from embedserve_store.publishing.added_file import Write, check_exclusive
+from embedserve_store.publishing.added_file import Write, is_exclusive
 
 
 def append(write: Write, delta: DeltaManifest) -> LinePosition | None:
@@ -24,20 +26,36 @@ def append(write: Write, delta: DeltaManifest) -> LinePosition | None:
         write: writer of new files into the model's folder of deltas.
 
     Raises:
-        StoreError: the store cannot be written.
+        InvalidModelError: the delta exceeds a limit: readers would refuse its manifest.
+        StoreError: the store cannot be written. If it cannot be reached, it may have the manifest.
     """
+    path = f"{delta.model}/{FOLDER}/{delta.line}/{manifest_name(delta.seq)}"
+    if delta.seq > DELTA_SEQ_MAX:
+        raise InvalidModelError(
+            f"{path}: seq is {delta.seq}, the limit is {DELTA_SEQ_MAX}: publish a version, which "
+            "begins a new line"
+        )
     data = delta.to_bytes()
-    if not write(f"{delta.model}/{FOLDER}/{delta.line}/{manifest_name(delta.seq)}", data):
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise InvalidModelError(
+            f"{path}: {len(data)} bytes, the limit is {MANIFEST_BYTES_MAX}: push more often"
+        )
+    if not write(path, data):
         return None
     return LinePosition(delta.line, delta.seq, hashlib.sha256(data).hexdigest())
 
 
 def check_no_overwrites(store: str, folder: str) -> None:
-    """Raises StoreError unless the store refuses a delta where another writer has written one."""
-    try:
-        check_exclusive(store, folder)
-    except StoreError as error:
-        raise StoreError(f"{error}: is_alone=True says that there is no other") from error
+    """Raises StoreError unless the store refuses a delta where another writer has written one.
+
+    Raises UnreachableError if the store cannot be written.
+    """
+    if not is_exclusive(store, folder):
+        raise StoreError(
+            f"{store}/{folder}: the store does not refuse a second file of one name, so two "
+            "writers could overwrite each other. is_alone=True (undo --alone) says that no other "
+            "writer exists"
+        )
 
 
 def now() -> str:

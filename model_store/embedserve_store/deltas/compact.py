@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from embedserve_store.deltas.delta_line import DeltaLine, kept
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.coverage import COMPARED
-from embedserve_store.format.delta_manifest import LINE_SEQ, LinePosition
+from embedserve_store.format.delta_manifest import FOLDER, LINE_SEQ, LinePosition, check_seq
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS, Manifest
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
@@ -66,6 +66,8 @@ def compact_deltas(
     models = ModelStore(store, cache)
     base = models.load(model, version)
     line = DeltaLine(models, base.manifest)
+    if seq is not None:
+        check_seq(seq, f"{models.where}/{model}/{FOLDER}/{line.start.line}")
     if not line.seqs():
         raise StoreError(
             f"{models.where}/{model}: there is no delta after version {base.manifest.version}: "
@@ -154,6 +156,8 @@ def _check_not_reverted(line: DeltaLine, last: int) -> None:
             continue
         try:
             delta, _ = line.manifest(seq)
+        except UnreachableError:
+            raise
         except StoreError:
             return  # no delta after a damaged one is applied
         if delta.reverts_to is not None and delta.reverts_to < last:

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve_store.deltas.row_numbers import RowNumbers
 from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.delta_file import ChangedRows, check_bytes, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
+    DELTA_SEQ_MAX,
     FOLDER,
+    MANIFEST_BYTES_MAX,
     DeltaFile,
     DeltaManifest,
     LinePosition,
+    check_seq,
     check_tables,
     manifest_name,
     parse_delta,
@@ -36,16 +40,26 @@ def kept(
     first. Undone deltas and the undos themselves are left out.
 
     Args:
-        manifest: returns the manifest of a delta.
+        manifest: returns the manifest of a delta, or if it is missing that of the one before.
     """
     seq = last
     while seq > first:
         delta = manifest(seq)
         if delta.reverts_to is None:
             yield delta
-            seq -= 1
+            seq = delta.seq - 1
         else:
             seq = delta.reverts_to
+
+
+def stored_seqs(models: ModelStore, model: str, line: int) -> NDArray[np.int64]:
+    """Returns the seqs of the deltas of a line, ascending, without reading one.
+
+    No names are kept: a line may have millions of files.
+    """
+    names = models.names_beside(model, f"{FOLDER}/{line}")
+    found = (seq for name in names if (seq := parse_manifest_name(name)) is not None)
+    return np.sort(np.fromiter(found, np.int64))
 
 
 class DeltaLine:
@@ -74,10 +88,8 @@ class DeltaLine:
         Raises:
             StoreError: the store cannot be read.
         """
-        prefix = f"{self.start.line}/"
-        names = self._models.files_beside(self._base.model, FOLDER)
-        found = (parse_manifest_name(n.removeprefix(prefix)) for n in names if n.startswith(prefix))
-        return sorted(seq for seq in found if seq is not None and seq > self.start.seq)
+        stored = stored_seqs(self._models, self._base.model, self.start.line)
+        return [int(seq) for seq in stored if seq > self.start.seq]
 
     def manifest(self, seq: int) -> tuple[DeltaManifest, LinePosition]:
         """Reads the manifest of a delta, and returns it with the position after the delta.
@@ -88,7 +100,9 @@ class DeltaLine:
         """
         line, model = self.start.line, self._base.model
         where = self._where(manifest_name(seq))
-        text = self._models.read_beside(model, FOLDER, f"{line}/{manifest_name(seq)}")
+        check_seq(seq, where)
+        path = f"{line}/{manifest_name(seq)}"
+        text = self._models.read_beside(model, FOLDER, path, MANIFEST_BYTES_MAX)
         delta = parse_delta(text, model, line, seq, where)
         check_tables(delta, self._base, where)
         if delta.reverts_to is not None and delta.reverts_to < self.start.seq:
@@ -153,15 +167,17 @@ class DeltaLine:
         """Returns the numbers of the rows that may differ between the states after two deltas, by
         table, unique and ascending.
 
+        One file at a time is in memory, and of the others the row numbers alone.
+
         Raises:
             StoreError: as ``manifest`` and ``rows``.
         """
-        numbers: dict[str, list[NDArray[np.int64]]] = {}
+        numbers: dict[str, RowNumbers] = {}
         for delta in self.between(one, other):
             for changes in self.rows(delta):
                 for change in changes:
-                    numbers.setdefault(change.table.name, []).append(change.numbers)
-        return {table: np.unique(np.concatenate(found)) for table, found in numbers.items()}
+                    numbers.setdefault(change.table.name, RowNumbers()).add(change.numbers)
+        return {table: found.ascending() for table, found in numbers.items()}
 
     def rows_at(
         self, seq: int, numbers: Mapping[str, NDArray[np.int64]], published: TablesFile
@@ -201,8 +217,10 @@ class DeltaLine:
 
         Raises:
             StoreError: the delta is damaged, or does not continue the delta at ``position``.
-            UnreachableError: the store does not respond.
+            UnreachableError: the store cannot be reached.
         """
+        if position.seq == DELTA_SEQ_MAX:
+            return None
         try:
             delta, end = self.manifest(position.seq + 1)
         except MissingFileError:
@@ -233,7 +251,7 @@ class DeltaLine:
             for change in changes:
                 name = change.table.name
                 numbers = seen.setdefault(name, [])
-                numbers.append(change.numbers)
+                numbers.append(change.numbers.copy())  # a view would keep the file's bytes
                 if (row := repeated_row(*numbers)) is not None:
                     raise StoreError(
                         f"{where}: table {name!r}: row {row} is in another file of the delta, too"
@@ -252,7 +270,7 @@ class DeltaLine:
 
     def _read(self, file: DeltaFile) -> bytes:
         path = f"{self.start.line}/{file.name}"
-        return self._models.read_beside(self._base.model, FOLDER, path)
+        return self._models.read_beside(self._base.model, FOLDER, path, file.nbytes)
 
     def _where(self, name: str) -> str:
         return f"{self._models.where}/{self._base.model}/{FOLDER}/{self.start.line}/{name}"

@@ -36,6 +36,7 @@ from embedserve_store.format.delta_manifest import (
     file_name,
     manifest_name,
 )
+from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.added_file import user, writer
@@ -166,8 +167,9 @@ class DeltaWriter:
     def resume(self) -> None:
         """Continues after an undo; a collective of all ranks.
 
-        The next ``push`` has the undone rows again, as they are in training then. Rows that
-        ``push_rows`` pushed are pushed again by the caller.
+        The next ``push`` has the undone rows again, as they are in training then. If it is called
+        again before that push, the next push has the rows of both undos. Rows that ``push_rows``
+        pushed are pushed again by the caller.
 
         Raises:
             WriterFencedError: on all ranks: another writer has appended to the line.
@@ -231,6 +233,8 @@ class DeltaWriter:
     def _open(self, model: str, version: int | None) -> None:
         base = self._models.manifest(model, version)
         self._model, self._version = base.model, base.version
+        self._author = user()
+        check_texts(writer=self._author)
         self._tables = {table.name: table for table in base.tables}
         self._line = DeltaLine(self._models, base)
         self._folder = f"{model}/{FOLDER}/{self._line.start.line}"
@@ -243,11 +247,14 @@ class DeltaWriter:
         return self._line.manifest(stored[-1])[1] if stored else self._line.start
 
     def _pass_undos(self) -> tuple[LinePosition, dict[str, NDArray[np.int64]]]:
-        """Returns the end of the line, and the rows that the undos before it changed, by table."""
+        """Returns the end of the line, and the rows that the undos before it changed, by table.
+
+        Deltas of this writer are passed over: earlier pushes, which failed because the store's
+        response was lost.
+        """
         end = self._position
         while (found := self._line.after(end)) is not None:
-            if found[0].reverts_to is None:
-                raise self._fenced_by(found[0])
+            self._check_own(found[0])
             end = found[1]
         if self._tracked is None:
             return end, {}
@@ -292,8 +299,7 @@ class DeltaWriter:
         for number, part in enumerate(split(changes)):
             name = file_name(self._position.seq + 1, token, self._ranks.rank, number)
             file, data = encode(part, name)
-            if not self._write(f"{self._folder}/{name}", data):
-                raise StoreError(f"{self._where}/{name}: exists already")
+            self._write(f"{self._folder}/{name}", data)  # its name is this push's alone
             files.append(file)
         return files
 
@@ -302,9 +308,8 @@ class DeltaWriter:
     ) -> tuple[LinePosition, bool]:
         """Writes the manifest. Returns the end of the line, and whether it is the new delta.
 
-        It is not if the store already has a delta of this writer there: an earlier push, which
-        failed because the store's response was lost. The files must then be written for the next
-        seq.
+        It is not if the store has an earlier delta of this writer there: a push that failed because
+        the store's response was lost. The files must then be written for the next seq.
 
         Raises:
             RevertedError: deltas were undone.
@@ -316,7 +321,7 @@ class DeltaWriter:
             line=self._position.line,
             seq=self._position.seq + 1,
             previous=self._position.checksum,
-            writer=user(),
+            writer=self._author,
             token=self._token,
             step=step,
             as_of=as_of,
@@ -338,15 +343,16 @@ class DeltaWriter:
                 "back to a checkpoint and make a new writer",
                 there.reverts_to,
             )
-        if there.token != self._token:
-            raise self._fenced_by(there)
-        return position, False
+        self._check_own(there)
+        return position, there == delta
 
-    def _fenced_by(self, delta: DeltaManifest) -> WriterFencedError:
-        return WriterFencedError(
-            f"{self._where}/{manifest_name(delta.seq)}: {delta.writer} wrote it, with rows as of "
-            f"{delta.as_of}: this writer stops"
-        )
+    def _check_own(self, delta: DeltaManifest) -> None:
+        """Raises WriterFencedError if ``delta`` has rows of another writer."""
+        if delta.reverts_to is None and delta.token != self._token:
+            raise WriterFencedError(
+                f"{self._where}/{manifest_name(delta.seq)}: {delta.writer} wrote it, with rows as "
+                f"of {delta.as_of}: this writer stops"
+            )
 
     def _on_all(self, call: Callable[[], Result]) -> Result:
         """Calls ``call`` on every rank, and returns its result; a collective.

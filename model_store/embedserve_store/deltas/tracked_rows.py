@@ -64,7 +64,7 @@ class TrackedRows:
         self._tables, _, path = describe_sharded(module, prefix)
         self._collection = collection_of(module, prefix)
         self._is_closed = False
-        self._again: Mapping[str, NDArray[np.int64]] = {}
+        self._again: dict[str, NDArray[np.int64]] = {}
         world_size = self._collection._env.world_size
         if world_size != ranks.count:
             raise InvalidModelError(
@@ -126,10 +126,13 @@ class TrackedRows:
     def take_again(self, numbers: Mapping[str, NDArray[np.int64]]) -> None:
         """Adds rows to those that ``take`` returns until ``mark_taken``. Not a collective.
 
+        Rows of an earlier call stay until then, too.
+
         Args:
             numbers: row numbers by table, the same on all ranks.
         """
-        self._again = numbers
+        for table, added in numbers.items():
+            self._again[table] = np.union1d(self._again.get(table, added), added)
 
     def close(self) -> None:
         """Stops tracking. Not a collective; may be called twice."""

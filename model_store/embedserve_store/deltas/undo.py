@@ -8,9 +8,11 @@ import secrets
 from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.errors import StoreError
-from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest
+from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest, LinePosition
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
-from embedserve_store.publishing.added_file import check_texts, user, writer
+from embedserve_store.publishing.added_file import user, writer
 from embedserve_store.publishing.record_event import record_event
 
 
@@ -31,46 +33,76 @@ def undo_deltas(
 
     Args:
         store: a folder or a URL.
-        to: seq of the delta to revert to; 0 for the version at which the line begins.
+        to: seq of the delta to revert to; 0 for the version at which the line begins. A version
+            that was compacted begins at a later seq, which is then the smallest.
         why: reason, for people; at most TEXT_MAX characters.
         version: version or alias whose line is meant. Default: the newest.
         is_alone: whether no training job appends to the line. Required as in DeltaWriter.
 
     Raises:
-        StoreError: there is no such version or delta, there is nothing to undo, or the store cannot
-            be read or written. Nothing has changed then.
+        StoreError: there is no such version or delta, there is nothing to undo, or a text is too
+            long. Nothing has changed then.
+        UnreachableError: the store cannot be read or written. The undo is in the store only if its
+            response was lost.
     """
-    check_texts(why=why)
+    author = user()
+    check_texts(why=why, writer=author)
     models = ModelStore(store)
-    base = models.manifest(model, version)
-    line = DeltaLine(models, base)
+    token = secrets.token_hex(8)
+    line = DeltaLine(models, models.manifest(model, version))
     if not is_alone:
         check_no_overwrites(models.where, f"{model}/{FOLDER}/{line.start.line}")
     write = writer(models.where, f"{model}/{FOLDER}")
-    while True:
-        stored = line.seqs()
-        last = stored[-1] if stored else line.start.seq
-        if not line.start.seq <= to < last:
-            raise StoreError(_out_of_range(line, base.version, to, last))
-        _, position = line.manifest(last)
-        undo = DeltaManifest(
+    undo = None
+    while undo is None:  # again after a delta that a training job has appended meanwhile
+        base, end = _checked_end(models, model, version, to)
+        made = DeltaManifest(
             model=model,
-            line=line.start.line,
-            seq=last + 1,
-            previous=position.checksum,
-            writer=user(),
-            token=secrets.token_hex(8),
+            line=end.line,
+            seq=end.seq + 1,
+            previous=end.checksum,
+            writer=author,
+            token=token,
             step=None,
             as_of=now(),
             files=(),
             reverts_to=to,
             why=why,
         )
-        if append(write, undo) is not None:
-            break  # else a training job has appended a delta since
+        if append(write, made) is not None or _is_there(DeltaLine(models, base), made):
+            undo = made
     detail = f"line {undo.line}, delta {undo.seq} reverts to {to}: {why}"
     record_event(models.where, "undo", model, (base.version,), detail=detail)
     return undo
+
+
+def _checked_end(
+    models: ModelStore, model: str, version: int | str | None, to: int
+) -> tuple[Manifest, LinePosition]:
+    """Returns the version and the end of its line, if the line can be reverted to delta ``to``.
+
+    A long line takes many requests to list. Whether a delta was appended or the version replaced
+    since is therefore checked again at last, with few requests. A store without conditional writes
+    would replace such a delta.
+
+    Raises:
+        StoreError: the line cannot be reverted to ``to``.
+    """
+    while True:
+        base = models.manifest(model, version)
+        line = DeltaLine(models, base)
+        stored = line.seqs()
+        last = stored[-1] if stored else line.start.seq
+        if not line.start.seq <= to < last:
+            raise StoreError(_out_of_range(line, base.version, to, last))
+        _, end = line.manifest(last)
+        if models.resolve(model, version) == base.version and line.after(end) is None:
+            return base, end
+
+
+def _is_there(line: DeltaLine, undo: DeltaManifest) -> bool:
+    """Returns whether the store has ``undo``, although the response said that it had another."""
+    return line.manifest(undo.seq)[0].token == undo.token
 
 
 def _out_of_range(line: DeltaLine, version: int, to: int, last: int) -> str:
@@ -79,5 +111,8 @@ def _out_of_range(line: DeltaLine, version: int, to: int, last: int) -> str:
         return f"line {start.line} has no delta after version {version}: nothing to undo"
     message = f"delta {to}: expected {start.seq} to {last - 1}; line {start.line} ends with {last}"
     if to < start.seq:
-        message += f", and version {version} has the deltas up to {start.seq}"
+        message += (
+            f". Version {version} has the deltas up to {start.seq} in its rows, so {start.seq} is "
+            "the earliest that it can go back to"
+        )
     return message

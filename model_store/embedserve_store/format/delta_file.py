@@ -91,7 +91,7 @@ def decode(
     header = encode_header(tensors)
     data_bytes = max((one["data_offsets"][1] for one in tensors.values()), default=0)
     if not data.startswith(header) or len(data) != len(header) + data_bytes:
-        raise StoreError(f"{where}: its tensors are not those that the manifest means")
+        raise StoreError(f"{where}: its tensors differ from those in the manifest")
     content = np.frombuffer(data, np.uint8, offset=len(header))
     changes = []
     for name, count in file.rows.items():

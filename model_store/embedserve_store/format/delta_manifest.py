@@ -24,6 +24,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
+from embedserve_store.format.text_limit import short_text
 from embedserve_store.format.version_folder import to_json_bytes
 
 FORMAT_VERSION = 2
@@ -33,6 +34,8 @@ LINE = "line"
 LINE_SEQ = "line_seq"
 LINE_CHECKSUM = "line_checksum"
 """Keys in Manifest.source of a compacted version: its LinePosition."""
+DELTA_SEQ_MAX = 2**32 - 1
+"""Maximum seq of a delta: servers keep the seq in a uint32 (embedserve/deltas/live_rows.py)."""
 MANIFEST_BYTES_MAX = 16 << 20
 FILES_MAX = 10_000
 FILE_BYTES_MAX = 128 << 20
@@ -64,11 +67,11 @@ class DeltaManifest:
     line: int
     """Version at which the line begins."""
     seq: int
-    """Position in the line, from 1."""
+    """Position in the line, from 1 to DELTA_SEQ_MAX."""
     previous: str
     """sha256 of the manifest before; of the first delta, ``base_checksum`` of the version."""
     writer: str
-    """User and host of the training job."""
+    """User and host of the training job; at most TEXT_MAX characters."""
     token: str
     """Random name of the writer, 16 hexadecimal digits: each training job that starts has a new
     one."""
@@ -80,7 +83,7 @@ class DeltaManifest:
     reverts_to: int | None = None
     """Delta whose state an undo brings back; 0 for the version at which the line begins."""
     why: str = ""
-    """Reason of an undo, for people."""
+    """Reason of an undo, for people; at most TEXT_MAX characters."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -158,8 +161,11 @@ def position_of(manifest: Manifest) -> LinePosition:
         return LinePosition(manifest.version, 0, base_checksum(manifest))
     where = f"version {manifest.version} of {manifest.model!r}: source"
     line, seq = typed(source, LINE, int, where), typed(source, LINE_SEQ, int, where)
-    if line < 1 or seq < 1:
-        raise StoreError(f"{where}: {LINE} is {line} and {LINE_SEQ} is {seq}, expected 1 or more")
+    if line < 1 or not 1 <= seq <= DELTA_SEQ_MAX:
+        raise StoreError(
+            f"{where}: {LINE} is {line}, expected 1 or more, and {LINE_SEQ} is {seq}, expected 1 "
+            f"to {DELTA_SEQ_MAX}"
+        )
     return LinePosition(line, seq, _sha256(source, LINE_CHECKSUM, where))
 
 
@@ -172,6 +178,12 @@ def manifest_name(seq: int) -> str:
     return f"{seq:020d}.json"
 
 
+def check_seq(seq: int, where: str) -> None:
+    """Raises StoreError if ``seq`` is not that of a delta."""
+    if not 1 <= seq <= DELTA_SEQ_MAX:
+        raise StoreError(f"{where}: seq is {seq}, expected 1 to {DELTA_SEQ_MAX}")
+
+
 def file_name(seq: int, token: str, rank: int, part: int) -> str:
     """Returns the name of a file of rows.
 
@@ -182,9 +194,12 @@ def file_name(seq: int, token: str, rank: int, part: int) -> str:
 
 
 def parse_manifest_name(name: str) -> int | None:
-    """Returns the seq of a manifest's file name; None for any other name."""
+    """Returns the seq of a manifest's file name; None for any other name.
+
+    A seq above DELTA_SEQ_MAX is none.
+    """
     match = _MANIFEST_PATTERN.fullmatch(name)
-    return int(match[1]) if match and int(match[1]) else None
+    return int(match[1]) if match and 1 <= int(match[1]) <= DELTA_SEQ_MAX else None
 
 
 def parse_file_seq(name: str) -> int | None:
@@ -213,18 +228,19 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
         line=typed(data, "line", int, where),
         seq=typed(data, "seq", int, where),
         previous=_sha256(data, "previous", where),
-        writer=typed(data, "writer", str, where),
+        writer=short_text(data, "writer", where),
         token=_matching(_TOKEN_PATTERN, data, "token", "16", where),
         step=None if data.get("step") is None else typed(data, "step", int, where),
         as_of=_time(data, "as_of", where),
         files=tuple(_file(file, seq, f"{where}: files[{i}]") for i, file in enumerate(files)),
         reverts_to=typed(data, "reverts_to", int, where) if "reverts_to" in data else None,
-        why=typed(data, "why", str, where) if "reverts_to" in data else "",
+        why=short_text(data, "why", where) if "reverts_to" in data else "",
     )
+    check_seq(delta.seq, where)
     if (delta.model, delta.line, delta.seq) != (model, line, seq):
         raise StoreError(
-            f"{where}: is delta {delta.seq} of line {delta.line} of model {delta.model!r}, but "
-            f"lies where delta {seq} of line {line} of {model!r} does"
+            f"{where}: is delta {delta.seq} of line {delta.line} of model {delta.model!r}, "
+            f"expected delta {seq} of line {line} of {model!r}"
         )
     if delta.nbytes > DELTA_BYTES_MAX:
         raise StoreError(

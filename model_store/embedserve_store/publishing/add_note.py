@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.note import FOLDER, Note, file_name
+from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
-from embedserve_store.publishing.added_file import ATTEMPTS, check_texts, user, writer
+from embedserve_store.publishing.added_file import ATTEMPTS, user, writer
 from embedserve_store.publishing.record_event import record_event
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import UnreachableError
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.remote_store import is_url
 from embedserve_store.writing.staging import sync, write_synced
@@ -28,18 +28,9 @@ ASIDE_PREFIX = ".new-"
 STALE_S = 3600.0
 """Seconds after which a temporary file is removed as left behind by a killed writer. A write takes
 seconds; one hour leaves a wide margin."""
-TEXT_MAX = 1000
-"""Maximum length in characters of a text that a person enters: a note, a reason or an author."""
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 """Errors of ``link`` on file systems without hard links. There the file is renamed, and the later
 of two concurrent writers wins."""
-
-
-def check_texts(**texts: str) -> None:
-    """Raises StoreError for a text that is longer than TEXT_MAX."""
-    for what, text in texts.items():
-        if len(text) > TEXT_MAX:
-            raise StoreError(f"{what} has {len(text)} characters, the limit is {TEXT_MAX}")
 
 
 def user() -> str:
@@ -70,22 +61,17 @@ def writer(store: str, folder: str) -> Write:
     return _local_writer(where)
 
 
-def check_exclusive(store: str, folder: str) -> None:
-    """Raises StoreError unless only the first of two writers can create a file in ``folder``.
+def is_exclusive(store: str, folder: str) -> bool:
+    """Returns whether only the first of two writers can create a file in ``folder``.
 
-    Raises StoreError also if the store cannot be written.
+    Raises:
+        UnreachableError: the store cannot be written.
     """
     probe = f"{folder}/{ASIDE_PREFIX}{secrets.token_hex(8)}"
     where = _folder_or_remote(store)
     if isinstance(where, RemoteFolder):
-        is_exclusive = where.refuses_second(probe)
-    else:
-        is_exclusive = _has_links(Path(where) / probe)
-    if not is_exclusive:
-        raise StoreError(
-            f"{store}/{folder}: the store does not refuse a second file of one name, so two "
-            "writers could overwrite each other"
-        )
+        return where.refuses_second(probe)
+    return _has_links(Path(where) / probe)
 
 
 def _folder_or_remote(store: str) -> str | RemoteFolder:
@@ -104,7 +90,7 @@ def _has_links(probe: Path) -> bool:
         os.link(probe, linked)
     except OSError as error:
         if error.errno not in NO_LINKS:
-            raise StoreError(f"{probe}: cannot be written: {error.strerror}") from error
+            raise UnreachableError(f"{probe}: cannot be written: {error.strerror}") from error
         return False
     finally:
         linked.unlink(missing_ok=True)
@@ -118,7 +104,7 @@ def _local_writer(store: str) -> Write:
         try:
             return _write_new(path, data)
         except OSError as error:
-            raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+            raise UnreachableError(f"{path}: cannot be written: {error.strerror}") from error
 
     return write
 

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.layout import layout_changes
 from embedserve_store.format.manifest import (
@@ -53,7 +53,6 @@ from embedserve_store.publishing.version_writer import (
     PublishedVersion,
     write_version,
 )
-from embedserve_store.remote.remote_files import UnreachableError
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.sources.description import Description, check_no_draft

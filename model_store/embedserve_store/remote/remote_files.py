@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
-from embedserve_store.errors import MissingFileError, StoreError
+from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote.retry_log import RetryLog
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,9 @@ version would ever arrive."""
 WAIT_LOG_S = 10.0
 """Seconds after which a wait for the store is logged, and again after each doubling."""
 
+_MODIFIED = ("LastModified", "mtime", "last_modified", "updated", "created")
+"""Keys under which file systems of fsspec say when a file was written."""
 EXTRA = "pip install 'embedserve[remote]'; gs:// needs gcsfs"
-
-
-class UnreachableError(StoreError):
-    """The remote store does not respond or denies access, so its contents are unknown."""
 
 
 class RemoteFolder:
@@ -81,8 +80,54 @@ class RemoteFolder:
         prefix = len(path.lstrip("/")) + 1
         return {name.lstrip("/")[prefix:]: entry["size"] for name, entry in found.items()}
 
-    def read(self, name: str) -> bytes:
-        return self._part(name, None, None, ANSWER_S_MAX)
+    def names(self, folder: str) -> Iterator[str]:
+        """Yields the names of the files in ``folder``, in any order; none if there is no folder.
+
+        An object store of S3 lists them in pages, and one page is in memory.
+        """
+        if not self.has_s3_calls:
+            yield from (name for name in self.sizes(folder) if "/" not in name)
+            return
+        _, prefix = self.bucket_and_key(folder)
+        prefix = f"{prefix.rstrip('/')}/"
+        options: dict[str, Any] = {"Prefix": prefix, "Delimiter": "/"}
+        while True:
+            page = self.s3_call("list_objects_v2", folder, **options)
+            for entry in page.get("Contents", ()):
+                if name := entry["Key"].removeprefix(prefix):
+                    yield name
+            if not page.get("IsTruncated"):
+                return
+            options["ContinuationToken"] = page["NextContinuationToken"]
+
+    def modified_s(self, name: str) -> float | None:
+        """Returns when a file was written, in seconds since the Unix epoch; None if unknown.
+
+        Raises:
+            MissingFileError: the file does not exist.
+        """
+        info = self._call(f"{self.url}/{name}", "info", f"{self.root}/{name}")
+        found = next((info[key] for key in _MODIFIED if info.get(key)), None)
+        if isinstance(found, str):
+            found = datetime.fromisoformat(found)
+        return found.timestamp() if isinstance(found, datetime) else found
+
+    def read(self, name: str, bytes_max: int) -> bytes:
+        """Reads a small file; at most ``bytes_max`` and one byte more are requested.
+
+        Raises:
+            StoreError: the file has more than ``bytes_max`` bytes.
+        """
+        try:
+            data = self._part(name, 0, bytes_max + 1, ANSWER_S_MAX)
+        except UnreachableError as error:
+            # An object store refuses any range of an empty file, as not satisfiable.
+            if "range" not in str(error).lower() or self.size(name):
+                raise
+            return b""
+        if len(data) > bytes_max:
+            raise StoreError(f"{self.url}/{name}: more than {bytes_max} bytes, which is the limit")
+        return data
 
     def blocks(self, name: str, start: int, size: int) -> Iterator[bytes]:
         """Yields ``name`` of ``size`` bytes from byte ``start`` on, in order, in parts.
@@ -112,7 +157,7 @@ class RemoteFolder:
             raise StoreError(f"{self.url}/{name}: ends before byte {stop}: changed while it came")
         return data
 
-    def _part(self, name: str, start: int | None, stop: int | None, max_s: float) -> bytes:
+    def _part(self, name: str, start: int, stop: int, max_s: float) -> bytes:
         where, path = f"{self.url}/{name}", f"{self.root}/{name}"
         data: bytes = self._call(where, "cat_file", path, max_s=max_s, start=start, end=stop)
         return data

@@ -10,9 +10,10 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, missing_model, missing_version
+from embedserve_store.errors import StoreError, UnreachableError, missing_model, missing_version
 from embedserve_store.format.delta_manifest import FOLDER as DELTAS
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import NAME_PATTERN
@@ -20,10 +21,14 @@ from embedserve_store.format.version_folder import VERSION_PATTERN, version_numb
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.remote.pull import pull
-from embedserve_store.remote.remote_files import RemoteFolder, UnreachableError
+from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.file_check import MANIFEST
 from embedserve_store.transfer.receive import TransferProgress
-from embedserve_store.transfer.stored_version import StoredVersion, stored_version
+from embedserve_store.transfer.stored_version import (
+    SMALL_FILE_BYTES_MAX,
+    StoredVersion,
+    stored_version,
+)
 from embedserve_store.writing.version_lock import HeldError, remove_unheld
 
 logger = logging.getLogger(__name__)
@@ -181,7 +186,7 @@ class RemoteStore:
             model,
             number,
             listed,
-            lambda: remote.read(f"{model}/{number}/{MANIFEST}"),
+            lambda: remote.read(f"{model}/{number}/{MANIFEST}", SMALL_FILE_BYTES_MAX),
             lambda name, start: remote.blocks(f"{model}/{number}/{name}", start, listed[name]),
         )
 
@@ -190,9 +195,18 @@ class RemoteStore:
         _check_model(model, self._remote.url)
         return list(self._remote.sizes(f"{model}/{what}"))
 
-    def read_beside(self, model: str, what: str, path: str) -> bytes:
+    def names_beside(self, model: str, path: str) -> Iterator[str]:
+        """Yields the names of the files in a folder beside the versions, as LocalStore does."""
+        _check_model(model, self._remote.url)
+        return self._remote.names(f"{model}/{path}")
+
+    def read_beside(self, model: str, what: str, path: str, bytes_max: int) -> bytes:
         """Reads a file beside the versions, as LocalStore does."""
-        return self._remote.read(f"{model}/{what}/{path}")
+        return self._remote.read(f"{model}/{what}/{path}", bytes_max)
+
+    def modified_s(self, path: str) -> float | None:
+        """Returns when the file at ``path`` was written, as LocalStore does."""
+        return self._remote.modified_s(path)
 
     def folders(self, path: str) -> list[str]:
         """Returns the names of the folders at ``path`` in the store; empty if there are none."""
@@ -209,7 +223,7 @@ class RemoteStore:
 
     def read(self, path: str) -> bytes:
         """Reads the small file at ``path``."""
-        return self._remote.read(path)
+        return self._remote.read(path, SMALL_FILE_BYTES_MAX)
 
     def _cached(self, model: str, number: int) -> Path:
         return self._local.path / model / str(number)

@@ -14,7 +14,7 @@ from embedserve_store.format.tables_file import file_order, header_bytes
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.file_check import MANIFEST, TABLES
-from embedserve_store.transfer.stored_version import StoredVersion
+from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX, StoredVersion
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def find_unchanged(
         if before is None:
             return None
         where = f"{model}/{before}/{MANIFEST}"
-        base = parse_manifest(remote.read(where), f"{remote.url}/{where}")
+        base = parse_manifest(remote.read(where, SMALL_FILE_BYTES_MAX), f"{remote.url}/{where}")
     except StoreError as error:
         logger.info("%s; all tables are sent", error)
         return None

@@ -10,6 +10,9 @@ import typer
 
 from embedserve.commands.installation import INSTALL
 
+UNREACHABLE_STATUS = 3
+"""Exit status if the store does not respond or denies access; nothing is known to be wrong in it,
+and a later attempt may succeed."""
 LOADER_FAULTS = (
     "Could not load this library",
     "cannot open shared object",
@@ -23,20 +26,23 @@ that torch raises for its libraries, and what a worker reports."""
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """Turns errors that the user can fix into one line on stderr and exit status 1; an interrupt
-    exits with status 130."""
-    from embedserve_store.errors import StoreError
+    """Turns errors that the user can fix into one line on stderr and exit status 1.
+
+    The status is UNREACHABLE_STATUS without access to the store, and 130 after an interrupt.
+    """
+    from embedserve_store.errors import StoreError, UnreachableError, described
 
     try:
         yield
     except (StoreError, OSError, ValueError) as error:
         if isinstance(error, ValueError) and type(error) is not ValueError:
             raise
-        message = str(error)
+        message = described(error)
         if any(fault in message for fault in LOADER_FAULTS):
             message = f"{message.splitlines()[0]}: {INSTALL}"
         typer.echo(f"embedserve: {message}", err=True)
-        raise typer.Exit(1) from error
+        is_unreachable = isinstance(error, UnreachableError)
+        raise typer.Exit(UNREACHABLE_STATUS if is_unreachable else 1) from error
     except ImportError as error:
         name = (error.name or "").partition(".")[0]
         if name.startswith("embedserve"):

@@ -17,7 +17,7 @@ DEFAULT = "list"
 
 OfVersion = Annotated[
     str | None,
-    typer.Option(help="Number or alias of the version that they follow. Default: the newest."),
+    typer.Option(help="Number or alias of the version before the deltas. Default: the newest."),
 ]
 
 
@@ -66,19 +66,19 @@ def verify(store: Store, model: Model, version: OfVersion = None) -> None:
 def undo(
     store: Store,
     model: Model,
-    to: Annotated[int, typer.Option(help="Delta to revert to; 0: the version.", min=0)],
-    why: Annotated[str, typer.Option(help="Reason, as the history and the trainer see it.")],
+    to: Annotated[int, typer.Option(help="Last delta to keep; 0 keeps the version alone.", min=0)],
+    why: Annotated[str, typer.Option(help="Reason for the history, the log and the training job.")],
     version: OfVersion = None,
     alone: Annotated[
         bool,
         switch(
             "--alone",
-            help="No training job appends now. Required where the store does not refuse a second "
-            "file of one name.",
+            help="Confirm that no training job pushes meanwhile. Required if the store does not "
+            "refuse a second file of one name.",
         ),
     ] = False,
 ) -> None:
-    """Take deltas back: servers that follow the model serve the rows after an earlier delta."""
+    """Take the last deltas back: servers return to the rows after an earlier delta."""
     with cli_errors():
         from embedserve_store.commands.deltas import undo as run
 
@@ -107,11 +107,11 @@ def prune(
     store: Store,
     model: Model,
     keep_hours: Annotated[
-        float, typer.Option(help="Keep deltas of these last hours in any case.", min=0)
+        float, typer.Option(help="Keep all deltas that are younger.", min=0)
     ] = 24.0,
     dry_run: Annotated[bool, switch("--dry-run", help="Only show what would be removed.")] = False,
 ) -> None:
-    """Remove deltas that all stored versions of their line have in their rows."""
+    """Remove the deltas that no stored version needs, the oldest first."""
     with cli_errors():
         from embedserve_store.commands.deltas import prune as run
 

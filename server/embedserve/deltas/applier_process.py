@@ -25,6 +25,7 @@ from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +150,10 @@ class BeatingStore(ModelStore):
         super().__init__(settings.store, Path(settings.cache) if settings.cache else None)
         self._heartbeat = heartbeat
 
-    def read_beside(self, model: str, what: str, path: str) -> bytes:
-        data = super().read_beside(model, what, path)
+    def read_beside(
+        self, model: str, what: str, path: str, bytes_max: int = SMALL_FILE_BYTES_MAX
+    ) -> bytes:
+        data = super().read_beside(model, what, path, bytes_max)
         self._heartbeat.beat()
         return data
 

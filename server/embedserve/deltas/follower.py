@@ -30,7 +30,7 @@ from embedserve.deltas.status import (
     FollowedModel,
 )
 from embedserve_store.deltas.delta_line import DeltaLine, kept
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnreachableError, described
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
 
@@ -118,8 +118,9 @@ class DeltaFollower:
             error = caught
         if error is None:
             has_more = bool(waiting) and self._is_behind
-        else:
-            has_more = not is_held and self._finds_undo()
+        else:  # without access to the store an undo cannot be read either
+            may_read = not is_held and not isinstance(error, UnreachableError)
+            has_more = may_read and self._finds_undo()
         self._end(error, has_more=has_more, is_held=is_held)
         return has_more
 
@@ -326,7 +327,7 @@ class DeltaFollower:
         before, is_behind = self._state, self._is_behind
         state, reason, refused = CATCHING_UP if is_behind else FOLLOWING, "", before.refused
         if error is not None:
-            state, reason = FULL if isinstance(error, RowsFullError) else STALLED, str(error)
+            state, reason = FULL if isinstance(error, RowsFullError) else STALLED, described(error)
             if reason != before.reason:
                 refused += 1
                 last = self._known.seq if is_held else self._position.seq

@@ -146,9 +146,15 @@ class LiveRows:
         self._committed[0] = view << 32 | seq
 
     def check_numbers(self, view: int, seq: int) -> None:
-        """Raises StoreError if a view or a seq is larger than a uint32."""
+        """Raises StoreError if a view or a seq is larger than a uint32.
+
+        A view counts from 1 with each start of the server; no delta has such a seq.
+        """
         if max(view, seq) > NUMBER_MAX:
-            raise StoreError(f"{self.version.path}: seq {seq} is too large: compact the line")
+            raise StoreError(
+                f"{self.version.path}: seq {seq} or view {view} is above {NUMBER_MAX}: restart the "
+                "server"
+            )
 
     @property
     def written(self) -> int:

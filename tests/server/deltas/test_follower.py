@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from server.deltas.followed import Followed
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import manifest_name
 
@@ -121,15 +122,44 @@ def test_a_gap_is_found_by_the_listing(followed: Followed, monkeypatch: pytest.M
 def test_a_store_that_does_not_respond_stalls(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The reason tells it from a damaged delta, and the store is not asked for an undo."""
+    asked = 0
+
     def after(position: object) -> None:
-        raise StoreError("s3://b: the remote store says: no")
+        nonlocal asked
+        asked += 1
+        raise UnreachableError("s3://b: the remote store says: no")
 
     with monkeypatch.context() as patch:
         patch.setattr(followed.line, "after", after)
-        followed.follower.look()
-        assert (followed.state, followed.status.read().reason[:6]) == ("stalled", "s3://b")
+        assert not followed.follower.look()
+    reason = "no access to the store: s3://b: the remote store says: no"
+    assert (followed.state, followed.status.read().reason, asked) == ("stalled", reason, 1)
     followed.follower.look()
-    assert followed.state == "following"
+    assert (followed.state, followed.status.read().reason) == ("following", "")
+
+
+def test_rows_that_cannot_be_read_now_are_read_at_a_later_look(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed.push(1)
+    followed.push(2)
+    real = Path.open
+
+    def refuse(path: Path, *options: Any) -> Any:
+        if path.suffix == ".safetensors" and path.name.startswith(f"{2:020d}"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        followed.follower.look()
+        now = followed.status.read()
+        assert (now.state, now.applied.seq) == ("stalled", 1)
+        assert now.reason.startswith("no access to the store: ")
+        assert now.reason.endswith("cannot be read: Permission denied")
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("following", 2)
 
 
 def test_deltas_before_the_one_that_has_no_room_are_applied(followed: Followed) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
 from embedserve_store import DeltaWriter, ModelStore
+from embedserve_store.format.delta_manifest import manifest_name
 
 
 @pytest.fixture
@@ -63,7 +66,7 @@ def test_deltas_are_verified_and_compacted(own: Path) -> None:
     assert "published shop version 2: " in said
     assert " with the deltas of line 1 up to 24, in " in said
     title = run("deltas", own, "shop")[1].splitlines()[0]
-    assert title == "line 1 of shop: 1 deltas after version 2 (seq 24)"
+    assert title == "line 1 of shop: 1 delta after version 2 (seq 24)"
     assert run("verify", own, "shop", 2)[0] == 0
     assert "line 1 of shop: no deltas after version 3 (seq 25)" in (
         run("deltas", "compact", own, "shop") and run("deltas", own, "shop")[1]
@@ -111,6 +114,65 @@ def test_a_damaged_delta_is_one_line(own: Path) -> None:
     assert f"{path.name}: cannot be read" in line
     assert run("deltas", "compact", own, "shop")[0] == 1
     assert ModelStore(own).versions("shop") == [1]
+
+
+def test_a_list_names_what_is_missing(own: Path) -> None:
+    for seq in (1, 8, 20, 21):
+        (own / "shop/deltas/1" / manifest_name(seq)).unlink()
+    code, out, _ = run("deltas", own, "shop")
+    title, _, *lines = (line.split() for line in out.splitlines())
+    assert (code, title[4]) == (0, "21")
+    seqs = [*range(3, 8), 8, *range(9, 20), 20, *range(22, 26)]
+    assert [int(line[0]) for line in lines] == seqs
+    assert lines[5] == ["8", "missing"]
+    assert lines[17] == ["20", "to", "21", "missing"]
+    _, _, *every = run("deltas", own, "shop", "--last", 0)[1].splitlines()
+    assert (every[0].split(), len(every)) == (["1", "missing"], 24)
+    run("deltas", "undo", own, "shop", "--to", 22, "--why", "")
+    newest = run("deltas", own, "shop", "--last", 6)[1].splitlines()[2:]
+    assert ["undone" in line for line in newest] == [False, False, False, True, True, True, False]
+    assert run("deltas", "verify", own, "shop")[0] == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("list",), ("verify",), ("undo", "--to", 1, "--why", ""), ("compact",), ("prune",)]
+)
+def test_a_store_without_access_is_told_from_a_damaged_one(
+    own: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[Any, ...]
+) -> None:
+    name, *options = command
+    if name == "prune":
+        run("deltas", "compact", own, "shop", "--seq", 20)
+        run("prune", own, "shop", "--keep", 1)
+        options = ["--keep-hours", 0]
+    real = Path.open
+
+    def refuse(path: Path, *mode: Any, **more: Any) -> Any:
+        if path.name.endswith(".json") and "deltas" in path.parts:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *mode, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        code, _, said = run("deltas", name, own, "shop", *options)
+    assert code == 3, said
+    said = said.splitlines(keepends=True)[-1]  # after the progress
+    assert said.startswith("embedserve: no access to the store: ")
+    assert said.endswith(".json: cannot be read: Permission denied\n")
+    for path in (own / "shop/deltas/1").glob("*.json"):
+        path.unlink()
+        path.write_bytes(b"{}")
+    code, _, said = run("deltas", name, own, "shop", *options)
+    assert (code, "no access" in said) == (1, False)
+
+
+def test_a_seq_that_no_delta_can_have_is_refused(own: Path) -> None:
+    large = 1 << 32
+    for command in (("list", own, "shop", large), ("compact", own, "shop", "--seq", large)):
+        code, _, said = run("deltas", *command)
+        assert (code, f"seq is {large}, expected 1 to 4294967295" in said) == (1, True)
+    code, _, said = run("deltas", "undo", own, "shop", "--to", large, "--why", "")
+    assert (code, f"delta {large}: expected 0 to 24" in said) == (1, True)
 
 
 def test_a_version_without_deltas(store: Path) -> None:

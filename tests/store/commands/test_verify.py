@@ -59,7 +59,8 @@ def test_a_store_without_credentials_is_one_line(
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, os.devnull)
     status, stdout, lines = run("s3://bucket/store", "shop", "--cache", tmp_path)
-    assert (status, stdout) == (1, "")
+    assert (status, stdout) == (3, "")
     (line,) = lines
-    assert line.startswith("embedserve: s3://bucket/store/shop: the remote store says: ")
+    url = "s3://bucket/store/shop"
+    assert line.startswith(f"embedserve: no access to the store: {url}: the remote store says: ")
     assert "credentials" in line

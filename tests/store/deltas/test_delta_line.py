@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tracemalloc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,9 @@ import pytest
 from store.deltas.conftest import rows
 
 from embedserve_store import DeltaLine, DeltaWriter, ModelStore, StoreError
-from embedserve_store.format.delta_manifest import manifest_name
+from embedserve_store.deltas import row_numbers
+from embedserve_store.format import delta_file
+from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
 
 
@@ -139,6 +143,52 @@ def test_rows_are_those_pushed(folder: Path) -> None:
     delta, _ = line.manifest(2)
     ((tag,),) = line.rows(delta)
     np.testing.assert_array_equal(tag.numbers, [2, 9])
+
+
+def test_rows_between_keeps_row_numbers_alone(store: Path, writer: DeltaWriter) -> None:
+    """The bytes of files do not pile up."""
+    numbers, values = np.arange(300), rows("user", 300)
+    for _ in range(20):
+        writer.push_rows({"user": (numbers, values)})
+    line = line_of(store / "m/deltas/1")
+    line.rows_between(0, 1)
+    tracemalloc.start()
+    try:
+        found = line.rows_between(0, 20)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(found["user"], numbers)
+    assert most < 12 * values.nbytes  # all files have more than 20 times as much
+
+
+def test_rows_of_a_delta_are_held_one_file_at_a_time(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_file, "PART_BYTES", 1024)
+    writer.push_rows({"user": (np.arange(300), rows("user", 300))})
+    line = line_of(store / "m/deltas/1")
+    delta, _ = line.manifest(1)
+    assert len(delta.files) > 10
+    files = []
+    for (user,) in line.rows(delta):
+        files.append(weakref.ref(user.numbers.base))
+        del user
+        assert len([one for one in files if one() is not None]) <= 1
+
+
+def test_row_numbers_are_unique_and_ascending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_numbers, "MERGE_MIN", 4)
+    collected = row_numbers.RowNumbers()
+    assert collected.ascending().tolist() == []
+    for numbers in ([5, 9], [1, 5, 7], [2], [9, 10], []):
+        collected.add(np.array(numbers, np.int64))
+    assert collected.ascending().tolist() == [1, 2, 5, 7, 9, 10]
+
+
+def test_a_seq_that_is_too_large_is_no_delta(folder: Path) -> None:
+    (folder / manifest_name(DELTA_SEQ_MAX + 1)).write_bytes(b"{}")
+    assert line_of(folder).seqs() == [1, 2, 3]
 
 
 def test_the_next_delta_is_read_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from embedserve_store import (
     WriterFencedError,
     publish,
 )
-from embedserve_store.format.delta_manifest import DeltaManifest
+from embedserve_store.deltas import append as append_module
+from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, DeltaManifest
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.publishing import added_file
 
@@ -181,6 +183,49 @@ def test_a_response_that_was_lost_is_no_other_writer(
     monkeypatch.setattr(writer, "_write", real)
     assert writer.push_rows({"tag": ([2], rows("tag", 1))}) == 2
     assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}, {"tag": 1}]
+
+
+@pytest.mark.parametrize("changes", [{"tag": ([1], rows("tag", 1))}, {}])
+def test_a_delta_that_is_there_after_all_is_written_once(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, changes: Any
+) -> None:
+    """A store that is asked again, as the first response was lost, says that there is such a
+    file."""
+    real = writer._write
+
+    def write_twice(name: str, data: bytes) -> bool:
+        real(name, data)
+        return real(name, data)
+
+    monkeypatch.setattr(writer, "_write", write_twice)
+    assert writer.push_rows(changes) == 1
+    assert writer.push_rows(changes) == 2
+    assert line_of(store).seqs() == [1, 2]
+
+
+def test_a_line_ends_at_the_largest_seq(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers keep a seq in 32 bits."""
+    writer.push_rows({})
+    line = line_of(store)
+    position = replace(line.manifest(1)[1], seq=DELTA_SEQ_MAX)
+    assert line.after(position) is None
+    writer._position = position
+    with pytest.raises(InvalidModelError, match=r"seq is 4294967296, the limit is 4294967295"):
+        writer.push_rows({})
+    for seq in (0, DELTA_SEQ_MAX + 1):
+        with pytest.raises(StoreError, match=f"seq is {seq}, expected 1 to 4294967295"):
+            line.manifest(seq)
+
+
+def test_a_manifest_that_readers_would_refuse_is_not_written(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(append_module, "MANIFEST_BYTES_MAX", 100)
+    with pytest.raises(InvalidModelError, match="bytes, the limit is 100: push more often"):
+        writer.push_rows({})
+    assert deltas_in(store) == []
 
 
 def test_a_push_that_fails_leaves_no_delta(

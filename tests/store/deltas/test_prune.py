@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -24,7 +26,9 @@ from embedserve_store import (
 )
 from embedserve_store.deltas import append as append_module
 from embedserve_store.deltas import delta_writer
+from embedserve_store.deltas import prune as prune_module
 from embedserve_store.deltas.prune import PrunedDeltas
+from embedserve_store.format.delta_manifest import file_name, manifest_name
 
 
 def push(writer: DeltaWriter, count: int) -> None:
@@ -91,6 +95,72 @@ def test_files_of_killed_writers_go_along(
     assert seqs(store) == [2]
 
 
+def leave_over(store: Path, seq: int, hours: float, line: int = 1) -> Path:
+    """Writes a file without a manifest, as a killed writer leaves it."""
+    path = store / f"m/deltas/{line}" / file_name(seq, "0123456789abcdef", 0, 0)
+    path.write_bytes(b"rows")
+    written_s = time.time() - 3600 * hours
+    os.utime(path, (written_s, written_s))
+    return path
+
+
+def test_files_without_a_manifest_are_removed_once_they_are_old(
+    store: Path, writer: DeltaWriter
+) -> None:
+    push(writer, 4)
+    compact_deltas(store, "m", seq=2)
+    prune(store, "m", keep=1)
+    for seq in (2, 4):
+        (store / "m/deltas/1" / manifest_name(seq)).unlink()
+    young, old = leave_over(store, 5, hours=20), leave_over(store, 6, hours=30)
+    assert prune_deltas(store, "m", is_trial=True) == []
+    assert old.exists()
+    assert prune_deltas(store, "m") == []  # no delta is as old
+    assert (young.exists(), old.exists()) == (True, False)
+    assert seqs(store) == [1, 2, 3, 4, 5]  # the files of 2 and 4 are as young as their deltas
+    push_in_flight = leave_over(store, 5, hours=0.9)
+    prune_deltas(store, "m", keep_s=0)
+    assert push_in_flight.exists()
+    assert seqs(store) == [3, 4, 5]
+
+
+def test_files_of_a_line_without_a_version_are_removed(
+    store: Path, writer: DeltaWriter, make_ebc: Callable[..., Any]
+) -> None:
+    push(writer, 1)
+    publish(make_ebc(), store, model="m")
+    prune(store, "m", keep=1)
+    (store / "m/deltas/1" / manifest_name(1)).unlink()  # a run that was killed there
+    for path in (store / "m/deltas/1").iterdir():
+        os.utime(path, (0, 0))
+    prune_deltas(store, "m", keep_s=0)
+    assert not (store / "m/deltas/1").exists()
+
+
+def test_few_names_of_a_line_are_in_memory(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line is listed again for each NAMES_MAX of them, and the order stays."""
+    push(writer, 7)
+    compact_deltas(store, "m", seq=6)
+    prune(store, "m", keep=1)
+    removed: list[str] = []
+    unlink = Path.unlink
+
+    def record(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(prune_module, "NAMES_MAX", 3)
+    monkeypatch.setattr(Path, "unlink", record)
+    monkeypatch.setattr(ModelStore, "files_beside", None)  # which returns all names
+    assert prune_deltas(store, "m", keep_s=0) == [PrunedDeltas(1, 1, 6, 6)]
+    removed = [name for name in removed if name.startswith("0")]
+    assert [int(name[:20]) for name in removed] == [seq for seq in range(1, 7) for _ in range(2)]
+    assert [name.endswith(".json") for name in removed] == [True, False] * 6
+    assert seqs(store) == [7]
+
+
 def test_young_deltas_are_kept(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +206,7 @@ def test_other_files_are_left_alone(store: Path, writer: DeltaWriter) -> None:
 def test_a_prune_that_was_killed_is_run_again(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, unlinked: int
 ) -> None:
-    """Manifests go first, ascending: no manifest is left without its rows."""
+    """Deltas go in order, each manifest before its rows: whole deltas in sequence are left."""
     push(writer, 3)
     compact_deltas(store, "m")
     prune(store, "m", keep=1)
@@ -154,7 +224,8 @@ def test_a_prune_that_was_killed_is_run_again(
         with pytest.raises(KeyboardInterrupt):
             prune_deltas(store, "m", keep_s=0)
     manifests = sorted(path.name for path in (store / "m/deltas/1").glob("*.json"))
-    assert [int(name[:20]) for name in manifests] == [*range(1, 4)][unlinked:]
+    assert [int(name[:20]) for name in manifests] == [*range(1, 4)][(unlinked + 1) // 2 :]
+    assert set(seqs(store)) <= {*range(1 + unlinked // 2, 4)}
     prune_deltas(store, "m", keep_s=0)
     assert not (store / "m/deltas/1").exists()
 

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 from server.python import run_warm_python
-from store.deltas.tracked_training import USER, ranker
+from store.deltas.tracked_training import USER, batch, ranker, stepper
 
 from embedserve_store import (
     DeltaLine,
     DeltaWriter,
     InvalidModelError,
     ModelStore,
+    RevertedError,
     compact_deltas,
+    publish_sharded,
+    undo_deltas,
 )
+from embedserve_store.format.delta_manifest import DeltaManifest
 from embedserve_store.format.row_layout import dequantize_rows
 
 TIMEOUT_S = 300
@@ -64,6 +68,34 @@ def test_a_model_of_other_tables_is_refused(store: Path, one_rank: None) -> None
     dmp = ranker(tables=USER)
     with pytest.raises(InvalidModelError, match=r"table '(user|item|tag)' is .* in version 1"):
         DeltaWriter(store, model="m", module=dmp)
+
+
+def test_a_push_after_two_undos_has_the_rows_of_both(tmp_path: Path, one_rank: None) -> None:
+    dmp = ranker(tables=USER)
+    store = tmp_path / "store"
+    publish_sharded(dmp, store, model="m")
+    models = ModelStore(store)
+    line = DeltaLine(models, models.manifest("m"))
+
+    def pushed(delta: DeltaManifest) -> list[int]:
+        return [int(row) for (change,) in line.rows(delta) for row in change.numbers]
+
+    with DeltaWriter(store, model="m", module=dmp, overlap_steps=0) as writer:
+        step, rng = stepper(dmp), np.random.default_rng(0)
+        for _ in range(2):
+            step(batch(rng, USER))
+            writer.push()
+        undo_deltas(store, "m", to=1, why="")
+        writer.resume()
+        undo_deltas(store, "m", to=0, why="")
+        with pytest.raises(RevertedError):
+            writer.push()
+        writer.resume()
+        writer.resume()
+        assert writer.push() == 5
+    first, second, *_, last = (delta for delta, _ in line.deltas())
+    assert pushed(first) != pushed(second)
+    assert pushed(last) == sorted({*pushed(first), *pushed(second)})
 
 
 def test_push_needs_a_module(store: Path) -> None:

@@ -286,6 +286,16 @@ def test_torchrec_loses_lookups_between_a_read_and_the_next_forward() -> None:
 # What is looked up
 
 
+def test_rows_to_take_again_are_those_of_all_calls(one_rank: None) -> None:
+    dmp = ranker(tables=USER)
+    tracked = TrackedRows(dmp, Ranks())
+    tracked.take_again({"user": np.array([3, 5])})
+    tracked.take_again({"user": np.array([5, 9])})
+    tracked.take_again({})
+    assert take(tracked)["user"][0].tolist() == [3, 5, 9]
+    assert take(tracked) == {}
+
+
 def test_nothing_looked_up_is_an_empty_result() -> None:
     dmp = ranker(tables=USER)
     tracked, step = TrackedRows(dmp, Ranks(), overlap_steps=0), stepper(dmp)

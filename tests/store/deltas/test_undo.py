@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,14 @@ from embedserve_store import (
     StoreError,
     WriterFencedError,
     compact_deltas,
+    publish,
     undo_deltas,
 )
 from embedserve_store.deltas import undo as undo_module
 from embedserve_store.deltas.append import append
-from embedserve_store.format.delta_manifest import DeltaManifest
+from embedserve_store.errors import UnreachableError
+from embedserve_store.format.delta_manifest import DeltaManifest, manifest_name
+from embedserve_store.publishing import added_file
 from embedserve_store.publishing.added_file import Write
 
 
@@ -96,7 +101,11 @@ def test_what_cannot_be_undone_is_refused(store: Path, writer: DeltaWriter) -> N
     with pytest.raises(StoreError, match="why has 1001 characters"):
         undo(store, 0, "x" * 1001)
     compact_deltas(store, "m", seq=1)
-    with pytest.raises(StoreError, match="ends with 2, and version 2 has the deltas up to 1"):
+    with pytest.raises(
+        StoreError,
+        match=r"delta 0: expected 1 to 1; line 1 ends with 2. Version 2 has the deltas up to 1 in "
+        "its rows, so 1 is the earliest that it can go back to",
+    ):
         undo_deltas(store, "m", to=0, why="")
     assert line_of(store).seqs() == [1, 2]
     assert undo_deltas(store, "m", to=1, why="").seq == 3
@@ -118,6 +127,26 @@ def test_a_delta_that_was_undone_is_not_compacted(store: Path, writer: DeltaWrit
     assert compact_deltas(store, "m", version=1, seq=4).version == 3  # before a damaged delta
 
 
+def test_a_later_delta_that_cannot_be_read_now_may_be_an_undo(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version up to an earlier delta is then not published."""
+    for row in (1, 2):
+        push(writer, row)
+    undo(store, 0)
+    real = ModelStore.read_beside
+
+    def refuse(models: ModelStore, model: str, what: str, path: str, *limit: int) -> bytes:
+        if path.endswith(manifest_name(3)):
+            raise UnreachableError("timed out")
+        return real(models, model, what, path, *limit)
+
+    monkeypatch.setattr(ModelStore, "read_beside", refuse)
+    with pytest.raises(UnreachableError, match="timed out"):
+        compact_deltas(store, "m", seq=2)
+    assert ModelStore(store).versions("m") == [1]
+
+
 def test_an_undo_comes_after_what_is_pushed_meanwhile(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +161,100 @@ def test_an_undo_comes_after_what_is_pushed_meanwhile(
     monkeypatch.setattr(undo_module, "append", append_later)
     assert undo(store, 1) == 4
     assert kept(store, 4) == [1]
+
+
+@pytest.fixture
+def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that lets a second file replace the first."""
+
+    def link(aside: Path, path: Path) -> None:
+        aside.replace(path)
+
+    monkeypatch.setattr(added_file, "_link", link)
+
+
+def after_listing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Calls ``act`` once, when a line has been listed."""
+    real = DeltaLine.seqs
+
+    def seqs(line: DeltaLine) -> list[int]:
+        found = real(line)
+        monkeypatch.setattr(DeltaLine, "seqs", real)
+        act()
+        return found
+
+    monkeypatch.setattr(DeltaLine, "seqs", seqs)
+
+
+def test_an_undo_replaces_no_delta_that_came_after_the_listing(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, overwriting: None
+) -> None:
+    push(writer, 1)
+    push(writer, 2)
+    after_listing(monkeypatch, lambda: push(writer, 3))
+    assert undo_deltas(store, "m", to=1, why="", is_alone=True).seq == 4
+    assert [delta.reverts_to for delta, _ in line_of(store).deltas()] == [None, None, None, 1]
+
+
+def test_an_undo_of_the_newest_version_does_not_go_behind_one_that_came_after_the_listing(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, overwriting: None
+) -> None:
+    """Servers of that version could not follow its line."""
+    push(writer, 1)
+    push(writer, 2)
+    after_listing(monkeypatch, lambda: compact_deltas(store, "m", seq=1))
+    with pytest.raises(StoreError, match=r"delta 0: expected 1 to 1; .* Version 2 has"):
+        undo_deltas(store, "m", to=0, why="", is_alone=True)
+    assert line_of(store).seqs() == [1, 2]
+
+
+def test_an_undo_whose_response_was_lost_is_made_once(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is asked again says that there is such a file."""
+    push(writer, 1)
+
+    def append_twice(write: Write, delta: DeltaManifest) -> object:
+        append(write, delta)
+        return append(write, delta)
+
+    monkeypatch.setattr(undo_module, "append", append_twice)
+    assert undo(store, 0) == 2
+    assert line_of(store).seqs() == [1, 2]
+
+
+def test_any_version_goes_back_to_its_own_rows(
+    store: Path, writer: DeltaWriter, make_ebc: Callable[..., Any]
+) -> None:
+    push(writer, 1)
+    push(writer, 2)
+    assert undo_deltas(store, "m", to=0, why="", version="1").seq == 3
+    writer.resume()
+    push(writer, 3)
+    assert compact_deltas(store, "m", seq=4).version == 2
+    push(writer, 5)
+    assert undo_deltas(store, "m", to=4, why="").seq == 6  # version 2
+    models = ModelStore(store)
+    two = DeltaLine(models, models.manifest("m", 2))
+    assert ([delta.seq for delta, _ in two.deltas()], [*two.kept(6)]) == ([5, 6], [])
+    publish(make_ebc(), store, model="m")
+    with DeltaWriter(store, model="m") as other:
+        push(other, 1)
+        assert undo_deltas(store, "m", to=0, why="").line == 3
+        assert undo_deltas(store, "m", to=1, why="", version=3).seq == 3
+
+
+def test_long_texts_are_refused_before_anything_is_written(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(writer, 1)
+    monkeypatch.setenv("EMBEDSERVE_BY", "x" * 1001)
+    with pytest.raises(StoreError, match="writer has 1001 characters, the limit is 1000"):
+        undo(store, 0)
+    with pytest.raises(StoreError, match="writer has 1001 characters, the limit is 1000"):
+        DeltaWriter(store, model="m")
+    assert line_of(store).seqs() == [1]
+    push(writer, 2)  # a writer's author is that of its start
 
 
 def test_undos_at_once_each_have_their_seq(store: Path, writer: DeltaWriter) -> None:
@@ -163,6 +286,30 @@ def test_the_training_job_is_told_and_continues(store: Path, writer: DeltaWriter
     assert kept(store, 5) == [5, 1]
     writer.resume()  # nothing was undone
     assert push(writer, 6) == 6
+
+
+def test_a_delta_whose_response_was_lost_is_passed_over_by_resume(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the writer's own, although the writer does not know that it was written."""
+    push(writer, 1)
+    real = writer._write
+
+    def lose(name: str, data: bytes) -> bool:
+        is_new = real(name, data)
+        if name.endswith(".json"):
+            raise StoreError("connection reset")
+        return is_new
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_write", lose)
+        with pytest.raises(StoreError, match="connection reset"):
+            push(writer, 2)
+    assert writer.seq == 1
+    undo(store, 0)
+    writer.resume()
+    assert writer.seq == 3
+    assert push(writer, 2) == 4
 
 
 def test_a_job_that_goes_back_to_a_checkpoint_has_a_new_writer(

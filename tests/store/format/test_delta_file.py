@@ -99,5 +99,5 @@ def test_the_tensors_are_those_of_the_manifest() -> None:
     with pytest.raises(StoreError, match=rf"^here: {len(content) - 1} bytes, the manifest has"):
         decode(content[:-1], file, BY_NAME, "here")
     for rows in ({"wide": 1}, {"wide": 3}, {"half": 2}, {}):
-        with pytest.raises(StoreError, match=r"^here: its tensors are not those"):
+        with pytest.raises(StoreError, match=r"^here: its tensors differ from"):
             decode(content, replace(file, rows=rows), BY_NAME, "here")

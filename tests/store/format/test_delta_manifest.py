@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import (
     DELTA_BYTES_MAX,
+    DELTA_SEQ_MAX,
     FILE_BYTES_MAX,
     FILES_MAX,
     DeltaFile,
@@ -58,7 +59,9 @@ def test_names_sort_by_seq_and_are_found_again() -> None:
     names = [manifest_name(seq) for seq in (1, 9, 10, 12345)]
     assert names == sorted(names)
     assert [parse_manifest_name(name) for name in names] == [1, 9, 10, 12345]
-    for other in (FILE.name, "5.json", manifest_name(0), f".new-{TOKEN}", f"{manifest_name(5)}.x"):
+    assert parse_manifest_name(manifest_name(DELTA_SEQ_MAX)) == DELTA_SEQ_MAX
+    others = "5.json", f".new-{TOKEN}", f"{manifest_name(5)}.x"
+    for other in (FILE.name, *map(manifest_name, (0, DELTA_SEQ_MAX + 1)), *others):
         assert parse_manifest_name(other) is None
 
 
@@ -103,6 +106,10 @@ def in_file(**fields: Any) -> bytes:
         (undo(reverts_to=None), "reverts_to is None, expected int"),
         (undo(reverts_to=True), "reverts_to is True, expected int"),
         (undo(why=3), "why is 3, expected str"),
+        (undo(why="x" * 1001), "why has 1001 characters, the limit is 1000"),
+        (edited(lambda data: data.update(writer="x" * 1001)), "writer has 1001 characters"),
+        (edited(lambda data: data.update(seq=1 << 32)), "seq is 4294967296, expected 1 to 4294967"),
+        (edited(lambda data: data.update(seq=0)), "seq is 0, expected 1 to 4294967295"),
         (edited(lambda data: data.update(reverts_to=1, why="")), "1, and has files of rows"),
         (b"{}", "format_version is None"),
         (b"[" * 100_000, "not JSON"),
@@ -152,7 +159,7 @@ def test_a_line_begins_at_a_version_and_goes_through_compacted_ones() -> None:
     position = LinePosition(7, 1234, SHA)
     compacted = replace(BASE, version=9, source={"kind": "deltas"} | position.to_source())
     assert position_of(compacted) == position
-    for wrong in ({"line": 0}, {"line_seq": "1"}, {"line_checksum": "?"}):
+    for wrong in ({"line": 0}, {"line_seq": "1"}, {"line_seq": 1 << 32}, {"line_checksum": "?"}):
         source = position.to_source() | wrong
         with pytest.raises(StoreError, match="version 9 of 'm': source: "):
             position_of(replace(compacted, source=source))

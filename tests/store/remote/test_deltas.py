@@ -24,7 +24,9 @@ from embedserve_store import (
     undo_deltas,
     verify,
 )
-from embedserve_store.format.delta_manifest import FOLDER
+from embedserve_store.errors import UnreachableError
+from embedserve_store.format.delta_manifest import FOLDER, MANIFEST_BYTES_MAX, manifest_name
+from embedserve_store.remote.remote_files import RemoteFolder
 
 CHANGE = {"t": ([3, 5], np.ones((2, 16), np.float32))}
 
@@ -81,6 +83,82 @@ def test_a_store_without_conditional_writes_is_refused(uploaded: Path, url: str)
     with pytest.raises(StoreError, match=r"two writers could overwrite .* is_alone=True"):
         undo_deltas(url, "m", to=1, why="")
     assert undo_deltas(url, "m", to=1, why="", is_alone=True).seq == 3
+
+
+def test_no_more_of_a_file_is_read_than_its_limit(
+    uploaded: Path, url: str, root: str, objects: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest has a fixed limit, and a file of rows the size that its manifest has."""
+    with DeltaWriter(url, model="m", is_alone=True) as writer:
+        writer.push_rows(CHANGE)
+    models = ModelStore(url)
+    line = DeltaLine(models, models.manifest("m"))
+    delta, _ = line.manifest(1)
+    (file,) = delta.files
+    received: dict[str, int] = {}
+    real = s3fs.S3FileSystem._cat_file
+
+    async def cat_file(self: Any, path: str, **options: Any) -> Any:
+        data = await real(self, path, **options)
+        received[path.rpartition("/")[2]] = len(data)
+        return data
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", cat_file)
+    folder = f"{root}/m/deltas/1"
+    objects.pipe_file(f"{folder}/{file.name}", bytes(10 * file.nbytes))
+    with pytest.raises(StoreError, match=f"{file.name}: more than {file.nbytes} bytes"):
+        list(line.rows(delta))
+    objects.pipe_file(f"{folder}/{manifest_name(1)}", bytes(MANIFEST_BYTES_MAX + 1000))
+    with pytest.raises(StoreError, match=f"1.json: more than {MANIFEST_BYTES_MAX} bytes"):
+        line.manifest(1)
+    assert received == {file.name: file.nbytes + 1, manifest_name(1): MANIFEST_BYTES_MAX + 1}
+
+
+def test_an_empty_manifest_is_damaged_and_not_out_of_reach(
+    uploaded: Path, url: str, root: str, objects: Any
+) -> None:
+    """An object store refuses any range of an empty file."""
+    objects.pipe_file(f"{root}/m/deltas/1/{manifest_name(1)}", b"")
+    models = ModelStore(url)
+    with pytest.raises(StoreError, match="not JSON") as caught:
+        DeltaLine(models, models.manifest("m")).manifest(1)
+    assert not isinstance(caught.value, UnreachableError)
+
+
+def test_a_line_is_listed_in_pages(
+    uploaded: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DeltaWriter(url, model="m", is_alone=True) as writer:
+        for _ in range(3):
+            writer.push_rows(CHANGE)
+    pages: list[int] = []
+    real = RemoteFolder.s3_call
+
+    def small_pages(self: RemoteFolder, operation: str, name: str, **options: Any) -> Any:
+        page = real(self, operation, name, MaxKeys=4, **options)
+        pages.append(len(page.get("Contents", ())))
+        return page
+
+    monkeypatch.setattr(RemoteFolder, "s3_call", small_pages)
+    models = ModelStore(url)
+    assert DeltaLine(models, models.manifest("m")).seqs() == [1, 2, 3]
+    assert list(models.names_beside("m", "deltas/9")) == []
+    assert pages == [4, 2, 0]
+
+
+def test_what_killed_writers_left_is_pruned_by_its_age(
+    uploaded: Path, url: str, root: str, objects: Any, tmp_path: Path
+) -> None:
+    with DeltaWriter(url, model="m", is_alone=True) as writer:
+        writer.push_rows(CHANGE)
+        writer.push_rows(CHANGE)
+    compact_deltas(url, "m", cache=tmp_path / "cache")
+    prune(url, "m", keep=1)
+    objects.rm_file(f"{root}/m/deltas/1/{manifest_name(2)}")
+    prune_deltas(url, "m", keep_s=3600)
+    assert len(objects.find(f"{root}/m/deltas")) == 3
+    prune_deltas(url, "m", keep_s=0)
+    assert objects.find(f"{root}/m/deltas") == []
 
 
 def test_versions_are_listed_without_the_deltas(

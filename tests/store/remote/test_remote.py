@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import s3fs
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.model_store import ModelStore
-from embedserve_store.remote.remote_files import UnreachableError
 from embedserve_store.remote.remote_store import RemoteStore, default_cache
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.verification import verify

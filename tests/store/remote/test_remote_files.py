@@ -6,14 +6,17 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import s3fs
 
+from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote import remote_files
-from embedserve_store.remote.remote_files import RemoteFolder, UnreachableError
+from embedserve_store.remote.remote_files import RemoteFolder
 
 EMPTY = (
     b"<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>"
@@ -71,6 +74,27 @@ def test_a_store_that_hangs_is_logged_and_given_up(
         f"{url}: the remote store has not answered for {waited} s" for waited in ("0.2", "0.4")
     ]
     assert len(waits) <= 5
+
+
+def test_a_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    folder = RemoteFolder(f"file://{tmp_path}")
+    assert folder.read("file", 5) == b"12345"
+    with pytest.raises(StoreError, match="file: more than 4 bytes, which is the limit"):
+        folder.read("file", 4)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_files_tell_when_they_were_written(tmp_path: Path, scheme: str) -> None:
+    folder = RemoteFolder(f"{scheme}://{tmp_path}")
+    before_s = time.time()
+    folder.write("a/file", b"12345")
+    assert list(folder.names("a")) == ["file"]
+    modified_s = folder.modified_s("a/file")
+    assert modified_s is not None
+    assert abs(modified_s - before_s) < 60
+    with pytest.raises(MissingFileError):
+        folder.modified_s("other")
 
 
 def test_a_failure_that_the_client_repeats_is_logged(

@@ -12,8 +12,9 @@ import s3fs
 from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
 
 from embedserve_store import ModelStore, copy_versions
+from embedserve_store.errors import UnreachableError
 from embedserve_store.remote import remote_files
-from embedserve_store.remote.remote_files import RemoteFolder, UnreachableError
+from embedserve_store.remote.remote_files import RemoteFolder
 
 Publish = Callable[..., Path]
 ROWS = 250_000

@@ -1,0 +1,144 @@
+"""Times DeltaWriter.push over two ranks that train: some 76,000 rows of a sharded model each.
+
+    PYTHONPATH=bench .venv/bin/python bench/experiments/push_ranks.py [--pushes 12] [--folder DIR]
+
+8 tables of 100,000 rows of 64 float32, half of them row_wise and half table_wise, in a
+DistributedModelParallel over gloo. Before each push the ranks train one step of 80,000 random ids,
+whose rows TorchRec's tracker records. The store is a folder, by default in a temporary one. A push
+is timed on rank 0, and ends on all ranks together. Each rank has one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import tempfile
+import warnings
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import get_default_sharders
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingEnv
+
+from embedserve_store import DeltaLine, DeltaWriter, ModelStore, publish_sharded
+
+RANKS, MODEL = 2, "m"
+TABLES, ROWS, DIM = 8, 100_000, 64
+NAMES = [f"t{table}" for table in range(TABLES)]
+EXAMPLES, IDS_PER_BAG = 500, 10
+"""Batch of a rank. Both ranks together look up 10,000 ids of each table, some 9,500 different
+ones."""
+WARM_UP = 2
+
+
+class Sharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+    """Offers row_wise on the CPU too, where TorchRec's own (untyped) does not."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [*super().sharding_types(compute_device_type), "row_wise"]
+
+
+class Ranker(nn.Module):
+    """One dense layer over the tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(
+                name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name]
+            )
+            for name in NAMES
+        ]
+        self.ebc = EmbeddingBagCollection(tables=configs)
+        self.over = nn.Linear(TABLES * DIM, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        logits: torch.Tensor = self.over(self.ebc(features).values())
+        return logits
+
+
+def shard(model: nn.Module) -> DistributedModelParallel:
+    constraints = {
+        name: ParameterConstraints(sharding_types=["row_wise" if table % 2 else "table_wise"])
+        for table, name in enumerate(NAMES)
+    }
+    sharders = [Sharder({"learning_rate": 0.05}), *get_default_sharders()[1:]]
+    topology = Topology(world_size=RANKS, compute_device="cpu", local_world_size=RANKS)
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=planner.collective_plan(model, sharders, dist.group.WORLD),
+        sharders=sharders,
+    )
+
+
+def train_step(dmp: DistributedModelParallel, random: np.random.Generator) -> None:
+    ids = random.integers(0, ROWS, TABLES * EXAMPLES * IDS_PER_BAG)
+    lengths = torch.full((TABLES * EXAMPLES,), IDS_PER_BAG, dtype=torch.int32)
+    features = KeyedJaggedTensor(keys=NAMES, values=torch.from_numpy(ids), lengths=lengths)
+    (dmp(features) - 1).square().mean().backward()
+
+
+def run(rank: int, store: str, pushes: int, meeting: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    dmp = shard(Ranker())
+    random = np.random.default_rng(rank)
+    train_step(dmp, random)
+    publish_sharded(dmp, store, model=MODEL)
+    dist.barrier()
+    times_ms = []
+    with DeltaWriter(store, model=MODEL, module=dmp, overlap_steps=0) as writer:
+        for step in range(WARM_UP + pushes):
+            train_step(dmp, random)
+            dist.barrier()
+            began_s = perf_counter()
+            writer.push(step=step)
+            times_ms.append(1e3 * (perf_counter() - began_s))
+    if rank == 0:
+        report(store, times_ms[WARM_UP:])
+    dist.barrier()
+    os._exit(0)  # torch's own threads may outlive what they use in an orderly end
+
+
+def report(store: str, times_ms: list[float]) -> None:
+    models = ModelStore(store)
+    line = DeltaLine(models, models.manifest(MODEL))
+    deltas = [delta for delta, _ in line.deltas()][WARM_UP:]
+    rows = statistics.median(sum(delta.rows.values()) for delta in deltas)
+    nbytes = statistics.median(delta.nbytes for delta in deltas)
+    print(
+        f"{len(times_ms)} pushes from {RANKS} ranks, {rows:,.0f} rows ({nbytes / 2**20:.1f} MiB) "
+        f"each: median {statistics.median(times_ms):.1f} ms, min {min(times_ms):.1f} ms, "
+        f"max {max(times_ms):.1f} ms",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pushes", type=int, default=12)
+    parser.add_argument("--folder", type=Path, help="existing folder for the store")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        arguments = (f"{folder}/store", options.pushes, f"file://{folder}/meeting")
+        mp.start_processes(run, arguments, nprocs=RANKS, start_method="fork")
+
+
+if __name__ == "__main__":
+    main()
