@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.deltas.signing import KeyFile, trusted_keys
 from embedserve_store.errors import StoreError
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.delta_manifest import LINE_SEQ, LinePosition
@@ -42,6 +43,7 @@ def compact_deltas(
     version: int | str | None = None,
     seq: int | None = None,
     cache: str | os.PathLike[str] | None = None,
+    key: KeyFile | None = None,
     progress: Progress | None = None,
     upload_progress: TransferProgress | None = None,
 ) -> PublishedVersion:
@@ -56,16 +58,18 @@ def compact_deltas(
         seq: last delta to include. Default: the last of the line.
         cache: folder into which the version of a remote store is pulled. Default: that of
             ModelStore.
+        key: PEM file with the Ed25519 public keys that may have signed a delta. Default: signatures
+            are not verified.
         progress: callback for each block of rows that is copied.
 
     Raises:
         StoreError: there is no such version or delta, nothing to compact, or delta ``seq`` was
-            undone. Or the version or a delta is damaged, or the store cannot be written. The store
-            is unchanged then.
+            undone. Or the version or a delta is damaged, a signature is missing or wrong, or the
+            store cannot be written. The store is unchanged then.
     """
     models = ModelStore(store, cache)
     base = models.load(model, version)
-    line = DeltaLine(models, base.manifest)
+    line = DeltaLine(models, base.manifest, trusted_keys(key) if key else None)
     if not line.seqs():
         raise StoreError(
             f"{models.where}/{model}: there is no delta after version {base.manifest.version}: "

@@ -18,6 +18,7 @@ from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.encode_changes import Changes, encode_changes
 from embedserve_store.deltas.ranks import Ranks
+from embedserve_store.deltas.signing import KeyFile, SigningKey, signing_key
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import (
     InvalidModelError,
@@ -77,6 +78,7 @@ class DeltaWriter:
         prefix: str = "",
         overlap_steps: int = 1,
         is_alone: bool = False,
+        key: KeyFile | None = None,
     ) -> None:
         """Finds the end of the line, and tracks ``module``; a collective before the first step.
 
@@ -91,12 +93,15 @@ class DeltaWriter:
             is_alone: whether no other writer can exist. Required where two writers could overwrite
                 each other: in an object store without conditional writes, or a file system without
                 hard links.
+            key: PEM file with the Ed25519 private key that signs the deltas; rank 0 alone reads it.
+                Default: the file that the variable EMBEDSERVE_DELTA_SIGNING_KEY names. Without
+                either, deltas are not signed.
 
         Raises:
             InvalidModelError: on all ranks: ``module`` has other tables than the version, or what
                 it trains cannot be tracked (tracked_rows.py).
-            StoreError: on all ranks: there is no such version, the end of its line is damaged, or
-                the store cannot be read or written.
+            StoreError: on all ranks: there is no such version, the end of its line is damaged, the
+                store cannot be read or written, or the key cannot be used.
         """
         self._tracked: TrackedRows | None = None
         self._ranks = Ranks()
@@ -104,8 +109,10 @@ class DeltaWriter:
         self._is_fenced = False
         self._reverted: RevertedError | None = None
         self._opened: ModelVersion | None = None
+        self._key: SigningKey | None = None
         self._token: str = self._ranks.from_first(secrets.token_hex(8))
         self._on_all(lambda: self._open(model, version))
+        self._on_first(lambda: self._read_key(key))
         self._position = self._on_first(lambda: self._find_end(is_alone))
         if module is not None:
             self._on_all(lambda: self._check_tables(module, prefix))
@@ -236,6 +243,10 @@ class DeltaWriter:
         self._folder = f"{model}/{FOLDER}/{self._line.start.line}"
         self._write = writer(self._models.where, f"{model}/{FOLDER}")
 
+    def _read_key(self, path: KeyFile | None) -> None:
+        """Reads the key. Returns nothing: what rank 0 returns is sent to all ranks."""
+        self._key = signing_key(path)
+
     def _find_end(self, is_alone: bool) -> LinePosition:
         if not is_alone:
             check_no_overwrites(self._models.where, self._folder)
@@ -328,6 +339,8 @@ class DeltaWriter:
                 f"{where}: {delta.nbytes} bytes in {len(files)} files, the limits are "
                 f"{DELTA_BYTES_MAX} and {FILES_MAX}: push more often"
             )
+        if self._key is not None:
+            delta = self._key.sign(delta)
         if (position := append(self._write, delta)) is not None:
             return position, True
         there, position = self._line.manifest(delta.seq)

@@ -7,6 +7,7 @@ import secrets
 
 from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.signing import KeyFile, signing_key
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest
 from embedserve_store.model_store import ModelStore
@@ -22,6 +23,7 @@ def undo_deltas(
     why: str,
     version: int | str | None = None,
     is_alone: bool = False,
+    key: KeyFile | None = None,
 ) -> DeltaManifest:
     """Appends a delta that brings the rows after delta ``to`` back.
 
@@ -35,12 +37,14 @@ def undo_deltas(
         why: reason, for people; at most TEXT_MAX characters.
         version: version or alias whose line is meant. Default: the newest.
         is_alone: whether no training job appends to the line. Required as in DeltaWriter.
+        key: file of the private key, as in DeltaWriter.
 
     Raises:
-        StoreError: there is no such version or delta, there is nothing to undo, or the store cannot
-            be read or written. Nothing has changed then.
+        StoreError: there is no such version or delta, there is nothing to undo, the key cannot be
+            used, or the store cannot be read or written. Nothing has changed then.
     """
     check_texts(why=why)
+    signing = signing_key(key)
     models = ModelStore(store)
     base = models.manifest(model, version)
     line = DeltaLine(models, base)
@@ -66,6 +70,8 @@ def undo_deltas(
             reverts_to=to,
             why=why,
         )
+        if signing is not None:
+            undo = signing.sign(undo)
         if append(write, undo) is not None:
             break  # else a training job has appended a delta since
     detail = f"line {undo.line}, delta {undo.seq} reverts to {to}: {why}"

@@ -24,6 +24,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
+from embedserve_store.format.signature import SIGNATURE
 from embedserve_store.format.version_folder import to_json_bytes
 
 FORMAT_VERSION = 2
@@ -43,6 +44,7 @@ _MANIFEST_PATTERN = re.compile(r"([0-9]{20})\.json")
 _FILE_PATTERN = re.compile(r"([0-9]{20})\.[0-9a-f]{16}\.[0-9]{1,6}\.[0-9]{1,6}\.safetensors")
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 _TOKEN_PATTERN = re.compile(r"[0-9a-f]{16}")
+_SIGNATURE_PATTERN = re.compile(r"[0-9a-f]{128}")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class DeltaManifest:
     """Delta whose state an undo brings back; 0 for the version at which the line begins."""
     why: str = ""
     """Reason of an undo, for people."""
+    signature: str = ""
+    """Ed25519 signature of the manifest without this field, hexadecimal; "" if it is not signed."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -96,6 +100,7 @@ class DeltaManifest:
 
     def to_bytes(self) -> bytes:
         undo = {} if self.reverts_to is None else {"reverts_to": self.reverts_to, "why": self.why}
+        signature = {SIGNATURE: self.signature} if self.signature else {}
         return sealed_json(
             {
                 "format_version": FORMAT_VERSION,
@@ -117,6 +122,7 @@ class DeltaManifest:
                     for file in self.files
                 ],
                 **undo,
+                **signature,
             }
         )
 
@@ -220,6 +226,7 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
         files=tuple(_file(file, seq, f"{where}: files[{i}]") for i, file in enumerate(files)),
         reverts_to=typed(data, "reverts_to", int, where) if "reverts_to" in data else None,
         why=typed(data, "why", str, where) if "reverts_to" in data else "",
+        signature=_signature(data, where),
     )
     if (delta.model, delta.line, delta.seq) != (model, line, seq):
         raise StoreError(
@@ -274,6 +281,12 @@ def _file(data: Any, seq: int, where: str) -> DeltaFile:
         if typed(rows, table, int, f"{where}: rows") < 1:
             raise StoreError(f"{where}: rows: {table} is {rows[table]}, expected 1 or more")
     return DeltaFile(name, nbytes, _sha256(data, "sha256", where), rows)
+
+
+def _signature(data: dict[str, Any], where: str) -> str:
+    if SIGNATURE not in data:
+        return ""
+    return _matching(_SIGNATURE_PATTERN, data, SIGNATURE, "128", where)
 
 
 def _sha256(data: dict[str, Any], key: str, where: str) -> str:

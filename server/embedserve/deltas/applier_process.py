@@ -23,6 +23,7 @@ from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.memory import memory_bytes
 from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 
@@ -41,6 +42,7 @@ def run_applier(
     versions: Mapping[str, ModelVersion],
     deltas: Mapping[str, FollowedModel],
     supervisor: socket.socket,
+    keys: TrustedKeys | None = None,
 ) -> None:
     """Applies deltas until SIGTERM, or until the supervisor is gone.
 
@@ -48,6 +50,7 @@ def run_applier(
 
     Args:
         versions, deltas: versions and their memory, by served name.
+        keys: public keys that may have signed a delta; None if no signature is needed.
     """
     with suppress(OSError):  # ps shows which process it is
         Path("/proc/self/comm").write_text(PROCESS_NAME)
@@ -56,7 +59,7 @@ def run_applier(
     models = BeatingStore(settings, heartbeat)
 
     def follower(name: str) -> DeltaFollower:
-        line = DeltaLine(models, versions[name].manifest)
+        line = DeltaLine(models, versions[name].manifest, keys)
         return DeltaFollower(name, line, deltas[name], memory_bytes(settings, versions[name]))
 
     polls = [

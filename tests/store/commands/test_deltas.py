@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from delta_keys import key_pair
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
@@ -87,6 +88,35 @@ def test_an_undo_is_told_and_listed(own: Path) -> None:
     code, _, said = run("deltas", "undo", own, "shop", "--to", 26, "--why", "")
     assert (code, said.count("\n")) == (1, 1)
     assert "delta 26: expected 0 to 25; line 1 ends with 26" in said
+
+
+def test_undos_are_signed_and_deltas_verified_by_key(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = key_pair(tmp_path)
+    run("deltas", "compact", own, "shop")  # the deltas so far are not signed
+    undo = "deltas", "undo", own, "shop", "--version", 1, "--to", 25, "--why", "test"
+    assert run(*undo)[0] == 1  # nothing to undo
+    with DeltaWriter(own, model="shop", version=1, key=pair.private) as writer:
+        writer.push_rows({})
+    assert run(*undo, "--key", pair.private)[0] == 0
+    code, _, said = run("deltas", "verify", own, "shop", "--key", pair.public)
+    assert code == 0
+    assert f"are as they were written and signed by a key in {pair.public}, 0 rows" in said
+    assert (
+        run("deltas", own, "shop", 27)[1]
+        .splitlines()[1]
+        .endswith(", signed (deltas verify --key verifies it)")
+    )
+    assert run("deltas", own, "shop", 7, "--version", 1)[1].splitlines()[1].endswith(", not signed")
+    monkeypatch.setenv("EMBEDSERVE_DELTA_KEY", str(pair.public))
+    for command in ("verify", "compact"):
+        code, _, said = run("deltas", command, own, "shop", "--version", 1)
+        assert (code, "0001.json: has no signature of a key in " in said) == (1, True)
+        assert run("deltas", command, own, "shop")[0] == 0
+    monkeypatch.setenv("EMBEDSERVE_DELTA_SIGNING_KEY", str(pair.public))
+    code, _, said = run(*undo)
+    assert (code, "has no private key in PEM" in said) == (1, True)
 
 
 def test_deltas_that_no_version_needs_are_pruned(own: Path) -> None:
