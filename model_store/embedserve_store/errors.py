@@ -25,6 +25,10 @@ class InvalidModelError(StoreError):
     """A model, description or plan cannot be published. Names the table and the reason."""
 
 
+class GoldensError(StoreError):
+    """The rows after a delta do not give the results of its goldens."""
+
+
 class NoRoomError(StoreError):
     """A file system has less free space than a version needs."""
 

@@ -22,7 +22,7 @@ from embedserve.commands.admin import ask_server
 from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
-from embedserve_store import DeltaWriter, TableSpec, publish, undo_deltas
+from embedserve_store import Bags, DeltaWriter, TableSpec, publish, undo_deltas
 from embedserve_store.format.delta_manifest import manifest_name
 
 ROWS = {"user": 1000, "item": 50}
@@ -204,6 +204,43 @@ def test_only_signed_deltas_are_served(store: Path, tmp_path: Path) -> None:
             push(writer, 1)
         until(lambda: deltas(server.http)["seq"] == 1)
         assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
+
+
+def test_a_delta_with_other_results_than_training_is_not_served(
+    store: Path, tmp_path: Path
+) -> None:
+    bags = Bags(np.array([1, 2, 3]), np.array([[2], [1]], np.int32), None)
+
+    def push_golden(writer: DeltaWriter, seq: int, golden: float) -> None:
+        """Pushes delta ``seq``; its golden has the value ``golden`` for each id."""
+        answers = np.repeat(np.array([[2, 1]], np.float32) * golden, DIM, axis=1)
+        changes = {
+            name: (np.arange(count), np.full((count, DIM), seq, np.float32))
+            for name, count in CHANGED.items()
+        }
+        assert writer.push_rows(changes, goldens=(bags, answers)) == seq
+
+    with (
+        DeltaWriter(store, model="m") as writer,
+        running(store, tmp_path / "log", "--deltas", "follow") as server,
+        EmbedClient(server.http) as client,
+    ):
+        push_golden(writer, 1, 1)
+        until(lambda: deltas(server.http)["seq"] == 1)
+        push_golden(writer, 2, 1)
+        until(lambda: deltas(server.http)["state"] == "stalled")
+        reason = deltas(server.http)["reason"]
+        assert "delta 2: goldens: 'user' (table 'user'), example 0, column 0: the rows " in reason
+        push_golden(writer, 3, 3)
+        assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
+        undo_deltas(store, "m", to=1, why="wrong rows")
+        until(lambda: deltas(server.http)["seq"] == 4)
+        assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
+        writer.resume()
+        push_golden(writer, 5, 5)
+        until(lambda: deltas(server.http)["seq"] == 5)
+        assert np.array_equal(client.embed(BAGS).values, np.repeat(5 * COUNTS, DIM, axis=1))
+    assert reason in (tmp_path / "log").read_text()
 
 
 def test_a_hold_outlives_processes_until_it_ends(

@@ -185,6 +185,11 @@ def _show_delta(delta: DeltaManifest) -> None:
     if delta.reverts_to is not None:
         write(sanitize(f"reverts to delta {delta.reverts_to}: {delta.why}"))
         return
+    if delta.goldens is not None:
+        write(
+            f"goldens: {delta.goldens.examples} examples with {len(delta.goldens.numbers):,} ids, "
+            f"as training in {delta.goldens.dtype} answers them"
+        )
     table = grid("table", "rows", numbers=("rows",))
     for name, rows in delta.rows.items():
         table.add_row(plain(name), f"{rows:,}")

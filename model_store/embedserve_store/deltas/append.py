@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.delta_manifest import (
     FOLDER,
+    MANIFEST_BYTES_MAX,
     DeltaManifest,
     LinePosition,
     manifest_name,
@@ -24,9 +25,17 @@ def append(write: Write, delta: DeltaManifest) -> LinePosition | None:
         write: writer of new files into the model's folder of deltas.
 
     Raises:
+        InvalidModelError: the manifest is larger than MANIFEST_BYTES_MAX.
         StoreError: the store cannot be written.
     """
     data = delta.to_bytes()
+    if len(data) > MANIFEST_BYTES_MAX:
+        examples = delta.goldens.examples if delta.goldens else 0
+        raise InvalidModelError(
+            f"delta {delta.seq} of {delta.model!r}: its manifest has {len(data)} bytes, with "
+            f"{len(delta.files)} files and {examples} examples of goldens, the limit is "
+            f"{MANIFEST_BYTES_MAX}: push more often, or fewer goldens"
+        )
     if not write(f"{delta.model}/{FOLDER}/{delta.line}/{manifest_name(delta.seq)}", data):
         return None
     return LinePosition(delta.line, delta.seq, hashlib.sha256(data).hexdigest())

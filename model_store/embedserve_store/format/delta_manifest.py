@@ -21,6 +21,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_goldens import GOLDENS, DeltaGoldens, parse_goldens
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
@@ -83,6 +84,8 @@ class DeltaManifest:
     """Delta whose state an undo brings back; 0 for the version at which the line begins."""
     why: str = ""
     """Reason of an undo, for people."""
+    goldens: DeltaGoldens | None = None
+    """Bags, and the results that they must have after the delta; None if it has none."""
     signature: str = ""
     """Ed25519 signature of the manifest without this field, hexadecimal; "" if it is not signed."""
 
@@ -100,6 +103,7 @@ class DeltaManifest:
 
     def to_bytes(self) -> bytes:
         undo = {} if self.reverts_to is None else {"reverts_to": self.reverts_to, "why": self.why}
+        goldens = {} if self.goldens is None else {GOLDENS: self.goldens.to_json()}
         signature = {SIGNATURE: self.signature} if self.signature else {}
         return sealed_json(
             {
@@ -122,6 +126,7 @@ class DeltaManifest:
                     for file in self.files
                 ],
                 **undo,
+                **goldens,
                 **signature,
             }
         )
@@ -226,6 +231,7 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
         files=tuple(_file(file, seq, f"{where}: files[{i}]") for i, file in enumerate(files)),
         reverts_to=typed(data, "reverts_to", int, where) if "reverts_to" in data else None,
         why=typed(data, "why", str, where) if "reverts_to" in data else "",
+        goldens=parse_goldens(data[GOLDENS], where) if GOLDENS in data else None,
         signature=_signature(data, where),
     )
     if (delta.model, delta.line, delta.seq) != (model, line, seq):
@@ -243,7 +249,8 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
 
 
 def check_tables(delta: DeltaManifest, base: Manifest, where: str) -> None:
-    """Raises StoreError unless every table of ``delta`` is one of ``base``, with no more rows."""
+    """Raises StoreError unless every table of ``delta`` is one of ``base``, with no more rows, and
+    its goldens fit these tables."""
     tables = {table.name: table for table in base.tables}
     for name, rows in delta.rows.items():
         if name not in tables:
@@ -255,6 +262,8 @@ def check_tables(delta: DeltaManifest, base: Manifest, where: str) -> None:
             raise StoreError(
                 f"{where}: table {name!r}: {rows} rows, the table has {tables[name].num_embeddings}"
             )
+    if delta.goldens is not None:
+        delta.goldens.check(base, where)
 
 
 def _check_undo(delta: DeltaManifest, where: str) -> None:
@@ -265,6 +274,8 @@ def _check_undo(delta: DeltaManifest, where: str) -> None:
         )
     if delta.files:
         raise StoreError(f"{where}: reverts to delta {delta.reverts_to}, and has files of rows")
+    if delta.goldens is not None:
+        raise StoreError(f"{where}: reverts to delta {delta.reverts_to}, and has goldens")
 
 
 def _file(data: Any, seq: int, where: str) -> DeltaFile:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.engine.compile import KINDS, Compiled
 from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.replicas import Replicas
@@ -57,6 +58,7 @@ class Engine:
         compiled: compiled lookups of all replicas in order; a pooled model has a plain and a
             weighted lookup in each replica.
         rows: reader of changed rows, set by whoever serves deltas; the engine does not use it.
+        live_goldens: goldens of the last delta, set likewise; ``check`` compares them.
         lookup_kind: the slowest kind among ``compiled``, one of compile.KINDS.
     """
 
@@ -77,6 +79,7 @@ class Engine:
         self.device_type = device_type
         self.waits_for_device = device_type == "cuda"
         self.rows: RowsReader | None = None
+        self.live_goldens: LiveGoldens | None = None
         self.replicas = len(compiled)
         self.compiled = tuple(one for replica in compiled for one in replica)
         self.lookup_kind = max((one.kind for one in self.compiled), key=KINDS.index)
@@ -197,12 +200,15 @@ class Engine:
         self._golden = _Golden(numbers, lengths, bags.weights, tuple(answered))
 
     def check(self) -> None:
-        """Checks that the served rows are still the same as at warm-up.
+        """Checks that published rows are as they were at warm-up, and changed rows as in training.
 
         Raises:
-            StoreError: the file of the rows was changed, or the goldens give another result.
+            StoreError: the file of the rows was changed, or the goldens of the version or of the
+                last delta give another result.
         """
         self._version.tables.check_unchanged()
+        if self.live_goldens is not None:
+            self.live_goldens.check(self.lookup)
         golden = self._golden
         if golden is None:
             return

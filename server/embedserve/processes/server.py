@@ -25,6 +25,7 @@ from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
 from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.deltas.status import FollowedModel
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
@@ -116,7 +117,9 @@ def build_pipeline(
     """
     for name, followed in deltas.items():
         worker = 0 if counters is None else counters.worker
-        engines[name].rows = RowsReader(followed.live, worker, engines[name].plan)
+        engine = engines[name]
+        engine.rows = RowsReader(followed.live, worker, engine.plan)
+        engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, engine.manifest)
     infos = {name: model_info(engine, name, deltas.get(name)) for name, engine in engines.items()}
     metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {

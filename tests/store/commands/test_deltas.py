@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from delta_keys import key_pair
+from delta_keys import key_pair, replace_file, resealed
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
-from embedserve_store import DeltaWriter, ModelStore
+from embedserve_store import Bags, DeltaWriter, ModelStore
+from embedserve_store.format.delta_manifest import manifest_name
 
 
 @pytest.fixture
@@ -53,6 +54,30 @@ def test_one_delta_is_shown(own: Path) -> None:
     code, _, said = run("deltas", own, "shop", 26)
     assert code == 1
     assert "00000000000000000026.json: cannot be read: No such file" in said
+
+
+def test_goldens_are_shown_and_verified(own: Path) -> None:
+    manifest = ModelStore(own).manifest("shop")
+    lengths = np.zeros((len(manifest.features), 3), np.int32)
+    lengths[0] = 1, 2, 0
+    answers = np.zeros((3, sum(manifest.length_per_key)), np.float32)
+    with DeltaWriter(own, model="shop") as writer:
+        writer.push_rows({}, goldens=(Bags(np.array([0, 1, 2]), lengths, None), answers))
+    shown = run("deltas", own, "shop", 26)[1].splitlines()
+    assert shown[2] == "goldens: 3 examples with 3 ids, as training in float32 answers them"
+    assert not any("goldens" in line for line in run("deltas", own, "shop", 25)[1].splitlines())
+    assert run("deltas", "verify", own, "shop")[0] == 0
+    path = own / "shop/deltas/1" / manifest_name(26)
+    whole = path.read_bytes()
+    replace_file(path, resealed(whole, lambda data: data["goldens"]["numbers"].update(shape=[2])))
+    code, _, said = run("deltas", "verify", own, "shop")
+    assert (code, "goldens: numbers: data has 24 bytes, [2] means 16" in said) == (1, True)
+    replace_file(path, resealed(whole, lambda data: data["goldens"].update(dtype="float64")))
+    code, _, said = run("deltas", "verify", own, "shop")
+    assert (code, "goldens: dtype is 'float64'" in said) == (1, True)
+    replace_file(path, whole)
+    code, _, said = run("deltas", "compact", own, "shop")  # the rows give other results
+    assert (code, "delta 26 of line 1: goldens: " in said) == (1, True)
 
 
 def test_deltas_are_verified_and_compacted(own: Path) -> None:
