@@ -26,7 +26,7 @@ from embedserve_store.deltas.golden_bags import (
     with_row_numbers,
 )
 from embedserve_store.deltas.ranks import Ranks
-from embedserve_store.deltas.signing import KeyFile, SigningKey, signing_key
+from embedserve_store.deltas.signing import KeyFile, SigningKey, check_stays_signed, signing_key
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import (
     InvalidModelError,
@@ -107,7 +107,7 @@ class DeltaWriter:
                 hard links.
             key: PEM file with the Ed25519 private key that signs the deltas; rank 0 alone reads it.
                 Default: the file that the variable EMBEDSERVE_DELTA_SIGNING_KEY names. Without
-                either, deltas are not signed.
+                either, deltas are not signed. Required after a signed delta.
 
         Raises:
             InvalidModelError: on all ranks: ``module`` has other tables than the version, or what
@@ -283,7 +283,11 @@ class DeltaWriter:
         if not is_alone:
             check_no_overwrites(self._models.where, self._folder)
         stored = self._line.seqs()
-        return self._line.manifest(stored[-1])[1] if stored else self._line.start
+        if not stored:
+            return self._line.start
+        last, end = self._line.manifest(stored[-1])
+        check_stays_signed(last, self._key)
+        return end
 
     def _pass_undos(self) -> tuple[LinePosition, dict[str, NDArray[np.int64]]]:
         """Returns the end of the line, and the rows that the undos before it changed, by table."""

@@ -75,6 +75,21 @@ class TrustedKeys:
             )
 
 
+def check_stays_signed(last: DeltaManifest, key: SigningKey | None) -> None:
+    """Raises StoreError for a delta without signature after a signed one, at which servers that
+    require signatures would stall.
+
+    Args:
+        last: last delta of the line.
+        key: key of the delta that is to follow.
+    """
+    if last.signature and key is None:
+        raise StoreError(
+            f"delta {last.seq} of line {last.line} of {last.model!r} is signed, and a signed line "
+            f"stays signed: give the private key, as key or by {KEY_VARIABLE}"
+        )
+
+
 def signing_key(path: KeyFile | None = None) -> SigningKey | None:
     """Returns the private key in the PEM file ``path``, else in that of the variable KEY_VARIABLE.
 

@@ -7,7 +7,7 @@ import secrets
 
 from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
-from embedserve_store.deltas.signing import KeyFile, signing_key
+from embedserve_store.deltas.signing import KeyFile, check_stays_signed, signing_key
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest
 from embedserve_store.model_store import ModelStore
@@ -56,7 +56,8 @@ def undo_deltas(
         last = stored[-1] if stored else line.start.seq
         if not line.start.seq <= to < last:
             raise StoreError(_out_of_range(line, base.version, to, last))
-        _, position = line.manifest(last)
+        newest, position = line.manifest(last)
+        check_stays_signed(newest, signing)
         undo = DeltaManifest(
             model=model,
             line=line.start.line,

@@ -195,6 +195,14 @@ def test_goldens_that_are_being_written_are_not_read() -> None:
     assert shared.read() is None
 
 
+def test_a_delta_without_goldens_leaves_none_behind(followed: Followed) -> None:
+    """Those of its seq may be of a delta that was replaced before it was committed."""
+    followed.goldens.write(checked(1))
+    followed.push(1)
+    followed.follower.look()
+    assert (followed.live.seq, followed.goldens.read()) == (1, None)
+
+
 def test_only_the_goldens_of_the_newest_view_are_looked_up(followed: Followed) -> None:
     live = LiveGoldens(followed.goldens, followed._reader, followed.models.manifest("m"))
     looked_up: list[list[int]] = []

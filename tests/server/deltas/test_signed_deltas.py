@@ -85,13 +85,13 @@ def test_the_signature_of_another_key_stalls(followed: Followed, tmp_path: Path)
     assert followed.changed() == {}
 
 
-def test_an_undo_needs_a_signature_too(followed: Followed, pair: KeyPair) -> None:
+def test_an_undo_needs_a_signature_too(followed: Followed, pair: KeyPair, tmp_path: Path) -> None:
     store = followed.models.where
     followed.push(1)
     followed.push(2)
     followed.follower.look()
-    undo_deltas(store, "m", to=1, why="forged")
-    assert "has no signature" in stalled(followed)
+    undo_deltas(store, "m", to=1, why="forged", key=key_pair(tmp_path, "other").private)
+    assert "its signature is not of a key in" in stalled(followed)
     assert (followed.live.seq, followed.changed()) == (2, {1: 1, 2: 1})
     (followed.deltas / manifest_name(3)).unlink()
     undo_deltas(store, "m", to=1, why="CTR fell", key=pair.private)

@@ -256,23 +256,41 @@ def test_a_signed_line_is_copied_with_its_signatures(
 
 def test_only_signed_deltas_are_compacted(signed: Path, pair: KeyPair, tmp_path: Path) -> None:
     assert compact_deltas(signed, "m", key=pair.public).version == 2
-    with DeltaWriter(signed, model="m") as writer:
-        push(writer)
-    with pytest.raises(StoreError, match=r"0004\.json: has no signature"):
-        compact_deltas(signed, "m", key=pair.public)
+    replace_file(
+        manifest(signed, 3),
+        resealed(manifest(signed, 3).read_bytes(), lambda data: data.pop("signature")),
+    )
+    with pytest.raises(StoreError, match=r"0003\.json: has no signature"):
+        compact_deltas(signed, "m", version=1, key=pair.public)
     assert ModelStore(signed).versions("m") == [1, 2]
-    # An unsigned line becomes a signed one by a version that has its deltas.
-    assert compact_deltas(signed, "m").version == 3
-    with DeltaWriter(signed, model="m", key=pair.private) as writer:
-        assert push(writer) == 5
-    assert [one.seq for one, _ in line_of(signed, pair.public, version=3).deltas()] == [5]
+
+
+def test_an_unsigned_line_becomes_a_signed_one(store: Path, pair: KeyPair) -> None:
+    """A version that has its deltas is followed by signed ones alone."""
+    with DeltaWriter(store, model="m") as writer:
+        push(writer)
+    assert compact_deltas(store, "m").version == 2
+    with DeltaWriter(store, model="m", key=pair.private) as writer:
+        assert push(writer) == 2
+    assert [one.seq for one, _ in line_of(store, pair.public, version=2).deltas()] == [2]
+
+
+def test_a_signed_line_stays_signed(signed: Path, pair: KeyPair) -> None:
+    """Servers that require signatures would stall at whatever comes without one."""
+    reason = "delta 3 of line 1 of 'm' is signed, .*: give the private key, as key or by EMBEDS"
+    with pytest.raises(StoreError, match=reason):
+        DeltaWriter(signed, model="m")
+    with pytest.raises(StoreError, match=reason):
+        undo_deltas(signed, "m", to=0, why="test")
+    assert line_of(signed, pair.public).seqs() == [1, 2, 3]
 
 
 def test_an_undo_is_signed(signed: Path, pair: KeyPair) -> None:
     made = undo_deltas(signed, "m", to=1, why="test", key=pair.private)
     assert line_of(signed, pair.public).manifest(4)[0] == made
-    undo_deltas(signed, "m", to=0, why="test")
-    assert "has no signature" in refusal(signed, pair.public, 5)
+    path = manifest(signed, 4)
+    replace_file(path, resealed(path.read_bytes(), lambda data: data.update(reverts_to=0)))
+    assert "or not of this delta" in refusal(signed, pair.public, 4)
 
 
 def pem_of(make: Callable[[], Any]) -> tuple[bytes, bytes]:
