@@ -30,6 +30,10 @@ class UnreachableError(StoreError):
     to be damaged, and a later attempt may succeed."""
 
 
+class GoldensError(StoreError):
+    """The rows after a delta do not give the results of its goldens."""
+
+
 class NoRoomError(StoreError):
     """A file system has less free space than a version needs."""
 

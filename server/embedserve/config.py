@@ -216,6 +216,11 @@ class ServeSettings:
         min=0,
         max=10_000,
     )
+    delta_key: str = setting(
+        "",
+        "PEM file with Ed25519 public keys; a delta is applied only if one of them has signed it. "
+        "Read at startup; requires the extra `signatures`. Default: no signature is needed.",
+    )
     wait: bool = setting(
         False,
         "Wait at startup for models that the store does not have yet, and for a store that is "

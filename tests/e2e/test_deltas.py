@@ -15,13 +15,14 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from delta_keys import key_pair
 from running_servers import Running, free_port, run_commands, running
 
 from embedserve.commands.admin import ask_server
 from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
-from embedserve_store import DeltaWriter, TableSpec, publish, undo_deltas
+from embedserve_store import Bags, DeltaWriter, TableSpec, publish, undo_deltas
 from embedserve_store.format.delta_manifest import manifest_name
 
 ROWS = {"user": 1000, "item": 50}
@@ -186,6 +187,62 @@ def test_a_damaged_delta_changes_nothing_until_it_is_repaired(store: Path, tmp_p
     assert rows.name in (tmp_path / "log").read_text()
 
 
+def test_only_signed_deltas_are_served(store: Path, tmp_path: Path) -> None:
+    pair = key_pair(tmp_path)
+    options = ("--deltas", "follow", "--delta-key", pair.public)
+    with (
+        running(store, tmp_path / "log", *options) as server,
+        EmbedClient(server.http) as client,
+    ):
+        with DeltaWriter(store, model="m") as writer:
+            push(writer, 1)
+        until(lambda: deltas(server.http)["state"] == "stalled")
+        assert f"has no signature of a key in {pair.public}" in deltas(server.http)["reason"]
+        assert client.embed(BAGS).seq == 0
+        (store / "m/deltas/1" / manifest_name(1)).unlink()
+        with DeltaWriter(store, model="m", key=pair.private) as writer:
+            push(writer, 1)
+        until(lambda: deltas(server.http)["seq"] == 1)
+        assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
+
+
+def test_a_delta_with_other_results_than_training_is_not_served(
+    store: Path, tmp_path: Path
+) -> None:
+    bags = Bags(np.array([1, 2, 3]), np.array([[2], [1]], np.int32), None)
+
+    def push_golden(writer: DeltaWriter, seq: int, golden: float) -> None:
+        """Pushes delta ``seq``; its golden has the value ``golden`` for each id."""
+        answers = np.repeat(np.array([[2, 1]], np.float32) * golden, DIM, axis=1)
+        changes = {
+            name: (np.arange(count), np.full((count, DIM), seq, np.float32))
+            for name, count in CHANGED.items()
+        }
+        assert writer.push_rows(changes, goldens=(bags, answers)) == seq
+
+    with (
+        DeltaWriter(store, model="m") as writer,
+        running(store, tmp_path / "log", "--deltas", "follow") as server,
+        EmbedClient(server.http) as client,
+    ):
+        push_golden(writer, 1, 1)
+        until(lambda: deltas(server.http)["seq"] == 1)
+        push_golden(writer, 2, 1)
+        until(lambda: deltas(server.http)["state"] == "stalled")
+        reason = deltas(server.http)["reason"]
+        assert "delta 2: goldens: 'user' (table 'user'), example 0, column 0: the rows " in reason
+        push_golden(writer, 3, 3)
+        assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
+        undo_deltas(store, "m", to=1, why="wrong rows")
+        until(lambda: deltas(server.http)["seq"] == 4)
+        assert np.array_equal(client.embed(BAGS).values, np.repeat(COUNTS, DIM, axis=1))
+        writer.resume()
+        push_golden(writer, 5, 5)
+        until(lambda: deltas(server.http)["seq"] == 5)
+        assert np.array_equal(client.embed(BAGS).values, np.repeat(5 * COUNTS, DIM, axis=1))
+    assert reason in (tmp_path / "log").read_text()
+
+
 def test_a_hold_outlives_processes_until_it_ends(
     store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,12 +297,15 @@ def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> No
     weights = {"ebc.embedding_bags.t.weight": torch.zeros(9, 16)}
     tables = [TableSpec("t", 9, 16, ("f",), "sum", "float32")]
     publish(weights, store, model="wide", tables=tables, sharding="column_wise", world_size=2)
-    refused = {
+    garbage = tmp_path / "garbage"
+    garbage.write_bytes(b"\xff garbage")
+    refused: dict[tuple[object, ...], str] = {
         ("--model", "wide", "--strict-plan"): "whose rows cannot change: refused, as strict_plan",
         ("--devices", "cuda"): "deltas is 'follow', but the tables go to GPUs",
         ("--follow", "latest"): "follow is 'latest', but the rows of the served versions follow",
         ("--tables", "resident"): "deltas is 'follow', but tables is 'resident'",
         ("--delta-poll-s", "0.001"): "delta_poll_s is 0.001, expected 0.01 to 3600",
+        ("--delta-key", garbage): f"delta key {garbage}: has 0 public keys in PEM, expected 1 to",
     }
     commands = [("serve", store, "--deltas", "follow", *options) for options in refused]
     for done, message in zip(run_commands(*commands), refused.values(), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,26 @@ from pooled import collection
 from torchrec import PoolingType
 from unpooled import unpooled_collection
 
-from embedserve.deltas.live_rows import LiveRows
+from embedserve.config import ServeSettings
+from embedserve.deltas.live_rows import IDLE, LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.shared_goldens import CheckedGoldens, LiveGoldens
+from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve.engine.compile import KINDS
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
+from embedserve.errors import NotReadyError
+from embedserve.processes.server import build_pipeline
 from embedserve_store import DeltaWriter, ModelStore, ModelVersion, compact_deltas, publish
 from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.errors import GoldensError
 from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.table_spec import DTYPES, TableSpec
+from embedserve_store.goldens.delta_parity import check_rows
+from embedserve_store.goldens.reference_pooling import RowsOf
+from embedserve_store.goldens.sampled_bags import sample_bags
 
 MEMORY = 256 << 10
 GPU = (
@@ -113,6 +124,28 @@ def reader_of(live: LiveRows, engine: Engine) -> RowsReader:
     return RowsReader(live, 0, engine.plan, upload)
 
 
+def with_goldens(store: Path, model: str, weighted: bool = False) -> tuple[FollowedModel, Engine]:
+    """Returns a model with goldens of its last delta, the results that torchrec has for the
+    compacted version; and an engine over its rows that compares them."""
+    live = replay(store, model)
+    followed = FollowedModel(live, DeltaStatus(live.start))
+    manifest = live.version.manifest
+    bags = sample_bags(replace(manifest, is_weighted=weighted), {})
+    same = restore(compacted(store, model), "cpu:2", is_eager=True)
+    answers = same.lookup(bags.ids, bags.lengths.reshape(-1), bags.weights)
+    goldens = DeltaGoldens(bags.ids, bags.lengths, bags.weights, answers, "float32")
+
+    def check(rows_of: RowsOf) -> None:
+        bounds = check_rows(goldens, manifest, rows_of, "delta 4")
+        followed.goldens.write(CheckedGoldens(4, goldens, bounds))
+
+    RowsWriter(live).apply(4, [], check)
+    engine = restore(live.version, "cpu:2")
+    engine.rows = RowsReader(live, 0, engine.plan)
+    engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, manifest)
+    return followed, engine
+
+
 def compacted(store: Path, model: str) -> ModelVersion:
     return ModelStore(store).load(model, 2)
 
@@ -133,6 +166,42 @@ def test_changed_rows_are_those_of_the_compacted_version(
         assert np.array_equal(look_up(engine, live, weighted), expected)
         assert not np.array_equal(look_up(engine, None, weighted), expected)
     engine.check()  # the published rows are as they were
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_goldens_of_the_last_delta_are_compared(pooled: Path, dtype: str, weighted: bool) -> None:
+    followed, engine = with_goldens(pooled, dtype, weighted)
+    live = followed.live
+    engine.check()
+    live.spares["user"].rows[...] ^= 0x21  # every changed row of the table
+    with pytest.raises(GoldensError, match=r"^delta 4 of '\w+': goldens: 'user' \(table 'user'\)"):
+        engine.check()
+    assert live.oldest_read() == IDLE
+    live.commit(live.committed[0], 5)
+    engine.check()  # the rows are those of a further delta
+
+
+def test_goldens_of_unpooled_rows_are_compared(unpooled: Path) -> None:
+    followed, engine = with_goldens(unpooled, "rows")
+    engine.check()
+    followed.live.spares["genre"].rows[...] ^= 0x21
+    with pytest.raises(GoldensError, match=r"goldens: 'genres' \(table 'genre'\), row \d+, column"):
+        engine.check()
+
+
+async def test_a_server_whose_goldens_get_other_results_is_not_ready(pooled: Path) -> None:
+    followed, engine = with_goldens(pooled, "float32")
+    engine.rows = engine.live_goldens = None  # the pipeline sets them
+    with ThreadPoolExecutor(1) as executor:
+        settings = ServeSettings(store=str(pooled), deltas="follow")
+        pipeline = build_pipeline({"m": engine}, settings, executor, deltas={"m": followed})
+        await pipeline.models.check_integrity()
+        pipeline.models.check_ready()
+        followed.live.spares["user"].rows[...] ^= 0x21
+        await pipeline.models.check_integrity()
+        with pytest.raises(NotReadyError, match="delta 4 of 'float32': goldens: 'user'"):
+            pipeline.models.check_ready()
 
 
 @pytest.mark.parametrize("is_eager", [False, True])

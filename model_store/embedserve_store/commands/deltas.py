@@ -10,6 +10,7 @@ from pathlib import Path
 from embedserve_store.deltas.compact import compact_deltas
 from embedserve_store.deltas.delta_line import DeltaLine, kept
 from embedserve_store.deltas.prune import prune_deltas
+from embedserve_store.deltas.signing import trusted_keys
 from embedserve_store.deltas.undo import undo_deltas
 from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.delta_manifest import DeltaManifest
@@ -64,16 +65,19 @@ def list_deltas(store: str, model: str, seq: int | None, version: str | None, la
     show(f"{name}: {_counted(len(seqs))} after {after}{shown}", table)
 
 
-def verify_deltas(store: str, model: str, version: str | None) -> None:
+def verify_deltas(store: str, model: str, version: str | None, key: Path | None) -> None:
     """Reads every byte of the deltas after a version, and checks that they form a chain.
 
+    Args:
+        key: file with the public keys that may have signed a delta; None if no signature is needed.
+
     Raises:
-        StoreError: a delta is missing or damaged, does not continue the delta before it, or holds
-            rows that the version cannot have. The message names the first one.
+        StoreError: a delta is missing or damaged, does not continue the delta before it, lacks the
+            signature, or holds rows that the version cannot have. The message names the first one.
     """
     models = ModelStore(store)
     base = models.manifest(model, version)
-    line = DeltaLine(models, base)
+    line = DeltaLine(models, base, trusted_keys(key) if key else None)
     count = rows = nbytes = 0
     for delta, _ in line.deltas():
         for _ in line.rows(delta):
@@ -86,19 +90,28 @@ def verify_deltas(store: str, model: str, version: str | None) -> None:
             f"{store}/{model}: there is no delta after version {base.version} in line "
             f"{line.start.line}"
         )
+    signed = f" and signed by a key in {key}" if key else ""
     say(
         f"{model}: deltas {line.start.seq + 1} to {line.start.seq + count} of line "
-        f"{line.start.line} are as they were written, {rows:,} rows, {human_bytes(nbytes)}"
+        f"{line.start.line} are as they were written{signed}, {rows:,} rows, {human_bytes(nbytes)}"
     )
 
 
-def undo(store: str, model: str, to: int, why: str, version: str | None, is_alone: bool) -> None:
+def undo(
+    store: str,
+    model: str,
+    to: int,
+    why: str,
+    version: str | None,
+    is_alone: bool,
+    key: Path | None,
+) -> None:
     """Appends a delta that reverts to the state after delta ``to``.
 
     Raises:
         StoreError: as undo_deltas raises it.
     """
-    made = undo_deltas(store, model, to=to, why=why, version=version, is_alone=is_alone)
+    made = undo_deltas(store, model, to=to, why=why, version=version, is_alone=is_alone, key=key)
     say(
         f"{model}: delta {made.seq} of line {made.line} reverts to "
         f"{f'delta {to}' if to else 'the version'}. Servers that follow the line apply it at their "
@@ -124,7 +137,12 @@ def prune(store: str, model: str, keep_hours: float, is_trial: bool) -> None:
 
 
 def compact(
-    store: str, model: str, version: str | None, seq: int | None, cache: Path | None
+    store: str,
+    model: str,
+    version: str | None,
+    seq: int | None,
+    cache: Path | None,
+    key: Path | None,
 ) -> None:
     """Publishes a version and the deltas after it, up to ``seq``, as the next version.
 
@@ -138,6 +156,7 @@ def compact(
             version=version,
             seq=seq,
             cache=cache,
+            key=key,
             progress=progress,
             upload_progress=uploading,
         )
@@ -197,10 +216,16 @@ def _show_delta(delta: DeltaManifest) -> None:
         f"delta {delta.seq} of line {delta.line} of {delta.model}: rows as of {delta.as_of}{step}, "
         f"{human_bytes(delta.nbytes)} in {len(delta.files)} files"
     )
-    write(sanitize(f"written by {delta.writer}, run {delta.token}"))
+    signed = "signed (deltas verify --key verifies it)" if delta.signature else "not signed"
+    write(sanitize(f"written by {delta.writer}, run {delta.token}, {signed}"))
     if delta.reverts_to is not None:
         write(sanitize(f"reverts to delta {delta.reverts_to}: {delta.why}"))
         return
+    if delta.goldens is not None:
+        write(
+            f"goldens: {delta.goldens.examples} examples with {len(delta.goldens.numbers):,} ids, "
+            f"as training in {delta.goldens.dtype} answers them"
+        )
     table = grid("table", "rows", numbers=("rows",))
     for name, rows in delta.rows.items():
         table.add_row(plain(name), f"{rows:,}")

@@ -37,8 +37,10 @@ def append(write: Write, delta: DeltaManifest) -> LinePosition | None:
         )
     data = delta.to_bytes()
     if len(data) > MANIFEST_BYTES_MAX:
+        examples = delta.goldens.examples if delta.goldens else 0
         raise InvalidModelError(
-            f"{path}: {len(data)} bytes, the limit is {MANIFEST_BYTES_MAX}: push more often"
+            f"{path}: {len(data)} bytes, with {len(delta.files)} files and {examples} examples of "
+            f"goldens, the limit is {MANIFEST_BYTES_MAX}: push more often, or fewer goldens"
         )
     if not write(path, data):
         return None

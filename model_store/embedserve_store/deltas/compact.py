@@ -9,19 +9,23 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.deltas.signing import KeyFile, trusted_keys
 from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.coverage import COMPARED
+from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.delta_manifest import FOLDER, LINE_SEQ, LinePosition, check_seq
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS, Manifest
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
+from embedserve_store.goldens.delta_parity import check_rows
 from embedserve_store.goldens.goldens_file import Goldens, save_goldens
-from embedserve_store.goldens.reference_pooling import pool_stored, row_numbers
+from embedserve_store.goldens.reference_pooling import pool_stored, row_numbers, stored_rows
 from embedserve_store.ids.id_map import IdMaps
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
@@ -42,13 +46,15 @@ def compact_deltas(
     version: int | str | None = None,
     seq: int | None = None,
     cache: str | os.PathLike[str] | None = None,
+    key: KeyFile | None = None,
     progress: Progress | None = None,
     upload_progress: TransferProgress | None = None,
 ) -> PublishedVersion:
     """Publishes a version with the deltas after it as the next version of ``model``.
 
     The line continues: later deltas apply to both versions. Plan, vocabularies and the bags of the
-    goldens are those of the version. The goldens' results are pooled from the new rows.
+    goldens are those of the version. The goldens' results are pooled from the new rows. If the last
+    delta has goldens of its own, the new rows are compared with them.
 
     Args:
         store: a folder or a URL.
@@ -56,16 +62,19 @@ def compact_deltas(
         seq: last delta to include. Default: the last of the line.
         cache: folder into which the version of a remote store is pulled. Default: that of
             ModelStore.
+        key: PEM file with the Ed25519 public keys that may have signed a delta. Default: signatures
+            are not verified.
         progress: callback for each block of rows that is copied.
 
     Raises:
         StoreError: there is no such version or delta, nothing to compact, or delta ``seq`` was
-            undone. Or the version or a delta is damaged, or the store cannot be written. The store
-            is unchanged then.
+            undone. Or the version or a delta is damaged, the rows do not give the results of the
+            last delta's goldens, a signature is missing or wrong, or the store cannot be written.
+            The store is unchanged then.
     """
     models = ModelStore(store, cache)
     base = models.load(model, version)
-    line = DeltaLine(models, base.manifest)
+    line = DeltaLine(models, base.manifest, trusted_keys(key) if key else None)
     if seq is not None:
         check_seq(seq, f"{models.where}/{model}/{FOLDER}/{line.start.line}")
     if not line.seqs():
@@ -96,8 +105,11 @@ def _write(
 ) -> PublishedVersion:
     path = staging / TABLES
     _copy_tables(base, path, progress)
-    position = _apply(line, seq, path, base.manifest)
+    position, goldens = _apply(line, seq, path, base.manifest)
     tables = TablesFile.open(path, base.manifest.tables)
+    if goldens is not None:
+        where = f"delta {position.seq} of line {position.line}"
+        check_rows(goldens, base.manifest, partial(stored_rows, tables), where)
     specs = tuple(replace(one, sha256=table_sha256(tables, one)) for one in base.manifest.tables)
     source = {key: value for key, value in base.manifest.source.items() if key != COMPARED}
     source |= provenance("deltas") | {GOLDENS: FROM_DESCRIPTION} | position.to_source()
@@ -124,14 +136,19 @@ def _copy_tables(base: ModelVersion, path: Path, progress: Progress | None) -> N
         check_sha256(found[table.name], table.sha256, f"{base.tables.path}: table {table.name!r}")
 
 
-def _apply(line: DeltaLine, seq: int | None, path: Path, manifest: Manifest) -> LinePosition:
-    """Writes the rows of the deltas up to ``seq`` into the file, and returns the position there.
+def _apply(
+    line: DeltaLine, seq: int | None, path: Path, manifest: Manifest
+) -> tuple[LinePosition, DeltaGoldens | None]:
+    """Writes the rows of the deltas up to ``seq`` into the file.
 
     Rows of deltas that were undone are left out.
+
+    Returns:
+        The position after the last delta, and the goldens of that delta.
     """
-    deltas, position = {}, line.start
+    deltas, position, goldens = {}, line.start, None
     for delta, after in line.deltas(seq):
-        deltas[delta.seq], position = delta, after
+        deltas[delta.seq], position, goldens = delta, after, delta.goldens
     _check_not_reverted(line, position.seq)
     data = np.memmap(path, np.uint8, "r+", offset=len(header_bytes(manifest.tables)))
     offsets = TablesFile.open(path, manifest.tables).offsets
@@ -143,7 +160,7 @@ def _apply(line: DeltaLine, seq: int | None, path: Path, manifest: Manifest) -> 
                 rows[change.numbers] = change.values
     data.flush()
     sync(path)
-    return position
+    return position, goldens
 
 
 def _check_not_reverted(line: DeltaLine, last: int) -> None:

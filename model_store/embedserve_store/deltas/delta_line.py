@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.deltas.row_numbers import RowNumbers
+from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.delta_file import ChangedRows, check_bytes, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
@@ -69,10 +70,11 @@ class DeltaLine:
         start: position of the version's rows.
     """
 
-    def __init__(self, models: ModelStore, base: Manifest) -> None:
+    def __init__(self, models: ModelStore, base: Manifest, keys: TrustedKeys | None = None) -> None:
         """
         Args:
             base: manifest of the version.
+            keys: public keys that may have signed a delta. Default: no delta needs a signature.
 
         Raises:
             StoreError: the version's fields of compaction are wrong.
@@ -80,6 +82,7 @@ class DeltaLine:
         self.start = position_of(base)
         self._models = models
         self._base = base
+        self._keys = keys
         self._tables = {table.name: table for table in base.tables}
 
     def seqs(self) -> list[int]:
@@ -95,8 +98,9 @@ class DeltaLine:
         """Reads the manifest of a delta, and returns it with the position after the delta.
 
         Raises:
-            StoreError: the delta does not exist, is damaged or belongs elsewhere, changes a table
-                that the version does not have, or reverts to rows before those of the version.
+            StoreError: the delta does not exist, is damaged or belongs elsewhere, lacks the
+                signature that is needed, changes a table that the version does not have, or reverts
+                to rows before those of the version.
         """
         line, model = self.start.line, self._base.model
         where = self._where(manifest_name(seq))
@@ -104,6 +108,8 @@ class DeltaLine:
         path = f"{line}/{manifest_name(seq)}"
         text = self._models.read_beside(model, FOLDER, path, MANIFEST_BYTES_MAX)
         delta = parse_delta(text, model, line, seq, where)
+        if self._keys is not None:
+            self._keys.check(text, where)
         check_tables(delta, self._base, where)
         if delta.reverts_to is not None and delta.reverts_to < self.start.seq:
             raise StoreError(

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.encode_changes import Changes, encode_changes
+from embedserve_store.deltas.golden_bags import (
+    GoldenBags,
+    bags_of,
+    check_bags,
+    delta_goldens,
+    trained_answers,
+    with_row_numbers,
+)
 from embedserve_store.deltas.ranks import Ranks
+from embedserve_store.deltas.signing import KeyFile, SigningKey, check_stays_signed, signing_key
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import (
     InvalidModelError,
@@ -26,6 +35,7 @@ from embedserve_store.errors import (
     WriterFencedError,
 )
 from embedserve_store.format.delta_file import ChangedRows, encode, repeated_row, split
+from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens
 from embedserve_store.format.delta_manifest import (
     DELTA_BYTES_MAX,
     FILES_MAX,
@@ -37,6 +47,9 @@ from embedserve_store.format.delta_manifest import (
     manifest_name,
 )
 from embedserve_store.format.text_limit import check_texts
+from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.goldens.parity import least_precise
+from embedserve_store.ids.id_map import IdMap
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.added_file import user, writer
@@ -78,6 +91,7 @@ class DeltaWriter:
         prefix: str = "",
         overlap_steps: int = 1,
         is_alone: bool = False,
+        key: KeyFile | None = None,
     ) -> None:
         """Finds the end of the line, and tracks ``module``; a collective before the first step.
 
@@ -92,12 +106,15 @@ class DeltaWriter:
             is_alone: whether no other writer can exist. Required where two writers could overwrite
                 each other: in an object store without conditional writes, or a file system without
                 hard links.
+            key: PEM file with the Ed25519 private key that signs the deltas; rank 0 alone reads it.
+                Default: the file that the variable EMBEDSERVE_DELTA_SIGNING_KEY names. Without
+                either, deltas are not signed. Required after a signed delta.
 
         Raises:
             InvalidModelError: on all ranks: ``module`` has other tables than the version, or what
                 it trains cannot be tracked (tracked_rows.py).
-            StoreError: on all ranks: there is no such version, the end of its line is damaged, or
-                the store cannot be read or written.
+            StoreError: on all ranks: there is no such version, the end of its line is damaged, the
+                store cannot be read or written, or the key cannot be used.
         """
         self._tracked: TrackedRows | None = None
         self._ranks = Ranks()
@@ -105,9 +122,12 @@ class DeltaWriter:
         self._is_fenced = False
         self._reverted: RevertedError | None = None
         self._opened: ModelVersion | None = None
+        self._key: SigningKey | None = None
         self._token: str = self._ranks.from_first(secrets.token_hex(8))
         self._on_all(lambda: self._open(model, version))
+        self._on_first(lambda: self._read_key(key))
         self._position = self._on_first(lambda: self._find_end(is_alone))
+        self._module, self._prefix = module, prefix
         if module is not None:
             self._on_all(lambda: self._check_tables(module, prefix))
             self._tracked = TrackedRows(module, self._ranks, prefix, overlap_steps)
@@ -116,18 +136,24 @@ class DeltaWriter:
     def seq(self) -> int:
         return self._position.seq
 
-    def push(self, *, step: int | None = None) -> int:
+    def push(self, *, step: int | None = None, goldens: GoldenBags | None = None) -> int:
         """Appends a delta with the rows that training touched since the last push; a collective.
 
         It is called between two steps, on the thread and CUDA stream that train. Rows are as they
         are after the optimizer. If it fails, the next push has these rows, too.
 
+        Args:
+            step: number of the training step, for people.
+            goldens: bags of row numbers, for which the model's results go into the delta. Servers
+                compare them before they apply the delta. Bags, or a KeyedJaggedTensor that has the
+                version's features. Those of rank 0 count.
+
         Returns:
             The seq of the delta. A delta without rows is a sign of life.
 
         Raises:
-            InvalidModelError: on all ranks: a row cannot be stored, or an id was looked up that its
-                table does not have.
+            InvalidModelError: on all ranks: a row cannot be stored, an id was looked up that its
+                table does not have, or the goldens exceed a limit or do not fit the version.
             RevertedError, WriterFencedError, StoreError: as in ``push_rows``.
             ValueError: the writer was made without ``module``.
         """
@@ -137,11 +163,18 @@ class DeltaWriter:
         as_of = now()
         rows = self._tracked.take()
         encoded = self._on_all(lambda: encode_changes(rows, self._tables, {}))
-        seq = self._append(encoded, step, as_of)
+        answered = self._answered(goldens)
+        seq = self._append(encoded, answered, step, as_of)
         self._tracked.mark_taken()
         return seq
 
-    def push_rows(self, changes: Changes, *, step: int | None = None) -> int:
+    def push_rows(
+        self,
+        changes: Changes,
+        *,
+        step: int | None = None,
+        goldens: tuple[GoldenBags, Any] | None = None,
+    ) -> int:
         """Appends a delta with the given rows, and returns its seq; a collective of all ranks.
 
         Args:
@@ -150,9 +183,13 @@ class DeltaWriter:
                 vocabulary replace the row numbers. No row may occur twice, on one rank or on two.
                 Without rows the delta is empty: a sign of life.
             step: number of the training step, for people.
+            goldens: bags, and the results [B, sum of dims] that they have after the delta, in the
+                order of the version's keys; without pooling [N, dim]. Ids are as in ``changes``.
+                Those of rank 0 count. Servers compare them before they apply the delta.
 
         Raises:
-            InvalidModelError: on all ranks: a table, id or row cannot be stored.
+            InvalidModelError: on all ranks: a table, id or row cannot be stored, or the goldens
+                exceed a limit or do not fit the version.
             RevertedError: on all ranks: deltas were undone. Call ``resume``, or go back to a
                 checkpoint and make a new writer.
             WriterFencedError: on all ranks: another writer has appended to the line.
@@ -162,7 +199,8 @@ class DeltaWriter:
         as_of = now()
         encoded = self._on_all(lambda: self._encode(changes))
         self._check_apart(encoded)
-        return self._append(encoded, step, as_of)
+        given = self._on_first(lambda: self._given(goldens))
+        return self._append(encoded, given, step, as_of)
 
     def resume(self) -> None:
         """Continues after an undo; a collective of all ranks.
@@ -232,6 +270,7 @@ class DeltaWriter:
 
     def _open(self, model: str, version: int | None) -> None:
         base = self._models.manifest(model, version)
+        self._base = base
         self._model, self._version = base.model, base.version
         self._author = user()
         check_texts(writer=self._author)
@@ -240,11 +279,19 @@ class DeltaWriter:
         self._folder = f"{model}/{FOLDER}/{self._line.start.line}"
         self._write = writer(self._models.where, f"{model}/{FOLDER}")
 
+    def _read_key(self, path: KeyFile | None) -> None:
+        """Reads the key. Returns nothing: what rank 0 returns is sent to all ranks."""
+        self._key = signing_key(path)
+
     def _find_end(self, is_alone: bool) -> LinePosition:
         if not is_alone:
             check_no_overwrites(self._models.where, self._folder)
         stored = self._line.seqs()
-        return self._line.manifest(stored[-1])[1] if stored else self._line.start
+        if not stored:
+            return self._line.start
+        last, end = self._line.manifest(stored[-1])
+        check_stays_signed(last, self._key)
+        return end
 
     def _pass_undos(self) -> tuple[LinePosition, dict[str, NDArray[np.int64]]]:
         """Returns the end of the line, and the rows that the undos before it changed, by table.
@@ -261,11 +308,40 @@ class DeltaWriter:
         return end, self._line.rows_between(self._position.seq, end.seq)
 
     def _encode(self, changes: Changes) -> dict[str, ChangedRows]:
-        rules = [self._tables[name].ids.rule for name in changes if name in self._tables]
-        if "map" in rules and self._opened is None:  # a remote version is pulled
+        return encode_changes(changes, self._tables, self._id_maps(changes))
+
+    def _id_maps(self, tables: Iterable[str]) -> Mapping[str, IdMap]:
+        """Returns the vocabularies, if one of ``tables`` has one; a remote version is pulled."""
+        rules = [self._tables[name].ids.rule for name in tables if name in self._tables]
+        if "map" in rules and self._opened is None:
             self._opened = self._models.load(self._model, self._version)
-        id_maps = self._opened.id_maps if self._opened else {}
-        return encode_changes(changes, self._tables, id_maps)
+        return self._opened.id_maps if self._opened else {}
+
+    def _given(self, goldens: tuple[GoldenBags, Any] | None) -> DeltaGoldens | None:
+        if goldens is None:
+            return None
+        bags, answers = goldens
+        bags = with_row_numbers(bags_of(bags, self._base), self._base, self._id_maps(self._tables))
+        return delta_goldens(bags, answers, DTYPES[0], self._base)
+
+    def _answered(self, goldens: GoldenBags | None) -> DeltaGoldens | None:
+        """Returns the goldens of rank 0 with the results of the model in training; a collective."""
+        bags = self._on_first(lambda: self._bags(goldens))
+        if bags is None:
+            return None
+        assert self._tracked is not None
+        answers, exchanged = self._on_all(
+            lambda: trained_answers(self._module, self._prefix, self._base, bags)
+        )
+        dtype = least_precise(exchanged, *self._ranks.from_all(self._tracked.dtype))
+        return self._on_first(lambda: delta_goldens(bags, answers, dtype, self._base))
+
+    def _bags(self, goldens: GoldenBags | None) -> Bags | None:
+        if goldens is None:
+            return None
+        bags = bags_of(goldens, self._base)
+        check_bags(bags, self._base)
+        return bags
 
     def _check_apart(self, changes: Mapping[str, ChangedRows]) -> None:
         """Raises InvalidModelError on all ranks if two have the same row; a collective."""
@@ -278,13 +354,19 @@ class DeltaWriter:
             if row is not None:
                 raise InvalidModelError(f"table {name!r}: row {row} is pushed by two ranks")
 
-    def _append(self, changes: Mapping[str, ChangedRows], step: int | None, as_of: str) -> int:
+    def _append(
+        self,
+        changes: Mapping[str, ChangedRows],
+        goldens: DeltaGoldens | None,
+        step: int | None,
+        as_of: str,
+    ) -> int:
         """Writes the delta and returns its seq; a collective."""
         is_appended = False
         while not is_appended:
             files = self._written(changes)
             self._position, is_appended = self._on_first(
-                partial(self._append_manifest, files, step, as_of)
+                partial(self._append_manifest, files, goldens, step, as_of)
             )
         return self._position.seq
 
@@ -304,7 +386,11 @@ class DeltaWriter:
         return files
 
     def _append_manifest(
-        self, files: tuple[DeltaFile, ...], step: int | None, as_of: str
+        self,
+        files: tuple[DeltaFile, ...],
+        goldens: DeltaGoldens | None,
+        step: int | None,
+        as_of: str,
     ) -> tuple[LinePosition, bool]:
         """Writes the manifest. Returns the end of the line, and whether it is the new delta.
 
@@ -326,6 +412,7 @@ class DeltaWriter:
             step=step,
             as_of=as_of,
             files=files,
+            goldens=goldens,
         )
         where = f"{self._where}/{manifest_name(delta.seq)}"
         if delta.nbytes > DELTA_BYTES_MAX or len(files) > FILES_MAX:
@@ -333,6 +420,8 @@ class DeltaWriter:
                 f"{where}: {delta.nbytes} bytes in {len(files)} files, the limits are "
                 f"{DELTA_BYTES_MAX} and {FILES_MAX}: push more often"
             )
+        if self._key is not None:
+            delta = self._key.sign(delta)
         if (position := append(self._write, delta)) is not None:
             return position, True
         there, position = self._line.manifest(delta.seq)
@@ -344,7 +433,7 @@ class DeltaWriter:
                 there.reverts_to,
             )
         self._check_own(there)
-        return position, there == delta
+        return position, there.to_bytes() == delta.to_bytes()
 
     def _check_own(self, delta: DeltaManifest) -> None:
         """Raises WriterFencedError if ``delta`` has rows of another writer."""

@@ -16,6 +16,7 @@ from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.touched_ids import TouchedIds
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.goldens.parity import least_precise
 from embedserve_store.sources.checkpoint import table_keys
 from embedserve_store.sources.live_dmp import collection_of, describe_sharded, own_shards, rank
 from embedserve_store.sources.rows import SOURCE_DTYPES
@@ -91,6 +92,11 @@ class TrackedRows:
     def tables(self) -> tuple[TableSpec, ...]:
         """Tables of the collection, in its order, as float32."""
         return self._tables
+
+    @property
+    def dtype(self) -> str:
+        """Least precise dtype of this rank's shards; float32 if it has none."""
+        return self._dtype
 
     def take(self) -> dict[str, tuple[NDArray[np.int64], torch.Tensor]]:
         """Returns the rows that this rank is to write, by table. A collective of all ranks.
@@ -168,6 +174,7 @@ class TrackedRows:
     def _check_shards(self) -> None:
         import torch
 
+        self._dtype = SOURCE_DTYPES[0]
         for table, shards in self._shards().items():
             for _, _, shard in shards:
                 dtype = str(shard.dtype).removeprefix("torch.")
@@ -176,6 +183,7 @@ class TrackedRows:
                         f"table {table!r} has a {type(shard).__name__} of {dtype}: expected a "
                         f"tensor of {', '.join(SOURCE_DTYPES)}"
                     )
+                self._dtype = least_precise(self._dtype, dtype)
 
     def _untracked(self, plan: Any) -> frozenset[str]:
         """Returns the tables that are taken whole each time.

@@ -7,6 +7,7 @@ import secrets
 
 from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.signing import KeyFile, check_stays_signed, signing_key
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest, LinePosition
 from embedserve_store.format.manifest import Manifest
@@ -24,6 +25,7 @@ def undo_deltas(
     why: str,
     version: int | str | None = None,
     is_alone: bool = False,
+    key: KeyFile | None = None,
 ) -> DeltaManifest:
     """Appends a delta that brings the rows after delta ``to`` back.
 
@@ -38,15 +40,17 @@ def undo_deltas(
         why: reason, for people; at most TEXT_MAX characters.
         version: version or alias whose line is meant. Default: the newest.
         is_alone: whether no training job appends to the line. Required as in DeltaWriter.
+        key: file of the private key, as in DeltaWriter.
 
     Raises:
-        StoreError: there is no such version or delta, there is nothing to undo, or a text is too
-            long. Nothing has changed then.
+        StoreError: there is no such version or delta, there is nothing to undo, the key cannot be
+            used, or a text is too long. Nothing has changed then.
         UnreachableError: the store cannot be read or written. The undo is in the store only if its
             response was lost.
     """
     author = user()
     check_texts(why=why, writer=author)
+    signing = signing_key(key)
     models = ModelStore(store)
     token = secrets.token_hex(8)
     line = DeltaLine(models, models.manifest(model, version))
@@ -55,7 +59,8 @@ def undo_deltas(
     write = writer(models.where, f"{model}/{FOLDER}")
     undo = None
     while undo is None:  # again after a delta that a training job has appended meanwhile
-        base, end = _checked_end(models, model, version, to)
+        base, newest, end = _checked_end(models, model, version, to)
+        check_stays_signed(newest, signing)
         made = DeltaManifest(
             model=model,
             line=end.line,
@@ -69,6 +74,8 @@ def undo_deltas(
             reverts_to=to,
             why=why,
         )
+        if signing is not None:
+            made = signing.sign(made)
         if append(write, made) is not None or _is_there(DeltaLine(models, base), made):
             undo = made
     detail = f"line {undo.line}, delta {undo.seq} reverts to {to}: {why}"
@@ -78,8 +85,9 @@ def undo_deltas(
 
 def _checked_end(
     models: ModelStore, model: str, version: int | str | None, to: int
-) -> tuple[Manifest, LinePosition]:
-    """Returns the version and the end of its line, if the line can be reverted to delta ``to``.
+) -> tuple[Manifest, DeltaManifest, LinePosition]:
+    """Returns the version, its last delta and the end of its line, if the line can be reverted to
+    delta ``to``.
 
     A long line takes many requests to list. Whether a delta was appended or the version replaced
     since is therefore checked again at last, with few requests. A store without conditional writes
@@ -95,9 +103,9 @@ def _checked_end(
         last = stored[-1] if stored else line.start.seq
         if not line.start.seq <= to < last:
             raise StoreError(_out_of_range(line, base.version, to, last))
-        _, end = line.manifest(last)
+        newest, end = line.manifest(last)
         if models.resolve(model, version) == base.version and line.after(end) is None:
-            return base, end
+            return base, newest, end
 
 
 def _is_there(line: DeltaLine, undo: DeltaManifest) -> bool:

@@ -21,9 +21,11 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_goldens import GOLDENS, DeltaGoldens, parse_goldens
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
+from embedserve_store.format.signature import SIGNATURE
 from embedserve_store.format.text_limit import short_text
 from embedserve_store.format.version_folder import to_json_bytes
 
@@ -46,6 +48,7 @@ _MANIFEST_PATTERN = re.compile(r"([0-9]{20})\.json")
 _FILE_PATTERN = re.compile(r"([0-9]{20})\.[0-9a-f]{16}\.[0-9]{1,6}\.[0-9]{1,6}\.safetensors")
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 _TOKEN_PATTERN = re.compile(r"[0-9a-f]{16}")
+_SIGNATURE_PATTERN = re.compile(r"[0-9a-f]{128}")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ class DeltaManifest:
     """Delta whose state an undo brings back; 0 for the version at which the line begins."""
     why: str = ""
     """Reason of an undo, for people; at most TEXT_MAX characters."""
+    goldens: DeltaGoldens | None = None
+    """Bags, and the results that they must have after the delta; None if it has none."""
+    signature: str = ""
+    """Ed25519 signature of the manifest without this field, hexadecimal; "" if it is not signed."""
 
     @property
     def rows(self) -> dict[str, int]:
@@ -99,6 +106,8 @@ class DeltaManifest:
 
     def to_bytes(self) -> bytes:
         undo = {} if self.reverts_to is None else {"reverts_to": self.reverts_to, "why": self.why}
+        goldens = {} if self.goldens is None else {GOLDENS: self.goldens.to_json()}
+        signature = {SIGNATURE: self.signature} if self.signature else {}
         return sealed_json(
             {
                 "format_version": FORMAT_VERSION,
@@ -120,6 +129,8 @@ class DeltaManifest:
                     for file in self.files
                 ],
                 **undo,
+                **goldens,
+                **signature,
             }
         )
 
@@ -235,6 +246,8 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
         files=tuple(_file(file, seq, f"{where}: files[{i}]") for i, file in enumerate(files)),
         reverts_to=typed(data, "reverts_to", int, where) if "reverts_to" in data else None,
         why=short_text(data, "why", where) if "reverts_to" in data else "",
+        goldens=parse_goldens(data[GOLDENS], where) if GOLDENS in data else None,
+        signature=_signature(data, where),
     )
     check_seq(delta.seq, where)
     if (delta.model, delta.line, delta.seq) != (model, line, seq):
@@ -252,7 +265,8 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
 
 
 def check_tables(delta: DeltaManifest, base: Manifest, where: str) -> None:
-    """Raises StoreError unless every table of ``delta`` is one of ``base``, with no more rows."""
+    """Raises StoreError unless every table of ``delta`` is one of ``base``, with no more rows, and
+    its goldens fit these tables."""
     tables = {table.name: table for table in base.tables}
     for name, rows in delta.rows.items():
         if name not in tables:
@@ -264,6 +278,8 @@ def check_tables(delta: DeltaManifest, base: Manifest, where: str) -> None:
             raise StoreError(
                 f"{where}: table {name!r}: {rows} rows, the table has {tables[name].num_embeddings}"
             )
+    if delta.goldens is not None:
+        delta.goldens.check(base, where)
 
 
 def _check_undo(delta: DeltaManifest, where: str) -> None:
@@ -274,6 +290,8 @@ def _check_undo(delta: DeltaManifest, where: str) -> None:
         )
     if delta.files:
         raise StoreError(f"{where}: reverts to delta {delta.reverts_to}, and has files of rows")
+    if delta.goldens is not None:
+        raise StoreError(f"{where}: reverts to delta {delta.reverts_to}, and has goldens")
 
 
 def _file(data: Any, seq: int, where: str) -> DeltaFile:
@@ -290,6 +308,12 @@ def _file(data: Any, seq: int, where: str) -> DeltaFile:
         if typed(rows, table, int, f"{where}: rows") < 1:
             raise StoreError(f"{where}: rows: {table} is {rows[table]}, expected 1 or more")
     return DeltaFile(name, nbytes, _sha256(data, "sha256", where), rows)
+
+
+def _signature(data: dict[str, Any], where: str) -> str:
+    if SIGNATURE not in data:
+        return ""
+    return _matching(_SIGNATURE_PATTERN, data, SIGNATURE, "128", where)
 
 
 def _sha256(data: dict[str, Any], key: str, where: str) -> str:

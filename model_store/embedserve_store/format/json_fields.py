@@ -23,5 +23,5 @@ def typed(data: dict[str, Any], key: str, kind: type, where: str) -> Any:
     """
     value = data.get(key)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise StoreError(f"{where}: {key} is {value!r}, expected {kind.__name__}")
+        raise StoreError(f"{where}: {key} is {value!r:.200}, expected {kind.__name__}")
     return value

@@ -26,7 +26,11 @@ UNSEALED_FORMAT_VERSION = 1
 def sealed_json(data: Mapping[str, Any]) -> bytes:
     """Returns ``data`` as the bytes of manifest.json, with a new seal in place of any old seal."""
     unsealed = {key: value for key, value in data.items() if key != SEAL}
-    blank = to_json_bytes(unsealed | {SEAL: BLANK})
+    return seal(to_json_bytes(unsealed | {SEAL: BLANK}))
+
+
+def seal(blank: bytes) -> bytes:
+    """Returns ``blank``, a manifest that ends with BLANK in its field SEAL, with its seal there."""
     before, _, after = blank.rpartition(BLANK.encode())
     return before + hashlib.sha256(blank).hexdigest().encode() + after
 

@@ -3,7 +3,8 @@
 Compares the results for a version's goldens with two references. Against the stored rows only the
 order of additions may differ, and on GPUs FBGEMM's rounding of int8 and int4 values. Against the
 source model the rounding to the stored dtype is allowed, too. The publisher runs the check before a
-version appears, and a server before it is ready. Never imports torch.
+version appears, and a server before it is ready. The goldens of a delta (delta_parity.py) are
+compared with the training model's results alone. Never imports torch.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def check_answers(
             by more than its dtype explains. The message names the key.
     """
     bags = goldens.bags
-    bounds = SUMS_TOLERANCE * _largest_per_key(goldens.stored_answers, bags, manifest)
+    bounds = SUMS_TOLERANCE * largest_per_key(goldens.stored_answers, bags, manifest)
     if as_float16:
         bounds = bounds + _added_up(bags, numbers, manifest, partial(_half_bounds, tables))
     _compare(
@@ -97,11 +98,16 @@ def check_answers(
     _compare(
         answers,
         goldens.source_answers,
-        bounds + _added_up(bags, numbers, manifest, partial(_storing_bounds, tables)),
+        bounds + storing_bounds(bags, numbers, manifest, partial(stored_rows, tables)),
         manifest,
         bags,
         f"{where}: the vectors of {{}} are not the source model's, even for their dtype",
     )
+
+
+def least_precise(*dtypes: str) -> str:
+    """Returns the dtype with the largest tolerance in TRAINED_TOLERANCES."""
+    return max(dtypes, key=TRAINED_TOLERANCES.__getitem__)
 
 
 def is_near(found: NDArray[np.float32], answers: NDArray[np.float32], dtype: str) -> bool:
@@ -111,6 +117,19 @@ def is_near(found: NDArray[np.float32], answers: NDArray[np.float32], dtype: str
     """
     bound = TRAINED_TOLERANCES[dtype] * float(np.abs(answers).max(initial=0.0))
     return bool((np.abs(found - answers) <= max(bound, np.finfo(np.float32).tiny)).all())
+
+
+def storing_bounds(
+    bags: Bags, numbers: NDArray[np.int64], manifest: Manifest, rows_of: RowsOf
+) -> NDArray[np.float32]:
+    """Returns how much the rounding of rows to their stored dtypes may change the results of
+    ``bags``.
+
+    Args:
+        numbers: row numbers of the bags' ids, int64 [n].
+        rows_of: returns the stored rows.
+    """
+    return _added_up(bags, numbers, manifest, partial(_row_bounds, rows_of))
 
 
 def _compare(
@@ -125,7 +144,7 @@ def _compare(
     wrong = ~(np.abs(answers - expected) <= np.maximum(bounds, np.finfo(np.float32).tiny))
     if not wrong.any():
         return
-    for key, block in _blocks(manifest, bags):
+    for key, block in blocks(manifest, bags):
         if wrong[block].any():
             off = float(np.abs(answers[block] - expected[block]).max())
             largest = float(np.abs(expected[block]).max())
@@ -134,27 +153,27 @@ def _compare(
             )
 
 
-def _blocks(manifest: Manifest, bags: Bags) -> list[tuple[str, tuple[slice, slice]]]:
+def blocks(manifest: Manifest, bags: Bags) -> list[tuple[str, tuple[slice, slice]]]:
     """Returns the index of each key's results: columns if the model is pooled, otherwise rows."""
     everything = slice(None)
     if manifest.is_pooled:
         return [(one.key, (everything, slice(one.start, one.end))) for one in manifest.columns]
     totals = bags.lengths.sum(axis=1)
-    blocks = []
+    found = []
     start = 0
     for one in manifest.columns:
         end = start + int(totals[one.feature])
-        blocks.append((one.key, (slice(start, end), everything)))
+        found.append((one.key, (slice(start, end), everything)))
         start = end
-    return blocks
+    return found
 
 
-def _largest_per_key(
+def largest_per_key(
     answers: NDArray[np.float32], bags: Bags, manifest: Manifest
 ) -> NDArray[np.float32]:
     """Returns the largest magnitude of each key's results, in the shape of ``answers``."""
     scales = np.zeros_like(answers)
-    for _, block in _blocks(manifest, bags):
+    for _, block in blocks(manifest, bags):
         scales[block] = np.abs(answers[block]).max(initial=0.0)
     return scales
 
@@ -170,15 +189,15 @@ def _added_up(
     return pool(manifest, Bags(bags.ids, bags.lengths, weights), numbers, bounds_of)
 
 
-def _storing_bounds(
-    tables: TablesFile, table: TableSpec, wanted: NDArray[np.int64]
+def _row_bounds(
+    rows_of: RowsOf, table: TableSpec, wanted: NDArray[np.int64]
 ) -> NDArray[np.float32]:
     """Returns how much the stored values of rows ``wanted`` may differ from the source's.
 
     The bounds [n, dim] follow from the rounding to the stored dtype.
     """
     rounding = _ROUNDING[table.dtype]
-    rows = stored_rows(tables, table, wanted)
+    rows = rows_of(table, wanted)
     largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
     bounds = np.float32(_MARGIN) * (largest * rounding.relative + rounding.floor)
     return np.broadcast_to(bounds, rows.shape).astype(np.float32)

@@ -166,6 +166,12 @@ def answers(collection: Any, manifest: Manifest, bags: Bags) -> NDArray[np.float
         float32 [B, sum of dims] in the order of the manifest's keys. For an EmbeddingCollection [N,
         dim]: key by key, one row for each id.
     """
+    result: NDArray[np.float32] = outputs(collection, manifest, bags).float().cpu().numpy()
+    return result
+
+
+def outputs(collection: Any, manifest: Manifest, bags: Bags) -> torch.Tensor:
+    """Returns what ``answers`` returns, on the collection's device and in its dtype."""
     import torch
     from torchrec import KeyedJaggedTensor
 
@@ -181,11 +187,8 @@ def answers(collection: Any, manifest: Manifest, bags: Bags) -> NDArray[np.float
         if hasattr(found, "wait"):
             found = found.wait()
         if manifest.is_pooled:
-            joined = torch.cat([found[key] for key in manifest.keys], dim=1)
-        else:
-            joined = torch.cat([found[key].values() for key in manifest.keys])
-        result: NDArray[np.float32] = joined.float().cpu().numpy()
-    return result
+            return torch.cat([found[key] for key in manifest.keys], dim=1)
+        return torch.cat([found[key].values() for key in manifest.keys])
 
 
 def _device_of(collection: Any) -> torch.device:

@@ -5,6 +5,7 @@ Nothing heavy is imported at the top, so that --help responds immediately.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,15 @@ DEFAULT = "list"
 OfVersion = Annotated[
     str | None,
     typer.Option(help="Number or alias of the version before the deltas. Default: the newest."),
+]
+PublicKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        envvar="EMBEDSERVE_DELTA_KEY",
+        help="PEM file with Ed25519 public keys; every delta must be signed by one of them. "
+        "Default: signatures are not verified.",
+    ),
 ]
 
 
@@ -54,12 +64,12 @@ def list_deltas(
 
 
 @deltas.command(cls=Command)
-def verify(store: Store, model: Model, version: OfVersion = None) -> None:
+def verify(store: Store, model: Model, version: OfVersion = None, key: PublicKey = None) -> None:
     """Read every byte of the deltas, and check that each continues the one before it."""
     with cli_errors():
         from embedserve_store.commands.deltas import verify_deltas as run
 
-        run(store, model, version)
+        run(store, model, version, key)
 
 
 @deltas.command(cls=Command)
@@ -77,12 +87,20 @@ def undo(
             "refuse a second file of one name.",
         ),
     ] = False,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="EMBEDSERVE_DELTA_SIGNING_KEY",
+            help="PEM file with the Ed25519 private key that signs the undo. Required where "
+            "servers have --delta-key.",
+        ),
+    ] = None,
 ) -> None:
     """Take the last deltas back: servers return to the rows after an earlier delta."""
     with cli_errors():
         from embedserve_store.commands.deltas import undo as run
 
-        run(store, model, to, why, version, alone)
+        run(store, model, to, why, version, alone, key)
 
 
 @deltas.command(cls=Command)
@@ -94,12 +112,13 @@ def compact(
         int | None, typer.Option(help="Last delta to include. Default: the last one.", min=1)
     ] = None,
     cache: Cache = None,
+    key: PublicKey = None,
 ) -> None:
     """Publish a version and the deltas after it as the next version."""
     with cli_errors():
         from embedserve_store.commands.deltas import compact as run
 
-        run(store, model, version, seq, cache)
+        run(store, model, version, seq, cache, key)
 
 
 @deltas.command(cls=Command)

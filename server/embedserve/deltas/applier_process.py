@@ -23,6 +23,7 @@ from embedserve.deltas.follower import CheckRows, DeltaFollower
 from embedserve.deltas.memory import memory_bytes
 from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
@@ -42,7 +43,8 @@ def run_applier(
     versions: Mapping[str, ModelVersion],
     deltas: Mapping[str, FollowedModel],
     supervisor: socket.socket,
-    check_rows: CheckRows | None = None,
+    check_on_device: CheckRows | None = None,
+    keys: TrustedKeys | None = None,
 ) -> None:
     """Applies deltas until SIGTERM, or until the supervisor is gone.
 
@@ -50,7 +52,8 @@ def run_applier(
 
     Args:
         versions, deltas: versions and their memory, by served name.
-        check_rows: as in DeltaFollower.
+        check_on_device: as in DeltaFollower.
+        keys: public keys that may have signed a delta; None if no signature is needed.
     """
     with suppress(OSError):  # ps shows which process it is
         Path("/proc/self/comm").write_text(PROCESS_NAME)
@@ -59,9 +62,9 @@ def run_applier(
     models = BeatingStore(settings, heartbeat)
 
     def follower(name: str) -> DeltaFollower:
-        line = DeltaLine(models, versions[name].manifest)
+        line = DeltaLine(models, versions[name].manifest, keys)
         room = memory_bytes(settings, versions[name])
-        return DeltaFollower(name, line, deltas[name], room, check_rows)
+        return DeltaFollower(name, line, deltas[name], room, check_on_device)
 
     polls = [
         Poll(partial(follower, name), followed.status, delta_poll_s(settings))

@@ -1,8 +1,9 @@
 """Follows the line of one version: reads its deltas in order and applies their rows in steps.
 
-A delta that is missing, damaged or foreign is never applied, nor any delta after it. It is read
-again at each look. An undo brings former rows back: from memory if they are kept there, else from
-the store. While the line is held, no delta is applied, but what the store has stays known.
+A delta that is missing, damaged or foreign, or whose goldens get other results, is never applied,
+nor any delta after it. It is read again at each look. An undo brings former rows back: from memory
+if they are kept there, else from the store. While the line is held, no delta is applied, but what
+the store has stays known.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import cast
 
 import numpy as np
 
 from embedserve.deltas.live_rows import RowsFullError
 from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.shared_goldens import CheckedGoldens
 from embedserve.deltas.status import (
     CATCHING_UP,
     FOLLOWING,
@@ -30,9 +33,11 @@ from embedserve.deltas.status import (
     FollowedModel,
 )
 from embedserve_store.deltas.delta_line import DeltaLine, kept
-from embedserve_store.errors import StoreError, UnreachableError, described
+from embedserve_store.errors import GoldensError, StoreError, UnreachableError, described
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
+from embedserve_store.goldens.delta_parity import check_rows
+from embedserve_store.goldens.reference_pooling import RowsOf
 
 logger = logging.getLogger(__name__)
 
@@ -67,27 +72,29 @@ class DeltaFollower:
         line: DeltaLine,
         followed: FollowedModel,
         memory_bytes: int,
-        check_rows: CheckRows | None = None,
+        check_on_device: CheckRows | None = None,
     ) -> None:
         """Continues where a follower before it ended, even if it was killed.
 
         Args:
             name: name that the model is served by, for the log.
             memory_bytes: room for changed rows; no step reads more, unless one delta has more.
-            check_rows: raises StoreError for rows that the device of the lookups cannot serve.
+            check_on_device: raises StoreError for rows that the device of the lookups cannot serve.
         """
         self._name = name
         self._line = line
-        self._check_rows = check_rows
+        self._check_on_device = check_on_device
         self._rows = RowsWriter(followed.live)
-        self._published = followed.live.tables
+        self._published, self._manifest = followed.live.tables, followed.live.version.manifest
         self._status, self._hold = followed.status, followed.hold
+        self._goldens = followed.goldens
         self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
         self._state = self._continued(followed.live.seq)
         self._position = self._state.applied.position(line.start.line)
         # Manifests are read ahead of the position during a hold, and while no delta is applied.
         self._known = self._position
         self._undos: list[Waiting] = []
+        self._refused_seq = 0  # delta whose goldens got other results: no step goes past it
         self._found_s = time.monotonic()
         self._list_after_s = 0.0
 
@@ -202,16 +209,21 @@ class DeltaFollower:
             if not waiting:
                 self._state = replace(self._state, waiting_since=_seconds(delta.as_of))
             waiting.append(Waiting(delta, end))
+            if delta.seq == self._refused_seq:
+                return
 
     def _takes_back(self, delta: DeltaManifest) -> bool:
         """Returns whether ``delta`` is an undo of deltas that are applied."""
         return delta.reverts_to is not None and delta.reverts_to < self._position.seq
 
     def _apply(self, waiting: Sequence[Waiting], start_s: float) -> None:
-        """Applies all of ``waiting`` at once, or if there is no room one after the other.
+        """Applies all of ``waiting`` at once. If there is no room, or the goldens of the last one
+        get other results, applies one after the other.
 
         Raises:
             RowsFullError: there is no room for one of them; those before it are applied.
+            GoldensError: the rows after one of them do not give the results of its goldens; those
+                before it are applied.
             StoreError: the rows of one of them cannot be read; those before it are applied.
         """
         if self._takes_back(waiting[0].delta):
@@ -222,7 +234,7 @@ class DeltaFollower:
             deltas = [one for part, _ in parts for one in part]
             if deltas:
                 self._apply_once(deltas, [one for _, rows in parts for one in rows], start_s)
-        except RowsFullError:
+        except (RowsFullError, GoldensError):
             if len(parts) == 1:
                 raise
             for part, rows in parts:
@@ -262,17 +274,33 @@ class DeltaFollower:
     def _checked(self, delta: DeltaManifest) -> list[ChangedRows]:
         """Returns the rows of a delta. Raises StoreError if they cannot be read or served."""
         rows = [one for file in self._line.rows(delta) for one in file]
-        if self._check_rows is not None:
+        if self._check_on_device is not None:
             for one in rows:
-                self._check_rows(one)
+                self._check_on_device(one)
         return rows
 
     def _apply_once(
         self, waiting: Sequence[Waiting], changes: list[ChangedRows], start_s: float
     ) -> None:
-        self._announce(waiting[-1])
-        self._rows.apply(waiting[-1].end.seq, merged(changes))
+        last = waiting[-1]
+        self._announce(last)
+        try:
+            check = partial(self._check_goldens, last.delta)
+            self._rows.apply(last.end.seq, merged(changes), check)
+        except GoldensError:
+            self._refused_seq = last.end.seq
+            raise
         self._advance(waiting, start_s)
+
+    def _check_goldens(self, delta: DeltaManifest, rows_of: RowsOf) -> None:
+        """Compares the goldens of a delta with rows that are not visible yet, and hands the goldens
+        on to the workers. Raises GoldensError if they differ."""
+        if delta.goldens is None:
+            self._goldens.clear()
+            return
+        where = f"delta {delta.seq}"
+        bounds = check_rows(delta.goldens, self._manifest, rows_of, where)
+        self._goldens.write(CheckedGoldens(delta.seq, delta.goldens, bounds))
 
     def _revert(self, undo: Waiting, start_s: float) -> None:
         """Brings the rows before an undo back.

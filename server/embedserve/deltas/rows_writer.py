@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 from embedserve.deltas import membarrier
 from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, RowsFullError, SpareRows
 from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.row_layout import dequantize_rows
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.goldens.reference_pooling import RowsOf
 
 Numbers = NDArray[np.uint32]
 
@@ -81,11 +85,18 @@ class RowsWriter:
             for one in self._free.values()
         )
 
-    def apply(self, seq: int, changes: Sequence[ChangedRows]) -> None:
+    def apply(
+        self,
+        seq: int,
+        changes: Sequence[ChangedRows],
+        check: Callable[[RowsOf], None] | None = None,
+    ) -> None:
         """Makes ``changes`` visible, all at once, as the state after delta ``seq``.
 
         Args:
             changes: rows of each table at most once, each row once.
+            check: called before the rows are visible, with a function that returns rows as they
+                will be. What it raises is raised, and nothing has changed.
 
         Raises:
             RowsFullError: the rows do not fit. Nothing has changed.
@@ -98,6 +109,8 @@ class RowsWriter:
         changes = [change for change in changes if len(change.numbers)]
         self._make_room(changes)
         written = [(change, self._write(change, view)) for change in changes]
+        if check is not None:
+            self._check(check, written)
         live.set_written(view)
         membarrier.barrier()  # a reader that finds a spare row finds all of the above, too
         replaced = {}
@@ -155,6 +168,45 @@ class RowsWriter:
         self._live.views[numbers] = view
         self._live.before[numbers] = self._newest(change.table.name)[change.numbers]
         return numbers
+
+    def _check(
+        self, check: Callable[[RowsOf], None], written: Sequence[tuple[ChangedRows, Numbers]]
+    ) -> None:
+        """Calls ``check``, and frees the rows that were written if it raises: no row's newest spare
+        row is one of them yet."""
+        try:
+            check(
+                partial(
+                    self._rows_after,
+                    {change.table.name: (change.numbers, numbers) for change, numbers in written},
+                )
+            )
+        except BaseException:
+            for change, numbers in written:
+                self._free[change.table.name].numbers.append(numbers)
+            raise
+
+    def _rows_after(
+        self,
+        written: Mapping[str, tuple[NDArray[np.int64], Numbers]],
+        table: TableSpec,
+        wanted: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """Returns the values [n, dim] of the rows ``wanted``, as a lookup will find them.
+
+        Args:
+            written: by table, numbers of rows, ascending, and of their spare rows that are not
+                visible yet.
+        """
+        spares = self._newest(table.name)[wanted]
+        if table.name in written:
+            changed, numbers = written[table.name]
+            at = np.minimum(np.searchsorted(changed, wanted), len(changed) - 1)
+            spares = np.where(changed[at] == wanted, numbers[at], spares)
+        rows = self._live.tables.rows(table.name)[wanted]
+        spare, is_changed = self._live.spares[table.name], spares != 0
+        rows[is_changed] = spare.rows[spares[is_changed] - spare.start]
+        return dequantize_rows(rows, table.dtype, table.embedding_dim)
 
     def _newest(self, table: str) -> Numbers:
         spare = self._live.spares[table]

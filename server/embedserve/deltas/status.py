@@ -19,6 +19,7 @@ from typing import Any
 
 from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.shared_goldens import SharedGoldens
 from embedserve_store.format.delta_manifest import LinePosition
 
 CATCHING_UP, FOLLOWING, STALLED = "catching up", "following", "stalled"
@@ -190,11 +191,13 @@ class DeltaStatus:
 
 @dataclass(frozen=True)
 class FollowedModel:
-    """Changed rows, status and hold of a served model, in memory that its processes share."""
+    """Changed rows, status, hold and goldens of a served model, in memory that its processes
+    share."""
 
     live: LiveRows
     status: DeltaStatus
     hold: DeltaHold = field(default_factory=DeltaHold)
+    goldens: SharedGoldens = field(default_factory=SharedGoldens)
 
 
 def _age_s(since: float) -> float:

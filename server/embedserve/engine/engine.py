@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.engine.compile import KINDS, Compiled
 from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.gpu_spare_rows import GpuSpareRows
@@ -21,6 +22,7 @@ from embedserve.engine.replicas import Replicas
 from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import CODES_MAX
 from embedserve_store.goldens.goldens_file import Goldens
 from embedserve_store.goldens.parity import check_answers
 from embedserve_store.goldens.reference_pooling import row_numbers
@@ -58,6 +60,7 @@ class Engine:
         compiled: compiled lookups of all replicas in order; a pooled model has a plain and a
             weighted lookup in each replica.
         rows: reader of changed rows, set by whoever serves deltas; the engine does not use it.
+        live_goldens: goldens of the last delta, set likewise; ``check`` compares them.
         spare_rows: room for changed rows on the GPU; None elsewhere, or if no row changes.
         lookup_kind: the slowest kind among ``compiled``, one of compile.KINDS.
     """
@@ -82,6 +85,7 @@ class Engine:
         self.waits_for_device = device_type == "cuda"
         self.rows: RowsReader | None = None
         self.spare_rows = spare_rows
+        self.live_goldens: LiveGoldens | None = None
         self.replicas = len(compiled)
         self.compiled = tuple(one for replica in compiled for one in replica)
         self.lookup_kind = max((one.kind for one in self.compiled), key=KINDS.index)
@@ -110,6 +114,13 @@ class Engine:
         """Returns whether a lookup runs through a torch module instead of a function compiled from
         it."""
         return any(one.program is None for one in self.compiled)
+
+    @property
+    def rounds_codes(self) -> bool:
+        """Returns whether lookups dequantize int8 or int4 rows in float16, as CUDA kernels do. The
+        results may then differ by more than the bounds of a delta's goldens."""
+        on_gpu = self.device_type == "cuda"
+        return on_gpu and any(table.dtype in CODES_MAX for table in self.manifest.tables)
 
     def lookup(
         self,
@@ -202,12 +213,15 @@ class Engine:
         self._golden = _Golden(numbers, lengths, bags.weights, tuple(answered))
 
     def check(self) -> None:
-        """Checks that the served rows are still the same as at warm-up.
+        """Checks that published rows are as they were at warm-up, and changed rows as in training.
 
         Raises:
-            StoreError: the file of the rows was changed, or the goldens give another result.
+            StoreError: the file of the rows was changed, or the goldens of the version or of the
+                last delta give another result.
         """
         self._version.tables.check_unchanged()
+        if self.live_goldens is not None:
+            self.live_goldens.check(self.lookup)
         golden = self._golden
         if golden is None:
             return

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from embedserve.pipeline import RequestPipeline
     from embedserve.processes.channel import WorkerChannel
     from embedserve.processes.rollout.version_manager import VersionManager
+    from embedserve_store.deltas.signing import TrustedKeys
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +215,7 @@ def _log_ready(
 
 
 def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> None:
+    keys = _trusted_keys(settings)
     ports = _claimed(settings).share()
     with contextlib.ExitStack() as stack:
         stack.callback(ports.close)
@@ -258,10 +260,22 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
             end_startup_server=end_startup_server,
             on_ready=partial(notify, "READY=1"),
             on_stop=on_stop,
-            applier_main=partial(_applier_main, settings, versions, deltas) if deltas else None,
+            applier_main=(
+                partial(_applier_main, settings, versions, deltas, keys) if deltas else None
+            ),
             deltas=deltas,
         )
         supervisor.run()
+
+
+def _trusted_keys(settings: ServeSettings) -> TrustedKeys | None:
+    """Returns the keys of settings.delta_key; None without it. Raises StoreError if they cannot be
+    used."""
+    if settings.deltas == "none" or not settings.delta_key:
+        return None
+    from embedserve_store.deltas.signing import trusted_keys
+
+    return trusted_keys(settings.delta_key)
 
 
 def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
@@ -293,15 +307,19 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
 
 
 def _applier_main(
-    settings: ServeSettings, versions: Versions, deltas: Deltas, supervisor: socket.socket
+    settings: ServeSettings,
+    versions: Versions,
+    deltas: Deltas,
+    keys: TrustedKeys | None,
+    supervisor: socket.socket,
 ) -> int:
     """Applies deltas in the applier's process; returns the exit code."""
     from embedserve.deltas.applier_process import run_applier
     from embedserve.engine.cuda_limits import check_changed_rows
 
-    check_rows = check_changed_rows if settings.devices == "cuda" else None
+    check_on_device = check_changed_rows if settings.devices == "cuda" else None
     try:
-        run_applier(settings, versions, deltas, supervisor, check_rows)
+        run_applier(settings, versions, deltas, supervisor, check_on_device, keys)
     except StoreError as error:
         logger.error("%s", error)
     return 1

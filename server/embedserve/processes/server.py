@@ -25,6 +25,7 @@ from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
 from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.deltas.status import FollowedModel
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
@@ -119,6 +120,8 @@ def build_pipeline(
         engine, spare_rows = engines[name], engines[name].spare_rows
         upload = None if spare_rows is None else spare_rows.upload
         engine.rows = RowsReader(followed.live, worker, engine.plan, upload)
+        if not engine.rounds_codes:
+            engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, engine.manifest)
     infos = {name: model_info(engine, name, deltas.get(name)) for name, engine in engines.items()}
     metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {

@@ -16,11 +16,13 @@ from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows, RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.shared_goldens import SharedGoldens
 from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store import DeltaLine, DeltaWriter, ModelStore, publish
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
+from embedserve_store.goldens.reference_pooling import RowsOf
 
 ROWS = 20
 
@@ -35,7 +37,12 @@ class Rows(RowsWriter):
         self.rows: dict[int, float] = {}
         self.steps: list[int] = []
 
-    def apply(self, seq: int, changes: Sequence[ChangedRows]) -> None:
+    def apply(
+        self,
+        seq: int,
+        changes: Sequence[ChangedRows],
+        check: Callable[[RowsOf], None] | None = None,
+    ) -> None:
         rows = {
             int(number): float(value[0])
             for change in changes
@@ -44,9 +51,9 @@ class Rows(RowsWriter):
         if len(self.rows | rows) > self.room:
             raise RowsFullError(f"no room for delta {seq}")
         assert [len({change.table.name for change in changes})] == [len(changes)]
+        super().apply(seq, changes, check)
         self.rows |= rows
         self.steps.append(seq)
-        super().apply(seq, changes)
 
 
 class Followed:
@@ -68,11 +75,12 @@ class Followed:
         self._reader = RowsReader(self.live, 0, version.plan)
         self.status = DeltaStatus(self.line.start)
         self.hold = DeltaHold()
+        self.goldens = SharedGoldens()
         self.follower = self.started()
 
-    def started(self, check_rows: CheckRows | None = None) -> DeltaFollower:
-        model = FollowedModel(self.live, self.status, self.hold)
-        made = DeltaFollower("m", self.line, model, 1 << 20, check_rows)
+    def started(self, check_on_device: CheckRows | None = None) -> DeltaFollower:
+        model = FollowedModel(self.live, self.status, self.hold, self.goldens)
+        made = DeltaFollower("m", self.line, model, 1 << 20, check_on_device)
         self.rows = Rows(self.live)
         made._rows = self.rows
         return made

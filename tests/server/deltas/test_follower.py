@@ -221,7 +221,7 @@ def test_a_kill_after_the_rows_are_visible_loses_no_position(
     """The status that is written before the rows has their position."""
     followed.push(1)
 
-    def apply_and_die(seq: int, changes: Sequence[ChangedRows]) -> None:
+    def apply_and_die(seq: int, changes: Sequence[ChangedRows], check: object) -> None:
         followed.live.commit(followed.live.committed[0], seq)
         raise KeyboardInterrupt
 

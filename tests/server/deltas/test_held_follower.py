@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server.deltas.followed import Followed
@@ -93,9 +94,9 @@ def test_a_step_in_progress_is_completed(held: Held, monkeypatch: pytest.MonkeyP
     held.hold.set(False)
     apply = held.rows.apply
 
-    def apply_and_hold(seq: int, changes: Sequence[ChangedRows]) -> None:
+    def apply_and_hold(seq: int, changes: Sequence[ChangedRows], check: Any) -> None:
         held.hold.set(True)
-        apply(seq, changes)
+        apply(seq, changes, check)
 
     monkeypatch.setattr(held.rows, "apply", apply_and_hold)
     held.push(2)

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from delta_keys import key_pair, replace_file, resealed
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
-from embedserve_store import DeltaWriter, ModelStore
+from embedserve_store import Bags, DeltaWriter, ModelStore
 from embedserve_store.format.delta_manifest import manifest_name
 
 
@@ -57,6 +58,30 @@ def test_one_delta_is_shown(own: Path) -> None:
     assert "00000000000000000026.json: cannot be read: No such file" in said
 
 
+def test_goldens_are_shown_and_verified(own: Path) -> None:
+    manifest = ModelStore(own).manifest("shop")
+    lengths = np.zeros((len(manifest.features), 3), np.int32)
+    lengths[0] = 1, 2, 0
+    answers = np.zeros((3, sum(manifest.length_per_key)), np.float32)
+    with DeltaWriter(own, model="shop") as writer:
+        writer.push_rows({}, goldens=(Bags(np.array([0, 1, 2]), lengths, None), answers))
+    shown = run("deltas", own, "shop", 26)[1].splitlines()
+    assert shown[2] == "goldens: 3 examples with 3 ids, as training in float32 answers them"
+    assert not any("goldens" in line for line in run("deltas", own, "shop", 25)[1].splitlines())
+    assert run("deltas", "verify", own, "shop")[0] == 0
+    path = own / "shop/deltas/1" / manifest_name(26)
+    whole = path.read_bytes()
+    replace_file(path, resealed(whole, lambda data: data["goldens"]["numbers"].update(shape=[2])))
+    code, _, said = run("deltas", "verify", own, "shop")
+    assert (code, "goldens: numbers: data has 24 bytes, [2] means 16" in said) == (1, True)
+    replace_file(path, resealed(whole, lambda data: data["goldens"].update(dtype="float64")))
+    code, _, said = run("deltas", "verify", own, "shop")
+    assert (code, "goldens: dtype is 'float64'" in said) == (1, True)
+    replace_file(path, whole)
+    code, _, said = run("deltas", "compact", own, "shop")  # the rows give other results
+    assert (code, "delta 26 of line 1: goldens: " in said) == (1, True)
+
+
 def test_deltas_are_verified_and_compacted(own: Path) -> None:
     verified = run("deltas", "verify", own, "shop")
     assert verified[0] == 0
@@ -90,6 +115,35 @@ def test_an_undo_is_told_and_listed(own: Path) -> None:
     code, _, said = run("deltas", "undo", own, "shop", "--to", 26, "--why", "")
     assert (code, said.count("\n")) == (1, 1)
     assert "delta 26: expected 0 to 25; line 1 ends with 26" in said
+
+
+def test_undos_are_signed_and_deltas_verified_by_key(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = key_pair(tmp_path)
+    run("deltas", "compact", own, "shop")  # the deltas so far are not signed
+    undo = "deltas", "undo", own, "shop", "--version", 1, "--to", 25, "--why", "test"
+    assert run(*undo)[0] == 1  # nothing to undo
+    with DeltaWriter(own, model="shop", version=1, key=pair.private) as writer:
+        writer.push_rows({})
+    assert run(*undo, "--key", pair.private)[0] == 0
+    code, _, said = run("deltas", "verify", own, "shop", "--key", pair.public)
+    assert code == 0
+    assert f"are as they were written and signed by a key in {pair.public}, 0 rows" in said
+    assert (
+        run("deltas", own, "shop", 27)[1]
+        .splitlines()[1]
+        .endswith(", signed (deltas verify --key verifies it)")
+    )
+    assert run("deltas", own, "shop", 7, "--version", 1)[1].splitlines()[1].endswith(", not signed")
+    monkeypatch.setenv("EMBEDSERVE_DELTA_KEY", str(pair.public))
+    for command in ("verify", "compact"):
+        code, _, said = run("deltas", command, own, "shop", "--version", 1)
+        assert (code, "0001.json: has no signature of a key in " in said) == (1, True)
+        assert run("deltas", command, own, "shop")[0] == 0
+    monkeypatch.setenv("EMBEDSERVE_DELTA_SIGNING_KEY", str(pair.public))
+    code, _, said = run(*undo)
+    assert (code, "has no private key in PEM" in said) == (1, True)
 
 
 def test_deltas_that_no_version_needs_are_pruned(own: Path) -> None:

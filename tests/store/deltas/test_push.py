@@ -8,20 +8,26 @@ import numpy as np
 import pytest
 import torch
 from server.python import run_warm_python
-from store.deltas.tracked_training import USER, batch, ranker, stepper
+from store.deltas.tracked_training import USER, batch, gathered, ranker, stepper
 
 from embedserve_store import (
+    Bags,
     DeltaLine,
     DeltaWriter,
     InvalidModelError,
     ModelStore,
     RevertedError,
+    TableSpec,
     compact_deltas,
+    publish,
     publish_sharded,
     undo_deltas,
 )
+from embedserve_store.errors import GoldensError
 from embedserve_store.format.delta_manifest import DeltaManifest
 from embedserve_store.format.row_layout import dequantize_rows
+from embedserve_store.goldens.delta_parity import check_rows
+from embedserve_store.goldens.reference_pooling import RowsOf
 
 TIMEOUT_S = 300
 
@@ -56,12 +62,71 @@ def test_the_store_follows_training(tmp_path: Path) -> None:
         for name, spec in base.tables.tables.items():
             found = dequantize_rows(tables[name], spec.dtype, spec.embedding_dim)
             np.testing.assert_array_equal(found, trained[name].numpy())
+        assert (delta.goldens is None) == (delta.step == 3)
+        if delta.goldens is not None:
+            assert delta.goldens.dtype == "float32"
+            check_rows(delta.goldens, base.manifest, rows_in(tables), "delta")
+            if delta.step == 0:  # the goldens tell the rows before from those after
+                with pytest.raises(GoldensError):
+                    check_rows(delta.goldens, base.manifest, rows_in(before), "delta")
         assert any((before[name] != tables[name]).any() for name in tables) == (delta.step != 2)
         pushed += 1
     assert pushed == 4
     compacted = compact_deltas(store, "m")
     for name, table in tables.items():
         np.testing.assert_array_equal(models.load("m", compacted.version).tables.rows(name), table)
+
+
+def rows_in(tables: dict[str, np.ndarray]) -> RowsOf:
+    """Returns the function that reads rows of ``tables``, stored bytes by name."""
+
+    def rows_of(table: TableSpec, numbers: np.ndarray) -> np.ndarray:
+        return dequantize_rows(tables[table.name][numbers], table.dtype, table.embedding_dim)
+
+    return rows_of
+
+
+def row_numbers(store: Path, seq: int) -> dict[str, set[int]]:
+    """Returns the numbers of the rows that a delta has, by table."""
+    models = ModelStore(store)
+    line = DeltaLine(models, models.manifest("m", 1))
+    files = line.rows(line.manifest(seq)[0])
+    return {one.table.name: {*one.numbers.tolist()} for changes in files for one in changes}
+
+
+def test_goldens_are_looked_up_without_a_trace(store: Path, tmp_path: Path, one_rank: None) -> None:
+    """Neither the tracker nor the next step takes them for a step of training."""
+    dmp = ranker()
+    publish_sharded(dmp, tmp_path, model="m")
+    step = stepper(dmp)
+    step()
+    with DeltaWriter(tmp_path, model="m", module=dmp) as writer:
+        step()
+        before = gathered(dmp)
+        writer.push(goldens=batch(np.random.default_rng(5)))
+        for name, table in gathered(dmp).items():
+            assert torch.equal(table, before[name])
+        writer.push()  # takes the last step once more
+        first, second = (row_numbers(tmp_path, seq) for seq in (1, 2))
+        assert second.keys() == first.keys()
+        assert all(second[table] <= first[table] for table in second)
+        with pytest.raises(InvalidModelError, match=r"numbers\[0\] is 103, feature 'user' has 103"):
+            writer.push(goldens=Bags(np.array([103]), np.eye(6, 1, dtype=np.int32), None))
+        step()
+
+
+def test_goldens_of_a_model_that_pools_otherwise_are_refused(
+    tmp_path: Path, one_rank: None
+) -> None:
+    dmp = ranker(tables=USER)
+    weights = {"ebc.embedding_bags.user.weight": torch.zeros(103, 16)}
+    tables = [TableSpec("user", 103, 16, ("user",), "sum", "float32")]
+    publish(weights, tmp_path, model="m", tables=tables)
+    with (
+        DeltaWriter(tmp_path, model="m", module=dmp) as writer,
+        pytest.raises(InvalidModelError, match=r"the keys of the model in training: .*friend"),
+    ):
+        writer.push(goldens=Bags(np.array([1]), np.ones((1, 1), np.int32), None))
 
 
 def test_a_model_of_other_tables_is_refused(store: Path, one_rank: None) -> None:

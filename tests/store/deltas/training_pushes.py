@@ -14,11 +14,13 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from store.deltas.tracked_training import gathered, ranker, stepper
+from store.deltas.tracked_training import batch, gathered, ranker, stepper
+from torchrec import KeyedJaggedTensor
 
 from embedserve_store import (
     DeltaWriter,
@@ -50,13 +52,20 @@ def main(rank: int, world_size: int, store: str, out: str, rendezvous: str) -> N
                 fail_once(writer)
             if at == len(STEPS) - 1:
                 undo_all(writer, store, rank)
-            seq = writer.push(step=at)
+            seq = writer.push(step=at, goldens=bags(at))
             whole = gathered(dmp)
             if rank == 0:
                 torch.save(whole, Path(out) / f"{seq}.pt")
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # torch's own threads may outlive what they use in an orderly end
+
+
+def bags(seed: int) -> KeyedJaggedTensor | None:
+    """Returns bags that most ranks do not have: those of rank 0 count. The last push has none."""
+    if seed == len(STEPS) - 1:
+        return None
+    return batch(np.random.default_rng(seed)) if dist.get_rank() == 0 else None
 
 
 def undo_all(writer: DeltaWriter, store: str, rank: int) -> None:

@@ -1,0 +1,161 @@
+"""Makes the goldens of a delta from bags and the results that a training job has for them.
+
+Imports torch only when called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens, answers_shape
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.goldens.parity import least_precise
+from embedserve_store.ids.id_map import IdMap
+from embedserve_store.sources import live, live_dmp
+
+GoldenBags = Any
+"""Bags, or a KeyedJaggedTensor that has the features of the version."""
+_QUANTIZED = "bfloat16"
+"""Dtype whose tolerance covers results that ranks sent to one another in a smaller dtype."""
+
+
+def bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
+    """Returns ``goldens`` as bags in the order of the version's features.
+
+    Raises:
+        InvalidModelError: they are of another type, or lack a feature.
+    """
+    if isinstance(goldens, Bags):
+        return Bags(
+            np.asarray(goldens.ids, np.int64),
+            np.asarray(goldens.lengths, np.int32),
+            None if goldens.weights is None else np.asarray(goldens.weights, np.float32),
+        )
+    if not (hasattr(goldens, "keys") and hasattr(goldens, "to_dict")):
+        raise InvalidModelError(
+            f"goldens are a {type(goldens).__name__}, expected Bags or a KeyedJaggedTensor"
+        )
+    if missing := set(base.features) - {*goldens.keys()}:
+        raise InvalidModelError(f"goldens have no feature {min(missing)!r}")
+    by_feature = goldens.to_dict()
+    jagged = [by_feature[feature] for feature in base.features]
+    weights = [one.weights_or_none() for one in jagged] if base.is_weighted else [None]
+    return Bags(
+        np.concatenate([_array(one.values()) for one in jagged]).astype(np.int64),
+        np.stack([_array(one.lengths()) for one in jagged]).astype(np.int32),
+        None
+        if any(one is None for one in weights)
+        else np.concatenate([_array(one) for one in weights]).astype(np.float32),
+    )
+
+
+def with_row_numbers(bags: Bags, base: Manifest, id_maps: Mapping[str, IdMap]) -> Bags:
+    """Returns ``bags`` with row numbers in place of ids of a vocabulary.
+
+    Args:
+        bags: bags in the order of the version's features.
+        id_maps: vocabularies by table.
+
+    Raises:
+        InvalidModelError: an id is not in its vocabulary, or the sizes contradict each other.
+    """
+    _check_sizes(bags, base)
+    numbers = bags.ids.copy()
+    table_of = {columns.feature: columns.table.name for columns in base.columns}
+    for feature, name in enumerate(base.features):
+        if (id_map := id_maps.get(table_of[feature])) is None:
+            continue
+        span = bags.span(feature)
+        numbers[span] = id_map.rows_of(bags.ids[span])
+        if (numbers[span] < 0).any():
+            unknown = bags.ids[span][(numbers[span] < 0).argmax()]
+            raise InvalidModelError(
+                f"goldens: feature {name!r}: id {unknown} is not in the vocabulary"
+            )
+    return Bags(numbers, bags.lengths, bags.weights)
+
+
+def check_bags(bags: Bags, base: Manifest) -> None:
+    """Raises InvalidModelError unless ``bags`` of row numbers can be looked up in the version, and
+    can be goldens with their results."""
+    _check_sizes(bags, base)
+    shape = answers_shape(bags.lengths, base)
+    delta_goldens(bags, np.zeros(shape, np.float32), DTYPES[0], base)
+
+
+def _check_sizes(bags: Bags, base: Manifest) -> None:
+    """Raises InvalidModelError unless ``bags`` are bags of the version's features."""
+    lengths, features = bags.lengths, len(base.features)
+    if lengths.ndim != 2 or len(lengths) != features or bags.ids.ndim != 1:
+        raise InvalidModelError(
+            f"goldens: ids are {list(bags.ids.shape)} and lengths {list(lengths.shape)}, expected "
+            f"[n] and [{features} features, examples]"
+        )
+    if lengths.min(initial=0) < 0 or lengths.sum(dtype=np.int64) != len(bags.ids):
+        raise InvalidModelError(f"goldens: lengths do not add up to {len(bags.ids)} ids")
+
+
+def delta_goldens(bags: Bags, answers: Any, dtype: str, base: Manifest) -> DeltaGoldens:
+    """Returns the goldens with ``answers``, the results for ``bags`` of row numbers.
+
+    Args:
+        answers: array or tensor in the shape of DeltaGoldens.answers.
+        dtype: dtype in which training adds rows up; a smaller dtype of ``answers`` replaces it.
+
+    Raises:
+        InvalidModelError: they exceed a limit, or do not fit the version.
+    """
+    import torch
+
+    results = torch.as_tensor(answers)
+    own = str(results.dtype).removeprefix("torch.")
+    if own not in DTYPES:
+        raise InvalidModelError(f"goldens: answers are {own}, expected {', '.join(DTYPES)}")
+    values = results.detach().float().cpu().numpy()
+    made = DeltaGoldens(bags.ids, bags.lengths, bags.weights, values, least_precise(own, dtype))
+    try:
+        made.check(base, f"model {base.model!r}")
+    except StoreError as error:
+        raise InvalidModelError(str(error)) from error
+    return made
+
+
+def trained_answers(module: Any, prefix: str, base: Manifest, bags: Bags) -> tuple[Any, str]:
+    """Returns a sharded model's results for ``bags``, and the dtype in which ranks exchange them.
+
+    A collective of all ranks, which all have the same bags. Changes nothing in the model: neither
+    the optimizer nor TorchRec's tracker takes the lookup for one of training.
+
+    Raises:
+        InvalidModelError: the model has other features, poolings or weights than the version.
+    """
+    tables, is_weighted, path = live_dmp.describe_sharded(module, prefix)
+    trained = Manifest("", 0, tables, is_weighted)
+    _check_same(trained, base)
+    with live_dmp.asked_apart(module, path) as collection:
+        is_quantized = bool(getattr(collection, "qcomm_codecs_registry", None))
+        results = live.outputs(collection, base, bags).cpu()
+    return results, _QUANTIZED if is_quantized else DTYPES[0]
+
+
+def _check_same(trained: Manifest, base: Manifest) -> None:
+    for what, own, stored in (
+        ("the keys", sorted(trained.keys), sorted(base.keys)),
+        ("is_weighted", trained.is_weighted, base.is_weighted),
+        ("is_pooled", trained.is_pooled, base.is_pooled),
+    ):
+        if own != stored:
+            raise InvalidModelError(
+                f"goldens: {what} of the model in training: {own}, of version {base.version} of "
+                f"{base.model!r}: {stored}"
+            )
+
+
+def _array(tensor: Any) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = tensor.detach().cpu().numpy()
+    return array

@@ -1,0 +1,240 @@
+"""Goldens of deltas are compared before a delta is visible, and again while it is served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from server.deltas.followed import ROWS, Followed
+from server.deltas.tables import changed, random_changes, state_of, version_of
+
+from embedserve.deltas import shared_goldens
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.shared_goldens import CheckedGoldens, LiveGoldens, SharedGoldens
+from embedserve_store import Bags, undo_deltas
+from embedserve_store.errors import GoldensError
+from embedserve_store.format.delta_goldens import BYTES_MAX, EXAMPLES_MAX, IDS_MAX, DeltaGoldens
+from embedserve_store.goldens.reference_pooling import RowsOf
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path / "store")
+
+
+def push(followed: Followed, row: int, value: float, expected: float | None = None) -> int:
+    """Pushes a row of equal values, and as golden that row alone with the ``expected`` value."""
+    bags = Bags(np.array([row]), np.array([[1, 0]], np.int32), None)
+    answers = np.zeros((2, 4), np.float32)
+    answers[0] = value if expected is None else expected
+    changes = {"t": ([row], np.full((1, 4), value, np.float32))}
+    return followed.writer.push_rows(changes, goldens=(bags, answers))
+
+
+def test_goldens_that_are_right_are_applied(followed: Followed) -> None:
+    push(followed, 1, 1.5)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, {1: 1.5})
+
+
+def test_goldens_also_see_rows_that_were_changed_before_or_never(followed: Followed) -> None:
+    followed.push(3, value=2)
+    followed.follower.look()
+    bags = Bags(np.array([3, 5, 3]), np.array([[1, 2]], np.int32), None)
+    version = followed.models.load("m")
+    five = version.tables.rows("t")[5].view(np.float32)
+    answers = np.stack([np.full(4, 2, np.float32), five + 2])
+    followed.writer.push_rows({}, goldens=(bags, answers))
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("following", 2)
+    followed.writer.push_rows({"t": ([5], five[None] + 1)}, goldens=(bags, answers))
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("stalled", 2)
+    assert "goldens: 'f' (table 't'), example 1, column 0: " in followed.status.read().reason
+
+
+def test_a_delta_with_other_results_stalls_and_nothing_past_it_is_applied(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    push(followed, 1, 1)
+    push(followed, 2, 1, expected=1.25)
+    with caplog.at_level(logging.ERROR):
+        followed.follower.look()
+        assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 1, {1: 1})
+        assert followed.status.read().reason == (
+            "delta 2: goldens: 'f' (table 't'), example 0, column 0: the rows give 1, training had "
+            "1.25, and their dtypes explain 1.2e-05; 4 of 8 values differ"
+        )
+        push(followed, 3, 1)  # its own goldens are right
+        followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 1, {1: 1})
+    assert len(caplog.records) == 1
+    assert followed.status.read().rows_changed == 1
+
+
+def test_of_a_step_the_goldens_of_the_last_delta_count(followed: Followed) -> None:
+    push(followed, 1, 1)
+    push(followed, 1, 2)  # the first delta's goldens are of rows that this one changes
+    followed.follower.look()
+    assert (followed.state, followed.rows.steps, followed.changed()) == ("following", [2], {1: 2})
+
+
+def test_an_undo_is_the_way_past_it(followed: Followed) -> None:
+    push(followed, 1, 1)
+    push(followed, 2, 1, expected=9)
+    followed.follower.look()
+    assert followed.state == "stalled"
+    undo_deltas(followed.models.where, "m", to=1, why="wrong rows")
+    assert followed.follower.look()
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 3, {1: 1})
+    followed.writer.resume()
+    push(followed, 3, 4)
+    followed.follower.look()
+    assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 4})
+
+
+def test_refusals_take_no_memory_and_no_undo_away(followed: Followed) -> None:
+    for row in range(4):
+        push(followed, row, 1)
+        followed.follower.look()
+    push(followed, 4, 1, expected=2)
+    followed.follower.look()
+    before = followed.status.read()
+    for _ in range(20):
+        followed.follower.look()
+    now = followed.status.read()
+    assert (now.memory_bytes, now.undo_from) == (before.memory_bytes, before.undo_from)
+    assert before.undo_from == 0
+
+
+def test_rows_that_are_refused_are_as_if_they_never_came(tmp_path: Path) -> None:
+    """The memory of the refused rows is used again, also while a lookup runs."""
+    version = version_of(tmp_path)
+    live = LiveRows(version, 64 << 10, readers=1)
+    writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
+    random, state = np.random.default_rng(0), state_of(version)
+
+    def refuse(rows_of: RowsOf) -> None:
+        raise GoldensError("refused")
+
+    for seq in range(1, 30):
+        view, _ = reader.begin()
+        changes = random_changes(random, 8)
+        with pytest.raises(GoldensError):
+            writer.apply(seq, changes, refuse)
+        assert live.seq == seq - 1
+        following = random_changes(random, 8)
+        expected = changed(state, following)
+
+        def compare(rows_of: RowsOf, expected: dict[str, np.ndarray] = expected) -> None:
+            for spec in version.manifest.tables:
+                wanted = random.integers(0, spec.num_embeddings, 50)
+                stored = expected[spec.name][wanted].view(np.float32)[:, : spec.embedding_dim]
+                np.testing.assert_array_equal(rows_of(spec, wanted), stored)
+
+        writer.apply(seq, following, compare)
+        for spec in version.manifest.tables:  # the lookup that began before reads the old rows
+            all_rows = np.arange(spec.num_embeddings)
+            feature = [column.table.name for column in version.manifest.columns].index(spec.name)
+            counts = np.zeros(len(version.manifest.features), np.int64)
+            counts[feature] = len(all_rows)
+            numbers = reader.newest(all_rows, counts, view)
+            start = live.tables.offsets[spec.name]
+            at = start + numbers[:, None] * spec.row_bytes + np.arange(spec.row_bytes)
+            np.testing.assert_array_equal(live.tables.data[at], state[spec.name])
+        reader.end(view)
+        state = expected
+
+
+def checked(seq: int, examples: int = 2, ids: int = 3, columns: int = 4) -> CheckedGoldens:
+    random = np.random.default_rng(seq)
+    goldens = DeltaGoldens(
+        random.integers(0, 9, ids),
+        np.full((1, examples), 1, np.int32),
+        random.normal(size=ids).astype(np.float32) if seq % 2 else None,
+        random.normal(size=(examples, columns)).astype(np.float32),
+        "float32",
+    )
+    return CheckedGoldens(seq, goldens, np.abs(goldens.answers))
+
+
+def test_workers_read_what_the_applier_wrote() -> None:
+    shared = SharedGoldens()
+    assert shared.read() is None
+    largest = (BYTES_MAX - 12 * IDS_MAX - 4 * EXAMPLES_MAX) // 4 // EXAMPLES_MAX
+    for one in (checked(1), checked(2), checked(3, EXAMPLES_MAX, IDS_MAX, largest), checked(4)):
+        shared.write(one)
+        found = shared.read()
+        assert found is not None
+        assert (found.seq, found.goldens.arrays.keys()) == (one.seq, one.goldens.arrays.keys())
+        for name, array in found.goldens.arrays.items():
+            np.testing.assert_array_equal(array, one.goldens.arrays[name])
+        np.testing.assert_array_equal(found.bounds, one.bounds)
+    shared.clear()
+    assert shared.read() is None
+
+
+def test_goldens_that_are_being_written_are_not_read() -> None:
+    shared = SharedGoldens()
+    shared.write(checked(1))
+    other = SharedGoldens()
+    other.write(checked(3, examples=3))
+    for size in range(4, 100, 3):
+        whole = shared._memory[:400]
+        shared._memory[:size] = other._memory[:size]
+        found = shared.read()
+        assert found is None or found.seq == 1
+        shared._memory[:400] = whole
+    shared._memory[4 : shared_goldens._START] = b"\xff" * (shared_goldens._START - 4)
+    assert shared.read() is None
+
+
+def test_a_delta_without_goldens_leaves_none_behind(followed: Followed) -> None:
+    """Those of its seq may be of a delta that was replaced before it was committed."""
+    followed.goldens.write(checked(1))
+    followed.push(1)
+    followed.follower.look()
+    assert (followed.live.seq, followed.goldens.read()) == (1, None)
+
+
+def test_only_the_goldens_of_the_newest_view_are_looked_up(followed: Followed) -> None:
+    live = LiveGoldens(followed.goldens, followed._reader, followed.models.manifest("m"))
+    looked_up: list[list[int]] = []
+
+    def lookup(value: float) -> Callable[..., np.ndarray]:
+        def look_up(numbers: np.ndarray, lengths: np.ndarray, weights: object) -> np.ndarray:
+            looked_up.append(numbers.tolist())
+            return np.array([[value] * 4, [0] * 4], np.float32)
+
+        return look_up
+
+    live.check(lookup(0))  # there are none
+    push(followed, 1, 1.5)
+    followed.follower.look()
+    live.check(lookup(1.5))
+    assert len(looked_up) == 1
+    assert looked_up[0][0] >= ROWS  # a changed row
+    with pytest.raises(GoldensError, match=r"delta 1 of 'm': goldens: 'f' .* the rows give 1\.6"):
+        live.check(lookup(1.6))
+    assert followed.live.oldest_read() > 1 << 60  # the view has ended
+    push(followed, 1, 1, expected=2)
+    followed.follower.look()  # is refused: the goldens of the delta before stay
+    live.check(lookup(1.5))
+    assert len(looked_up) == 3
+    undo_deltas(followed.models.where, "m", to=0, why="test")
+    followed.follower.look()
+    followed.follower.look()
+    live.check(lookup(0))  # the rows are those of another delta
+    followed.writer.resume()
+    push(followed, 2, 1)
+    followed.follower.look()
+    followed.push(1)
+    followed.follower.look()
+    live.check(lookup(0))  # the last delta has none
+    assert len(looked_up) == 3

@@ -1,0 +1,149 @@
+"""A follower with a public key applies signed deltas, and nothing from another one on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from delta_keys import KeyPair, key_pair, replace_file, resealed
+from server.deltas.followed import Followed
+
+from embedserve.config import ServeSettings
+from embedserve.deltas.applier_process import run_applier
+from embedserve.deltas.status import FollowedModel
+from embedserve_store import DeltaLine, DeltaWriter, undo_deltas
+from embedserve_store.deltas.signing import trusted_keys
+from embedserve_store.format.delta_manifest import manifest_name
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> KeyPair:
+    return key_pair(tmp_path)
+
+
+@pytest.fixture
+def followed(tmp_path: Path, pair: KeyPair) -> Followed:
+    """A line whose training job signs, and a follower that requires it."""
+    followed = Followed(tmp_path / "store")
+    followed.writer = DeltaWriter(tmp_path / "store", model="m", key=pair.private)
+    manifest = followed.models.manifest("m")
+    followed.line = DeltaLine(followed.models, manifest, trusted_keys(pair.public))
+    followed.follower = followed.started()
+    return followed
+
+
+def stalled(followed: Followed) -> str:
+    """Returns why the follower applies no further delta."""
+    followed.follower.look()
+    assert followed.state == "stalled"
+    return followed.status.read().reason
+
+
+def test_signed_deltas_are_applied(followed: Followed) -> None:
+    followed.push(1)
+    followed.push(2)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, {1: 1, 2: 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: data.pop("signature"), "has no signature of a key in"),
+        (lambda data: data.update(step=1), "its signature is not of a key in"),
+        (lambda data: data.update(signature="0" * 128), "its signature is not of a key in"),
+        (lambda data: data.update(signature="0" * 64), "expected 128 hexadecimal digits"),
+    ],
+)
+def test_a_delta_without_its_signature_stalls(
+    followed: Followed, change: Callable[[dict[str, Any]], object], reason: str
+) -> None:
+    for row in (1, 2, 3):
+        followed.push(row)
+    path = followed.deltas / manifest_name(2)
+    whole = path.read_bytes()
+    replace_file(path, resealed(whole, change))
+    assert reason in stalled(followed)
+    assert (followed.live.seq, followed.changed()) == (1, {1: 1})
+    assert reason in stalled(followed)
+    replace_file(path, whole)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("following", 3)
+
+
+def test_the_signature_of_another_key_stalls(followed: Followed, tmp_path: Path) -> None:
+    key = key_pair(tmp_path, "other").private
+    followed.writer = DeltaWriter(tmp_path / "store", model="m", key=key)
+    followed.push(1)
+    assert "not of a key in" in stalled(followed)
+    assert followed.changed() == {}
+
+
+def test_an_undo_needs_a_signature_too(followed: Followed, pair: KeyPair, tmp_path: Path) -> None:
+    store = followed.models.where
+    followed.push(1)
+    followed.push(2)
+    followed.follower.look()
+    undo_deltas(store, "m", to=1, why="forged", key=key_pair(tmp_path, "other").private)
+    assert "its signature is not of a key in" in stalled(followed)
+    assert (followed.live.seq, followed.changed()) == (2, {1: 1, 2: 1})
+    (followed.deltas / manifest_name(3)).unlink()
+    undo_deltas(store, "m", to=1, why="CTR fell", key=pair.private)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 3, {1: 1})
+
+
+def test_deltas_are_verified_again_when_an_undo_reads_them(
+    followed: Followed, pair: KeyPair
+) -> None:
+    """The store may have changed since they were applied."""
+    for row in (1, 2, 3):
+        followed.push(row, value=row)
+    followed.follower.look()
+    followed.follower = followed.started()  # which has no former rows in memory
+    undo_deltas(followed.models.where, "m", to=1, why="CTR fell", key=pair.private)
+    path = followed.deltas / manifest_name(1)
+    whole = path.read_bytes()
+    replace_file(path, resealed(whole, lambda data: data.pop("signature")))
+    assert "has no signature" in stalled(followed)
+    replace_file(path, whole)
+    followed.follower.look()
+    assert followed.changed() == {1: 1}
+
+
+def test_the_applier_verifies_with_its_keys(
+    followed: Followed, pair: KeyPair, tmp_path: Path
+) -> None:
+    followed.push(1)
+    path = followed.deltas / manifest_name(1)
+    whole = path.read_bytes()
+    assert json.loads(whole)["signature"]
+    replace_file(path, resealed(whole, lambda data: data.pop("signature")))
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        settings = ServeSettings(store=str(tmp_path / "store"), deltas="follow", delta_poll_s=0.01)
+        model = FollowedModel(followed.live, followed.status, followed.hold)
+        versions = {"m": followed.models.load("m")}
+        run_applier(settings, versions, {"m": model}, theirs, keys=trusted_keys(pair.public))
+    theirs.close()
+    ours.settimeout(30)
+    try:
+        while not followed.status.read().is_looked:
+            assert ours.recv(1) == b"\n"
+        assert followed.live.seq == 0
+        assert "has no signature" in followed.status.read().reason
+        replace_file(path, whole)
+        while not followed.live.seq:
+            assert ours.recv(1) == b"\n"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        ours.close()

@@ -1,0 +1,174 @@
+"""Goldens that a training job pushes: its own results, in the delta's manifest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from store.deltas.conftest import DIMS, rows
+from torchrec import KeyedJaggedTensor
+
+from embedserve_store import (
+    Bags,
+    DeltaLine,
+    DeltaWriter,
+    IdRule,
+    InvalidModelError,
+    ModelStore,
+    StoreError,
+    TableSpec,
+    compact_deltas,
+    publish,
+)
+from embedserve_store.format.delta_goldens import EXAMPLES_MAX, DeltaGoldens
+from embedserve_store.format.row_layout import dequantize_rows
+from embedserve_store.goldens.reference_pooling import pool_stored
+
+FEATURES = ("user", "friend", "item", "tag")
+BAGS = Bags(
+    np.array([0, 1, 299, 7, 5, 0, 1, 1, 15]),
+    np.array([[2, 1], [0, 1], [1, 2], [1, 1]], np.int32),
+    None,
+)
+
+
+def line_of(store: Path) -> DeltaLine:
+    models = ModelStore(store)
+    return DeltaLine(models, models.manifest("m", 1))
+
+
+def pushed(store: Path, seq: int = 1) -> DeltaGoldens:
+    goldens = line_of(store).manifest(seq)[0].goldens
+    assert goldens is not None
+    return goldens
+
+
+def results(store: Path) -> NDArray[np.float32]:
+    """Returns the results of the version for BAGS."""
+    version = ModelStore(store).load("m", 1)
+    return pool_stored(version.manifest, BAGS, BAGS.ids, version.tables)
+
+
+def jagged(*keys: str) -> KeyedJaggedTensor:
+    """Returns BAGS as a KeyedJaggedTensor, in the order of ``keys``."""
+    bags = [BAGS.of(FEATURES.index(key)) for key in keys]
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.from_numpy(np.concatenate([one.ids for one in bags])),
+        lengths=torch.from_numpy(np.concatenate([one.lengths[0] for one in bags])),
+    )
+
+
+def test_the_version_has_the_features_of_this_test(store: Path) -> None:
+    assert ModelStore(store).manifest("m").features == FEATURES
+
+
+@pytest.mark.parametrize("bags", [BAGS, jagged(*FEATURES), jagged("tag", "item", "friend", "user")])
+def test_bags_may_be_a_keyed_jagged_tensor(store: Path, writer: DeltaWriter, bags: Any) -> None:
+    answers = results(store)
+    writer.push_rows({}, goldens=(bags, torch.from_numpy(answers)))
+    goldens = pushed(store)
+    np.testing.assert_array_equal(goldens.numbers, BAGS.ids)
+    np.testing.assert_array_equal(goldens.lengths, BAGS.lengths)
+    np.testing.assert_array_equal(goldens.answers, answers)
+    assert (goldens.weights, goldens.dtype) == (None, "float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_of_a_smaller_dtype_are_compared_as_such(
+    store: Path, writer: DeltaWriter, dtype: torch.dtype
+) -> None:
+    writer.push_rows({}, goldens=(BAGS, torch.from_numpy(results(store)).to(dtype)))
+    assert f"torch.{pushed(store).dtype}" == str(dtype)
+    assert compact_deltas(store, "m").version == 2
+
+
+@pytest.mark.parametrize(
+    ("bags", "answers", "reason"),
+    [
+        ({"user": [[1]]}, None, "goldens are a dict, expected Bags or a KeyedJaggedTensor"),
+        (jagged("user", "item"), None, "goldens have no feature 'friend'"),
+        (Bags(BAGS.ids, BAGS.lengths[:3], None), None, r"expected \[n\] and \[4 features, exam"),
+        (Bags(BAGS.ids[1:], BAGS.lengths, None), None, "lengths do not add up to 8 ids"),
+        (Bags(BAGS.ids + 1, BAGS.lengths, None), None, r"numbers\[2\] is 300, feature 'user'"),
+        (Bags(BAGS.ids, BAGS.lengths, np.ones(9, np.float32)), None, "takes no weights"),
+        (BAGS, np.zeros((2, 3), np.float32), r"answers is \[2, 3\], the version means \[2, "),
+        (BAGS, np.zeros((2, 3)), "answers are float64, expected float32, float16, bfloat16"),
+        (BAGS, np.nan, "answers has a value that is not finite"),
+    ],
+)
+def test_goldens_that_cannot_be_are_refused(
+    store: Path, writer: DeltaWriter, bags: Any, answers: Any, reason: str
+) -> None:
+    given = results(store) if answers is None else answers
+    if answers is np.nan:
+        given = results(store) * np.float32("nan")
+    with pytest.raises(InvalidModelError, match=reason):
+        writer.push_rows({"tag": ([1], rows("tag", 1))}, goldens=(bags, given))
+    assert line_of(store).seqs() == []
+    assert writer.push_rows({}) == 1
+
+
+def test_more_than_the_limit_is_refused_with_counts(store: Path, writer: DeltaWriter) -> None:
+    examples = EXAMPLES_MAX + 1
+    bags = Bags(np.zeros(0, np.int64), np.zeros((4, examples), np.int32), None)
+    width = sum(ModelStore(store).manifest("m").length_per_key)
+    with pytest.raises(InvalidModelError, match=rf"{examples} examples, 0 ids and .*, the limits"):
+        writer.push_rows({}, goldens=(bags, np.zeros((examples, width), np.float32)))
+
+
+def test_ids_of_a_vocabulary_become_row_numbers(tmp_path: Path) -> None:
+    weights = {"ebc.embedding_bags.t.weight": torch.zeros(4, 4)}
+    tables = [TableSpec("t", 4, 4, ("f",), "sum", "float32", ids=IdRule("map"))]
+    vocabularies = {"t": [100, 200, 300, 400]}
+    publish(weights, tmp_path, model="m", tables=tables, vocabularies=vocabularies)
+    values = np.ones((2, 4), np.float32)
+    with DeltaWriter(tmp_path, model="m") as writer:
+        bags = Bags(np.array([400, 200, 100]), np.array([[2, 1]], np.int32), None)
+        answers = np.array([[2] * 4, [0] * 4], np.float32)
+        writer.push_rows({"t": ([200, 400], values)}, goldens=(bags, answers))
+        assert pushed(tmp_path).numbers.tolist() == [3, 1, 0]
+        bags = Bags(np.array([7]), np.array([[1]], np.int32), None)
+        with pytest.raises(InvalidModelError, match="feature 'f': id 7 is not in the vocabulary"):
+            writer.push_rows({}, goldens=(bags, answers[:1]))
+    assert compact_deltas(tmp_path, "m").version == 2
+
+
+def test_a_compacted_version_has_the_results_of_the_last_goldens(
+    store: Path, writer: DeltaWriter
+) -> None:
+    """Its own goldens are pooled from the new rows, and so cannot show that these are wrong."""
+    answers = results(store)
+    new = rows("tag", 1)
+    table = ModelStore(store).load("m", 1).tables
+    spec = table.tables["tag"]
+    before = dequantize_rows(table.rows("tag")[[15]], spec.dtype, spec.embedding_dim)
+    writer.push_rows({"tag": ([15], new)}, goldens=(BAGS, answers))  # as before the row changed
+    with pytest.raises(
+        StoreError, match=r"delta 1 of line 1: goldens: 'tag' \(table 'tag'\), exam"
+    ):
+        compact_deltas(store, "m")
+    assert ModelStore(store).versions("m") == [1]
+    changed = answers.copy()
+    changed[1, -2 * DIMS["tag"] : -DIMS["tag"]] += (new - before)[0]
+    writer.push_rows({}, goldens=(BAGS, changed))
+    made = ModelStore(store).load("m", compact_deltas(store, "m").version)
+    goldens = made.goldens()
+    np.testing.assert_array_equal(goldens.source_answers, goldens.stored_answers)
+    with pytest.raises(StoreError, match="delta 1 of line 1: goldens: 'tag'"):
+        compact_deltas(store, "m", version=1, seq=1)
+
+
+def test_a_delta_whose_goldens_are_damaged_is_found(store: Path, writer: DeltaWriter) -> None:
+    """`deltas verify` reads them."""
+    writer.push_rows({}, goldens=(BAGS, results(store)))
+    writer.push_rows({})
+    line = line_of(store)
+    assert [delta.goldens is None for delta, _ in line.deltas()] == [False, True]
+    text = (store / "m/deltas/1" / f"{1:020d}.json").read_text()
+    assert set(json.loads(text)["goldens"]) == {"numbers", "lengths", "answers", "dtype"}
