@@ -305,6 +305,22 @@ def test_rows_kept_for_an_undo_give_way_to_new_ones(version: ModelVersion) -> No
     assert writer.revert(oldest[-1], 20)
 
 
+def test_an_undo_takes_the_place_of_the_oldest_state_before_it_is_finished(
+    version: ModelVersion,
+) -> None:
+    live = LiveRows(version, 64 << 10, readers=1, undo=3)
+    writer = RowsWriter(live)
+    for seq in range(1, 4):
+        writer.apply(seq, [])
+    assert writer.undo_from == 0
+    assert writer.revert(3, 4)
+    assert writer.undo_from == 1
+    writer.finish_undo()
+    assert writer.undo_from == 1
+    assert not writer.revert(0, 5)
+    assert writer.revert(1, 5)
+
+
 def test_a_delta_that_does_not_fit_takes_no_rows_from_an_undo(version: ModelVersion) -> None:
     live = LiveRows(version, 20 << 10, readers=1, undo=8)
     writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
