@@ -241,7 +241,7 @@ def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> No
     tables = [TableSpec("t", 9, 16, ("f",), "sum", "float32")]
     publish(weights, store, model="wide", tables=tables, sharding="column_wise", world_size=2)
     refused = {
-        ("--model", "wide", "--strict-plan"): "whose rows cannot change: refused, as strict_plan",
+        ("--model", "wide", "--strict-plan"): "so that rows cannot change: refused, as strict_plan",
         ("--devices", "cuda"): "deltas is 'follow', but the tables go to GPUs",
         ("--follow", "latest"): "follow is 'latest', but the rows of the served versions follow",
         ("--tables", "resident"): "deltas is 'follow', but tables is 'resident'",

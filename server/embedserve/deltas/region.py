@@ -34,7 +34,7 @@ class FileRange:
 
     start: int
     nbytes: int
-    room: int
+    room: int = 0
 
     @property
     def before(self) -> int:

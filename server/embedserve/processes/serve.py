@@ -279,14 +279,25 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
     for name, version in versions.items():
         room = memory_bytes(settings, version)
         live = LiveRows(version, room, settings.workers, settings.delta_undo)
-        if live.version.plan != version.plan:
-            divided = f"{version.path}: the plan has column shards, whose rows cannot change"
+        if divided := _divided(version, live.version):
+            why = (
+                f"{version.path}: the plan divides {divided} by columns, or unlike tables with "
+                "shared features, so that rows cannot change"
+            )
             if settings.strict_plan:
-                raise StoreError(f"{divided}: refused, as strict_plan asks")
-            logger.warning("%s: these tables are served whole", divided)
+                raise StoreError(f"{why}: refused, as strict_plan asks")
+            logger.warning("%s: they are served whole", why)
         deltas[name] = FollowedModel(live, DeltaStatus(live.start))
         versions[name] = live.version
     return deltas
+
+
+def _divided(stored: ModelVersion, followed: ModelVersion) -> str:
+    """Returns the names of tables that the stored plan divides and the followed version does
+    not."""
+    served = followed.plan.tables
+    tables = stored.plan.tables.items()
+    return ", ".join(repr(name) for name, plan in tables if served[name].shards != plan.shards)
 
 
 def _applier_main(

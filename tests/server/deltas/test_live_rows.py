@@ -15,9 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from server.deltas.tables import (
+    SHARED_SPECS,
     SPECS,
     State,
-    by_feature,
+    by_key,
     changed,
     random_changes,
     read,
@@ -42,6 +43,11 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
     return version_of(tmp_path_factory.mktemp("live"))
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
+    return version_of(tmp_path_factory.mktemp("shared"), SHARED_SPECS)
+
+
 @pytest.fixture
 def live(version: ModelVersion) -> LiveRows:
     return LiveRows(version, 64 << 10, readers=2)
@@ -63,10 +69,12 @@ def same(one: State, other: State) -> bool:
 class LookupsAndDeltas(RuleBasedStateMachine):
     """Any order of deltas, undos, lookups that begin, read and end, and writers that are killed."""
 
+    specs: tuple[TableSpec, ...] = SPECS
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        version = version_of(Path(self.folder.name))
+        version = version_of(Path(self.folder.name), self.specs)
         # Room for some hundred of the rows, so that spare rows are used again and run out.
         self.live = LiveRows(version, 20 << 10, readers=2, undo=3)
         self.readers = [RowsReader(self.live, number, version.plan) for number in range(2)]
@@ -78,19 +86,22 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     def seq(self) -> int:
         return len(self.states) - 1
 
+    def changes(self, seed: int, most: int) -> list[ChangedRows]:
+        return random_changes(np.random.default_rng(seed), most, self.specs)
+
     def teardown(self) -> None:
         """Every spare row is a row's newest one, or free, once no lookup or undo needs others."""
         for reader, view, _ in self.lookups:
             reader.end(view)
         for seq in range(self.seq + 1, self.seq + 6):
             self.writer.apply(seq, [])
-        free = sum(one.count for one in self.writer._free.values())
+        free = sum(one.count for one in self.writer._free)
         assert free + np.count_nonzero(self.live.newest) == self.live.peaks.sum()
         self.folder.cleanup()
 
     @rule(seed=SEEDS, most=st.integers(0, 200))
     def push(self, seed: int, most: int) -> None:
-        changes = random_changes(np.random.default_rng(seed), most)
+        changes = self.changes(seed, most)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(time, "sleep", self.end_a_later_lookup)
             try:
@@ -129,7 +140,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
             patched.setattr(time, "sleep", self.end_a_later_lookup)
             self.writer.finish_undo()
         with killed_at_barrier(calls), contextlib.suppress(RowsFullError):
-            self.writer.apply(self.seq + 1, random_changes(np.random.default_rng(seed), most))
+            self.writer.apply(self.seq + 1, self.changes(seed, most))
         self.restart_the_writer()
 
     @rule(calls=st.integers(0, 1))
@@ -157,7 +168,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         reader = self.readers[which]
         view, seq = reader.begin()
         assert seq == self.seq
-        self.lookups.append((reader, view, by_feature(self.states[-1])))
+        self.lookups.append((reader, view, by_key(self.live, self.states[-1])))
 
     @precondition(lambda self: self.lookups)
     @rule(which=st.integers(0, 99))
@@ -178,7 +189,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
 
     def new_lookups_read_the_committed_state(self) -> None:
         view, seq = self.live.committed
-        assert same(read(self.live, self.readers[0], view), by_feature(self.states[seq]))
+        assert same(read(self.live, self.readers[0], view), by_key(self.live, self.states[seq]))
 
 
 @contextlib.contextmanager
@@ -196,8 +207,15 @@ def killed_at_barrier(calls: int) -> Iterator[None]:
         yield
 
 
+class LookupsAndDeltasOfSharedFeatures(LookupsAndDeltas):
+    specs = SHARED_SPECS
+
+
 TestLookupsAndDeltas = LookupsAndDeltas.TestCase
-TestLookupsAndDeltas.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLookupsAndDeltasOfSharedFeatures = LookupsAndDeltasOfSharedFeatures.TestCase
+TestLookupsAndDeltas.settings = TestLookupsAndDeltasOfSharedFeatures.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None
+)
 
 
 def rows_of(spec: TableSpec, *numbers: int, value: int = 0) -> ChangedRows:
@@ -237,7 +255,7 @@ def test_the_spare_rows_of_a_small_table_run_out_before_the_memory(
     change = rows_of(SPECS[1], *range(7))
     for seq in range(1, 5):
         writer.apply(seq, [change])
-    with pytest.raises(RowsFullError, match="table 'user' has 28 rows for changes, and 7 more"):
+    with pytest.raises(RowsFullError, match="table 'user': 28 rows for changes, and 7 more"):
         writer.apply(5, [change])
     reader.end(view)
     writer.apply(5, [change])
@@ -343,7 +361,7 @@ def test_spare_rows_for_undos_are_fewer_where_not_all_can_be_numbered(
     monkeypatch.setattr(live_rows, "NUMBER_MAX", 10 * rows)
     live = LiveRows(version, 1 << 30, 1, undo=64)
     assert 9.9 * rows < len(live.views) <= 10 * rows
-    assert all(len(one.rows) > 9 * one.table.num_embeddings for one in live.spares.values())
+    assert all(one.count > 9 * one.row_count for one in live.spares)
 
 
 def test_the_next_writer_keeps_no_former_rows(live: LiveRows) -> None:
@@ -406,13 +424,6 @@ def with_rows(version: ModelVersion, rows: int) -> ModelVersion:
     return replace(version, manifest=replace(version.manifest, tables=tables))
 
 
-def test_a_feature_of_two_tables_is_refused(version: ModelVersion) -> None:
-    tables = (SPECS[0], replace(SPECS[1], feature_names=("user", "history")))
-    manifest = replace(version.manifest, tables=tables)
-    with pytest.raises(StoreError, match="feature 'history' is looked up in the tables"):
-        LiveRows(replace(version, manifest=manifest), 1 << 20, 1)
-
-
 def test_column_shards_are_made_whole(version: ModelVersion) -> None:
     shards = (Shard(1, 0, 7, 0, 8), Shard(0, 0, 7, 8, 4))
     tables = {**version.plan.tables, "user": TablePlan("column_wise", shards)}
@@ -422,3 +433,56 @@ def test_column_shards_are_made_whole(version: ModelVersion) -> None:
     assert plan.constraints["user"].sharding_types == ("table_wise",)
     assert plan.tables["movie"] == version.plan.tables["movie"]
     RowsReader(live, 0, plan)
+
+
+def test_spare_rows_of_a_group_are_rows_of_all_its_tables(shared: ModelVersion) -> None:
+    live = LiveRows(shared, 1 << 20, 1)
+    movie, user, title, maker = SHARED_SPECS
+    assert [one.tables for one in live.spares] == [(movie, title, maker), (user,)]
+    assert len(live.newest) == movie.num_embeddings + user.num_embeddings
+    for number, rows in enumerate(live.rows.values(), 1):
+        rows[:] = number
+    for number, rows in enumerate(live.rows.values(), 1):
+        assert (rows == number).all()
+    assert same(state_of(live.version), state_of(shared))
+    for spare in live.spares:
+        for spec in spare.tables:
+            start = live.tables.offsets[spec.name] + spare.first_row * spec.row_bytes
+            rows = live.tables.data[start:][: spare.count * spec.row_bytes]
+            assert np.array_equal(rows, live.rows[spec.name].reshape(-1))
+
+
+def test_copies_of_a_group_count_as_memory(shared: ModelVersion) -> None:
+    live = LiveRows(shared, 64 << 10, 1)
+    writer = RowsWriter(live)
+    movie, user, title, maker = SHARED_SPECS
+    row_bytes = movie.row_bytes + title.row_bytes + maker.row_bytes + 8
+    writer.apply(1, [rows_of(maker, 1, 2, 3)])
+    assert writer.memory_bytes == 3 * row_bytes
+    writer.apply(2, [rows_of(movie, 3, 4), rows_of(title, 4, 5, 6), rows_of(user, 1)])
+    assert writer.memory_bytes == 7 * row_bytes + user.row_bytes + 8
+    assert writer.rows_changed == 7
+    most = (64 << 10) // row_bytes
+    with pytest.raises(RowsFullError, match=f"{(most - 7) * row_bytes} more are needed"):
+        writer.apply(3, [rows_of(title, *range(most - 6))])  # one was used before
+
+
+def test_the_spare_rows_of_a_group_run_out_before_the_memory(tmp_path: Path) -> None:
+    specs = tuple(replace(SPECS[1], name=name) for name in ("one", "two"))
+    live = LiveRows(version_of(tmp_path, specs), 1 << 20, 1)
+    writer = RowsWriter(live)
+    RowsReader(live, 0, live.version.plan).begin()
+    for seq in range(1, 5):
+        writer.apply(seq, [rows_of(specs[seq % 2], *range(7))])
+    with pytest.raises(RowsFullError, match="tables 'one', 'two': 28 rows for changes, and 7 more"):
+        writer.apply(5, [rows_of(specs[0], *range(7))])
+
+
+def test_tables_of_a_group_that_are_sharded_differently_have_no_reader(
+    shared: ModelVersion,
+) -> None:
+    live = LiveRows(shared, 1 << 20, 2)
+    shards = (Shard(0, 0, 651, 0, 33), Shard(1, 651, 650, 0, 33))
+    tables = {**shared.plan.tables, "title": TablePlan("row_wise", shards)}
+    with pytest.raises(StoreError, match="tables 'movie', 'title', 'maker': they share features"):
+        RowsReader(live, 0, replace(shared.plan, tables=tables))
