@@ -190,7 +190,7 @@ def test_a_hold_outlives_processes_until_it_ends(
     store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     management_port = free_port()
-    options = ("--deltas", "follow", "--workers", "2", "--delta-memory", str(1 << 20))
+    options = ("--deltas", "follow", "--workers", "2", "--tables", "resident")
     management = f"http://127.0.0.1:{management_port}"
     with (
         DeltaWriter(store, model="m") as writer,
@@ -240,11 +240,15 @@ def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> No
     weights = {"ebc.embedding_bags.t.weight": torch.zeros(9, 16)}
     tables = [TableSpec("t", 9, 16, ("f",), "sum", "float32")]
     publish(weights, store, model="wide", tables=tables, sharding="column_wise", world_size=2)
+    weights["ebc.embedding_bags.u.weight"] = torch.zeros(9, 16)
+    tables.append(TableSpec("u", 9, 16, ("f",), "sum", "float32"))
+    sharding = {"t": "row_wise", "u": "table_wise"}
+    publish(weights, store, model="mixed", tables=tables, sharding=sharding, world_size=2)
     refused = {
         ("--model", "wide", "--strict-plan"): "so that rows cannot change: refused, as strict_plan",
+        ("--model", "mixed", "--strict-plan"): "the plan divides 't' by columns, or unlike tables",
         ("--devices", "cuda"): "deltas is 'follow', but the tables go to GPUs",
         ("--follow", "latest"): "follow is 'latest', but the rows of the served versions follow",
-        ("--tables", "resident"): "deltas is 'follow', but tables is 'resident'",
         ("--delta-poll-s", "0.001"): "delta_poll_s is 0.001, expected 0.01 to 3600",
     }
     commands = [("serve", store, "--deltas", "follow", *options) for options in refused]

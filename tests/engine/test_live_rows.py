@@ -222,6 +222,18 @@ def test_features_of_several_tables(
     engine.check()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_resident_rows(pooled: Path, dtype: str) -> None:
+    live = LiveRows(ModelStore(pooled).load(dtype, 1), MEMORY, readers=1)
+    engine = restore(live.make_resident(), "cpu:2")
+    apply_line(pooled, live, RowsWriter(live))
+    same = restore(compacted(pooled, dtype), "cpu:2", is_eager=True)
+    for weighted in (False, True):
+        expected = look_up(same, None, weighted)
+        assert np.array_equal(look_up(engine, live, weighted), expected)
+    engine.check()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_tables_of_a_group_that_are_sharded_differently_are_served_whole(
     mixed: Path, ranks: int

@@ -26,11 +26,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve.deltas.region import FileRange, map_with_room, shared_memory
+from embedserve.deltas.region import (
+    FileRange,
+    make_read_only,
+    map_with_room,
+    replace_by_memory,
+    shared_memory,
+)
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import position_of
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.format.tables_file import TablesFile, header_bytes
+from embedserve_store.format.tables_file import Progress, TablesFile, header_bytes
+from embedserve_store.memory.resident_tables import read_tables
 from embedserve_store.model_version import ModelVersion
 
 NUMBER_MAX = 2**32 - 1
@@ -148,6 +155,28 @@ class LiveRows:
         self.peaks = words[cells_end:]
         self.start = position_of(manifest)
         self.commit(1, self.start.seq)
+
+    def make_resident(self, progress: Progress | None = None) -> ModelVersion:
+        """Copies the tables into memory in place of the mapped file, at the same addresses.
+
+        Returns:
+            The version, which is ``version`` from now on.
+
+        Raises:
+            StoreError: there is not enough memory, or the tables can no longer be read.
+        """
+        tables = self.tables
+        own = [tables.rows(name) for name in tables.tables]
+        try:
+            for rows in own:
+                replace_by_memory(rows)
+            read_tables(tables, self._memory, progress)
+            for rows in own:
+                make_read_only(rows)
+        except OSError as error:
+            raise StoreError(f"{tables.path}: cannot be resident: {error}") from error
+        self.version = replace(self.version, tables=replace(tables, opened=None))
+        return self.version
 
     @property
     def tables(self) -> TablesFile:

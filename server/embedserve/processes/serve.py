@@ -216,12 +216,12 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         stack.callback(ports.close)
         end_startup_server = stack.enter_context(serve_health_while_loading(settings, ports))
         opened = opened_in_time(settings, open_versions_to_fork)
+        deltas = _followed(settings, opened)
         # In this process only adopt changes the dict. Each worker is forked with a copy, and its
         # VersionManager changes that.
-        versions = make_resident_and_verify(settings, opened)
+        versions = make_resident_and_verify(settings, opened, deltas)
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())
-        deltas = _followed(settings, versions)
         slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
 
         def find_damage() -> str:
