@@ -70,11 +70,6 @@ def _check_deltas(settings: ServeSettings) -> None:
             f"delta_poll_s is {poll_s:g}, expected {DELTA_POLL_S_MIN:g} to 3600, or 0 for the "
             "default"
         )
-    if settings.deltas != "none" and settings.tables == "resident":
-        raise ValueError(
-            f"deltas is {settings.deltas!r}, but tables is 'resident': changed rows are kept "
-            "beside mapped tables: use mapped"
-        )
 
 
 def _check_traces(settings: ServeSettings) -> None:

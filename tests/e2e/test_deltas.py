@@ -247,7 +247,7 @@ def test_a_hold_outlives_processes_until_it_ends(
     store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     management_port = free_port()
-    options = ("--deltas", "follow", "--workers", "2", "--delta-memory", str(1 << 20))
+    options = ("--deltas", "follow", "--workers", "2", "--tables", "resident")
     management = f"http://127.0.0.1:{management_port}"
     with (
         DeltaWriter(store, model="m") as writer,
@@ -293,21 +293,50 @@ def test_a_hold_outlives_processes_until_it_ends(
     assert "m: deltas are held no longer" in log
 
 
+def publish_mixed(store: Path) -> None:
+    """Publishes a model with a feature of two tables, which the plan divides differently."""
+    names = ("t", "u")
+    weights = {f"ebc.embedding_bags.{name}.weight": torch.zeros(9, DIM) for name in names}
+    tables = [TableSpec(name, 9, DIM, ("f",), "sum", "float32") for name in names]
+    sharding = {"t": "row_wise", "u": "table_wise"}
+    publish(weights, store, model="mixed", tables=tables, sharding=sharding, world_size=2)
+
+
+def test_a_feature_of_two_tables_is_followed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_mixed(store)
+    with (
+        DeltaWriter(store, model="mixed") as writer,
+        running(store, tmp_path / "log", "--deltas", "follow") as server,
+        EmbedClient(server.http) as client,
+    ):
+        writer.push_rows({"t": ([1, 8], np.full((2, DIM), 1.0, np.float32))})
+        writer.push_rows({"u": ([2, 8], np.full((2, DIM), 10.0, np.float32))})
+        until(lambda: deltas(server.http)["seq"] == 2)
+        result = client.embed({"f": [[1, 2, 8], [8], [0]]})
+        assert result.seq == 2
+        for key, sums in (("f@t", [2, 1, 0]), ("f@u", [20, 10, 0])):
+            assert np.array_equal(result[key], np.repeat(np.array([sums]).T, DIM, axis=1))
+    assert "the plan divides 't' by columns, or unlike tables" in (tmp_path / "log").read_text()
+
+
 def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> None:
     weights = {"ebc.embedding_bags.t.weight": torch.zeros(9, 16)}
     tables = [TableSpec("t", 9, 16, ("f",), "sum", "float32")]
     publish(weights, store, model="wide", tables=tables, sharding="column_wise", world_size=2)
+    publish_mixed(store)
     garbage = tmp_path / "garbage"
     garbage.write_bytes(b"\xff garbage")
     refused: dict[tuple[object, ...], str] = {
-        ("--model", "wide", "--strict-plan"): "whose rows cannot change: refused, as strict_plan",
+        ("--model", "wide", "--strict-plan"): "so that rows cannot change: refused, as strict_plan",
+        ("--model", "mixed", "--strict-plan"): "the plan divides 't' by columns, or unlike tables",
         ("--devices", "cuda"): "deltas is 'follow', but the tables go to GPUs",
         ("--follow", "latest"): "follow is 'latest', but the rows of the served versions follow",
-        ("--tables", "resident"): "deltas is 'follow', but tables is 'resident'",
         ("--delta-poll-s", "0.001"): "delta_poll_s is 0.001, expected 0.01 to 3600",
         ("--delta-key", garbage): f"delta key {garbage}: has 0 public keys in PEM, expected 1 to",
     }
-    commands = [("serve", store, "--deltas", "follow", *options) for options in refused]
+    common = ("serve", store, "--deltas", "follow", "--http-port", "0", "--grpc-port", "0")
+    commands = [(*common, *options) for options in refused]
     for done, message in zip(run_commands(*commands), refused.values(), strict=True):
         assert done.returncode
         assert message in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,8 +20,7 @@ PAGE = 2 << 20
 
 
 def live_of(tables: list[TableSpec], memory_max: int, first_row: int = 5000) -> LiveRows:
-    rows = np.zeros((0, 0), np.uint8)
-    spares = {one.name: SpareRows(one, 0, 1, first_row, rows) for one in tables}
+    spares = [SpareRows((one,), 0, one.num_embeddings, 1, 0, first_row) for one in tables]
     version = SimpleNamespace(path="store/m/1")
     live: Any = SimpleNamespace(spares=spares, memory_max=memory_max, version=version)
     return cast(LiveRows, live)
@@ -50,7 +48,7 @@ def test_pages_suffice_however_the_rows_are_distributed(data: st.DataObject) -> 
 def test_rows_that_int32_does_not_have_are_refused() -> None:
     table = TableSpec("wide", 2**31 - 10_000, 4, ("f",), "sum", "float32")
     live = live_of([table], 1 << 30, first_row=2**31)
-    with pytest.raises(StoreError, match="table 'wide' has 2147473648 rows and room for 0 changed"):
+    with pytest.raises(StoreError, match="table 'wide': 2147473648 rows, and room for 0 changed"):
         gpu_spare_rows.GpuSpareRows(live, torch.device("cpu"))
 
 

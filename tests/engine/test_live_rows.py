@@ -4,6 +4,7 @@ the deltas: its lookup runs eagerly."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pooled import collection
+from pooled import Tables, collection
 from torchrec import PoolingType
 from unpooled import unpooled_collection
 
@@ -36,7 +37,8 @@ from embedserve_store.goldens.delta_parity import check_rows
 from embedserve_store.goldens.reference_pooling import RowsOf
 from embedserve_store.goldens.sampled_bags import sample_bags
 
-MEMORY = 256 << 10
+MEMORY = 2 << 20
+PUSHES = 3
 GPU = (
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
@@ -53,62 +55,130 @@ SHARDING = {
     "user": "table_wise",
     "shop": "column_wise",
 }
-ROWS = {name: rows for name, rows, *_ in TABLES}
-FEATURES = {"history": 1001, "candidate": 1001, "genres": 3, "user": 50, "shop": 70}
+GROUPED = [
+    ("movie", 1001, 6, ["history", "candidate"], PoolingType.MEAN),
+    ("user", 50, 33, ["user"], PoolingType.SUM),
+    ("title", 1001, 16, ["candidate", "title"], PoolingType.SUM),
+    ("maker", 1001, 9, ["title"], PoolingType.MEAN),
+]
+"""Tables of which all but user are a group, though movie and maker share no feature."""
+UNEQUAL = [*GROUPED[:3], ("maker", 700, 9, ["title"], PoolingType.MEAN)]
 
 
 @pytest.fixture(scope="module")
 def pooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a model for each dtype, with deltas, and version 2 compacted from them."""
-    torch.manual_seed(7)
-    store = tmp_path_factory.mktemp("live") / "store"
-    source = collection(TABLES)
-    for dtype in DTYPES:
-        publish(source, store, model=dtype, dtype=dtype, sharding=SHARDING, world_size=2)
-        push_and_compact(store, dtype, {name: dim for name, _, dim, *_ in TABLES})
-    return store
+    return pooled_store(tmp_path_factory.mktemp("live") / "store", TABLES, SHARDING)
+
+
+@pytest.fixture(scope="module")
+def row_wise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pooled_store(tmp_path_factory.mktemp("rows") / "store", GROUPED, "row_wise")
+
+
+@pytest.fixture(scope="module")
+def table_wise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pooled_store(tmp_path_factory.mktemp("tables") / "store", UNEQUAL, "table_wise")
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a model whose tables of a group are sharded differently."""
+    sharding = {
+        "movie": "row_wise",
+        "user": "row_wise",
+        "title": "table_wise",
+        "maker": "column_wise",
+    }
+    store = tmp_path_factory.mktemp("mixed") / "store"
+    return pooled_store(store, UNEQUAL, sharding, ["float32"])
 
 
 @pytest.fixture(scope="module")
 def unpooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a model of a table for each feature, and one of features of several tables."""
     store = tmp_path_factory.mktemp("unpooled") / "store"
-    source = unpooled_collection([(name, rows, keys) for name, rows, _, keys, _ in TABLES])
-    dim = source.embedding_configs()[0].embedding_dim
-    publish(source, store, model="rows", sharding="row_wise", world_size=3)
-    push_and_compact(store, "rows", dict.fromkeys(ROWS, dim))
+    for model, tables in (("rows", TABLES), ("grouped", GROUPED)):
+        source = unpooled_collection([(name, rows, keys) for name, rows, _, keys, _ in tables])
+        publish(source, store, model=model, sharding="row_wise", world_size=3)
+        push_and_compact(store, model)
     return store
 
 
-def push_and_compact(store: Path, model: str, dims: dict[str, int]) -> None:
+def pooled_store(
+    store: Path,
+    tables: Tables,
+    sharding: str | Mapping[str, str],
+    dtypes: Sequence[str] = DTYPES,
+) -> Path:
+    torch.manual_seed(7)
+    source = collection(tables)
+    for dtype in dtypes:
+        publish(source, store, model=dtype, dtype=dtype, sharding=sharding, world_size=2)
+        push_and_compact(store, dtype)
+    return store
+
+
+def push_and_compact(store: Path, model: str) -> None:
     random = np.random.default_rng(1)
+    tables = ModelStore(store).load(model, 1).manifest.tables
     with DeltaWriter(store, model=model) as writer:
-        for _ in range(3):
+        for _ in range(PUSHES):
             changes = {}
-            for name, rows in ROWS.items():
-                numbers = np.sort(random.choice(rows, max(2, rows // 3), replace=False))
-                values = random.normal(size=(len(numbers), dims[name])).astype(np.float32)
-                changes[name] = (numbers, values)
+            for table in tables:
+                count = max(2, table.num_embeddings // 3)
+                numbers = np.sort(random.choice(table.num_embeddings, count, replace=False))
+                values = random.normal(size=(count, table.embedding_dim)).astype(np.float32)
+                changes[table.name] = (numbers, values)
             writer.push_rows(changes)
     compact_deltas(store, model)
 
 
 def replay(store: Path, model: str) -> LiveRows:
-    models = ModelStore(store)
-    live = LiveRows(models.load(model, 1), MEMORY, readers=1)
-    writer = RowsWriter(live)
-    line = DeltaLine(models, live.version.manifest)
-    for delta, _ in line.deltas():
-        writer.apply(delta.seq, [change for file in line.rows(delta) for change in file])
+    live = LiveRows(ModelStore(store).load(model, 1), MEMORY, readers=1)
+    apply_line(store, live, RowsWriter(live))
     return live
+
+
+def apply_line(store: Path, live: LiveRows, writer: RowsWriter) -> None:
+    """Applies the deltas of the line after the last seq."""
+    line = DeltaLine(ModelStore(store), live.version.manifest)
+    first = live.seq
+    for delta, _ in line.deltas():
+        writer.apply(first + delta.seq, [one for file in line.rows(delta) for one in file])
+
+
+def churn(live: LiveRows, writer: RowsWriter) -> None:
+    """Applies and undoes deltas of the first rows, until spare rows have been used again. The last
+    delta has the published rows."""
+    random = np.random.default_rng(3)
+    written = 0
+    for seq in range(1, 30):
+        changes = []
+        for table in live.version.manifest.tables:
+            rows = min(100, table.num_embeddings)
+            numbers = np.sort(random.choice(rows, rows // 3, replace=False))
+            values = live.tables.rows(table.name)[random.permutation(numbers)]
+            changes.append(ChangedRows(table, numbers, values))
+        writer.apply(2 * seq, changes)
+        written += max(len(change.numbers) for change in changes)
+        if not seq % 6:
+            assert writer.revert(2 * seq - 4, 2 * seq + 1)
+            writer.finish_undo()
+    assert live.peaks.sum() < written
+    published = []
+    for table in live.version.manifest.tables:
+        numbers = np.arange(min(100, table.num_embeddings))
+        published.append(ChangedRows(table, numbers, live.tables.rows(table.name)[numbers]))
+    writer.apply(live.seq + 1, published)
 
 
 def look_up(engine: Engine, live: LiveRows | None, weighted: bool) -> np.ndarray:
     random = np.random.default_rng(5)
-    lengths = random.integers(0, 5, (len(FEATURES), 200)).astype(np.int32)
+    rows = engine.manifest.rows_per_feature
+    lengths = random.integers(0, 5, (len(rows), 200)).astype(np.int32)
     counts = lengths.sum(axis=1, dtype=np.int64)
-    ids = np.concatenate(
-        [random.integers(0, rows, n) for rows, n in zip(FEATURES.values(), counts, strict=True)]
-    )
+    ids = np.concatenate([random.integers(0, *one) for one in zip(rows, counts, strict=True)])
     weights = random.normal(size=len(ids)).astype(np.float32) if weighted else None
     if live is None:
         return engine.lookup(ids, lengths.reshape(-1), weights)
@@ -174,7 +244,7 @@ def test_goldens_of_the_last_delta_are_compared(pooled: Path, dtype: str, weight
     followed, engine = with_goldens(pooled, dtype, weighted)
     live = followed.live
     engine.check()
-    live.spares["user"].rows[...] ^= 0x21  # every changed row of the table
+    live.rows["user"][...] ^= 0x21  # every changed row of the table
     with pytest.raises(GoldensError, match=r"^delta 4 of '\w+': goldens: 'user' \(table 'user'\)"):
         engine.check()
     assert live.oldest_read() == IDLE
@@ -185,7 +255,7 @@ def test_goldens_of_the_last_delta_are_compared(pooled: Path, dtype: str, weight
 def test_goldens_of_unpooled_rows_are_compared(unpooled: Path) -> None:
     followed, engine = with_goldens(unpooled, "rows")
     engine.check()
-    followed.live.spares["genre"].rows[...] ^= 0x21
+    followed.live.rows["genre"][...] ^= 0x21
     with pytest.raises(GoldensError, match=r"goldens: 'genres' \(table 'genre'\), row \d+, column"):
         engine.check()
 
@@ -198,18 +268,77 @@ async def test_a_server_whose_goldens_get_other_results_is_not_ready(pooled: Pat
         pipeline = build_pipeline({"m": engine}, settings, executor, deltas={"m": followed})
         await pipeline.models.check_integrity()
         pipeline.models.check_ready()
-        followed.live.spares["user"].rows[...] ^= 0x21
+        followed.live.rows["user"][...] ^= 0x21
         await pipeline.models.check_integrity()
         with pytest.raises(NotReadyError, match="delta 4 of 'float32': goldens: 'user'"):
             pipeline.models.check_ready()
 
 
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+@pytest.mark.parametrize(
+    ("dtype", "ranks"), [*((dtype, ranks) for dtype in DTYPES for ranks in (1, 2)), ("float32", 3)]
+)
+def test_features_of_several_tables(
+    request: pytest.FixtureRequest, sharding: str, ranks: int, dtype: str
+) -> None:
+    """Spare rows are used again before, and all is undone in the end."""
+    store: Path = request.getfixturevalue(sharding)
+    version = ModelStore(store).load(dtype, 1)
+    live = LiveRows(version, MEMORY, readers=1, undo=PUSHES + 1)
+    assert live.version.plan.tables == version.plan.tables
+    writer = RowsWriter(live)
+    churn(live, writer)
+    engine = restore(live.version, f"cpu:{ranks}")
+    same = restore(compacted(store, dtype), f"cpu:{ranks}", is_eager=True)
+    before = look_up(engine, live, weighted=False)
+    seq = live.seq
+    apply_line(store, live, writer)
+    for weighted in (False, True):
+        expected = look_up(same, None, weighted)
+        assert np.array_equal(look_up(engine, live, weighted), expected)
+    assert writer.revert(seq, live.seq + 1)
+    assert np.array_equal(look_up(engine, live, weighted=False), before)
+    engine.check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_resident_rows(pooled: Path, dtype: str) -> None:
+    live = LiveRows(ModelStore(pooled).load(dtype, 1), MEMORY, readers=1)
+    engine = restore(live.make_resident(), "cpu:2")
+    apply_line(pooled, live, RowsWriter(live))
+    same = restore(compacted(pooled, dtype), "cpu:2", is_eager=True)
+    for weighted in (False, True):
+        expected = look_up(same, None, weighted)
+        assert np.array_equal(look_up(engine, live, weighted), expected)
+    engine.check()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_tables_of_a_group_that_are_sharded_differently_are_served_whole(
+    mixed: Path, ranks: int
+) -> None:
+    live = replay(mixed, "float32")
+    plan = live.version.plan
+    assert [plan.tables[name].sharding_type for name in ("movie", "user", "title", "maker")] == [
+        "table_wise",
+        "row_wise",
+        "table_wise",
+        "table_wise",
+    ]
+    engine = restore(live.version, f"cpu:{ranks}")
+    same = restore(replace(compacted(mixed, "float32"), plan=plan), f"cpu:{ranks}", is_eager=True)
+    for weighted in (False, True):
+        expected = look_up(same, None, weighted)
+        assert np.array_equal(look_up(engine, live, weighted), expected)
+
+
+@pytest.mark.parametrize("model", ["rows", "grouped"])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_unpooled_rows_on_three_ranks(unpooled: Path, is_eager: bool) -> None:
-    live = replay(unpooled, "rows")
+def test_unpooled_rows_on_three_ranks(unpooled: Path, model: str, is_eager: bool) -> None:
+    live = replay(unpooled, model)
     engine = restore(live.version, "cpu:3", is_eager=is_eager)
     assert engine.lookup_kind in KINDS
-    same = restore(compacted(unpooled, "rows"), "cpu:3", is_eager=True)
+    same = restore(compacted(unpooled, model), "cpu:3", is_eager=True)
     expected = look_up(same, None, False)
     assert np.array_equal(look_up(engine, live, False), expected)
 
@@ -224,6 +353,22 @@ def test_changed_rows_on_a_gpu(pooled: Path, dtype: str) -> None:
         assert np.array_equal(look_up(engine, live, weighted), expected)
         assert not np.array_equal(look_up(engine, None, weighted), expected)
     engine.check()
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(one, marks=GPU) for one in DTYPES])
+def test_features_of_several_tables_on_a_gpu(table_wise: Path, dtype: str) -> None:
+    live = LiveRows(ModelStore(table_wise).load(dtype, 1), MEMORY, readers=1, undo=PUSHES + 1)
+    writer = RowsWriter(live)
+    churn(live, writer)
+    engine = restore(live.version, "cuda", live=live)
+    before = look_up(engine, live, weighted=False)
+    seq = live.seq
+    apply_line(table_wise, live, writer)
+    same = restore(compacted(table_wise, dtype), "cuda")
+    for weighted in (False, True):
+        assert np.array_equal(look_up(engine, live, weighted), look_up(same, None, weighted))
+    assert writer.revert(seq, live.seq + 1)
+    assert np.array_equal(look_up(engine, live, weighted=False), before)
 
 
 @pytest.mark.parametrize("devices", [pytest.param("cuda", marks=GPU)])

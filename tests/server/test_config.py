@@ -102,7 +102,6 @@ FOLLOWED = replace(PLAIN, deltas="follow")
     ("settings", "said"),
     [
         (replace(FOLLOWED, devices="cuda", workers=2), "workers is 2, but the tables go to GPUs"),
-        (replace(FOLLOWED, tables="resident"), "deltas is 'follow', but tables is 'resident'"),
         (replace(FOLLOWED, follow="alias"), "follow is 'alias', but the rows of the served"),
         (replace(FOLLOWED, delta_poll_s=0.001), "delta_poll_s is 0.001, expected 0.01 to 3600"),
         (replace(FOLLOWED, delta_poll_s=math.nan), "delta_poll_s is nan, expected 0.01 to 3600"),
@@ -112,6 +111,7 @@ FOLLOWED = replace(PLAIN, deltas="follow")
 def test_what_makes_no_sense_with_deltas_is_refused(settings: ServeSettings, said: str) -> None:
     check_settings(FOLLOWED)
     check_settings(replace(FOLLOWED, devices="cuda"))
+    check_settings(replace(FOLLOWED, tables="resident", workers=2))
     with pytest.raises(ValueError, match=f"^{said}"):
         check_settings(settings)
 

@@ -110,6 +110,24 @@ class Manifest:
         )
 
     @cached_property
+    def table_groups(self) -> tuple[tuple[TableSpec, ...], ...]:
+        """Returns the tables in groups that share features, directly or through other tables.
+
+        A table without shared features is a group of its own. Groups are in the order of their
+        first tables.
+        """
+        parents = list(range(len(self.tables)))
+        users: dict[str, int] = {}
+        for index, table in enumerate(self.tables):
+            for feature in table.feature_names:
+                roots = [_root(parents, one) for one in (index, users.setdefault(feature, index))]
+                parents[max(roots)] = min(roots)
+        groups: dict[int, list[TableSpec]] = {}
+        for index, table in enumerate(self.tables):
+            groups.setdefault(_root(parents, index), []).append(table)
+        return tuple(map(tuple, groups.values()))
+
+    @cached_property
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self.tables)
 
@@ -167,6 +185,14 @@ class Manifest:
         check_tables(manifest.tables, where)
         check_weighted(manifest.tables, manifest.is_weighted, where)
         return manifest
+
+
+def _root(parents: list[int], index: int) -> int:
+    """Returns the root of ``index`` in the forest ``parents``, and shortens the path to it."""
+    while parents[index] != index:
+        parents[index] = parents[parents[index]]
+        index = parents[index]
+    return index
 
 
 def _files_from_json(data: dict[str, Any], where: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Copies tables from their file into huge pages of memory, which forked processes share.
 
-Rows keep their offsets, so a resident version is used like a mapped version. Only this module
-writes to the copy. Never imports torch.
+Rows keep their offsets, so a resident version is used like a mapped version. Nothing else writes to
+the copy. Never imports torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.safetensors_file import LENGTH_BYTES
-from embedserve_store.format.tables_file import Progress, TablesFile
+from embedserve_store.format.tables_file import Progress, TablesFile, file_order
 from embedserve_store.model_version import ModelVersion
 
 logger = logging.getLogger(__name__)
@@ -31,13 +31,13 @@ READ_BYTES = 32 << 20
 
 def check_room(versions: Iterable[ModelVersion], available: int) -> None:
     """Raises StoreError if the tables of ``versions`` do not fit into ``available`` bytes."""
-    all_tables = [version.tables for version in versions]
-    needed = sum(tables.data.nbytes for tables in all_tables)
+    versions = [*versions]
+    needed = sum(version.manifest.nbytes for version in versions)
     if needed > available:
+        paths = ", ".join(str(version.tables.path) for version in versions)
         raise StoreError(
-            f"{', '.join(str(tables.path) for tables in all_tables)}: {needed} bytes of tables "
-            f"cannot be resident where {available} bytes of memory are available; they can be "
-            "mapped"
+            f"{paths}: {needed} bytes of tables cannot be resident where {available} bytes of "
+            "memory are available; they can be mapped"
         )
 
 
@@ -49,24 +49,35 @@ def make_resident(version: ModelVersion, progress: Progress | None = None) -> Mo
     Raises:
         StoreError: the tables can no longer be read.
     """
-    tables = replace(version.tables, data=_copied(version.tables, progress), opened=None)
-    return replace(version, tables=tables)
+    data = _huge_memory(version.tables.data.nbytes)
+    read_tables(version.tables, data, progress)
+    data.flags.writeable = False
+    return replace(version, tables=replace(version.tables, data=data, opened=None))
 
 
-def _copied(tables: TablesFile, progress: Progress | None) -> NDArray[np.uint8]:
-    """Returns a copy of the data section of the tables file, read-only, starting at a huge page."""
-    data = _huge_memory(tables.data.nbytes)
+def read_tables(
+    tables: TablesFile, data: NDArray[np.uint8], progress: Progress | None = None
+) -> None:
+    """Reads each table from the file to its offset in ``data``.
+
+    Raises:
+        StoreError: the tables can no longer be read.
+    """
     try:
         with open(tables.path, "rb", buffering=0) as file:
-            header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            data_start = LENGTH_BYTES + header_bytes
-            for name, offset in tables.offsets.items():
-                rows = data[offset : offset + tables.tables[name].nbytes]
-                _read_table(file, data_start + offset, rows, tables, name, progress)
+            data_start = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+            bytes_before = 0
+            for table in file_order(tables.tables.values()):
+                offset = tables.offsets[table.name]
+                rows = data[offset : offset + table.nbytes]
+                for done in _read_rows(file, data_start + bytes_before, rows, tables.path):
+                    if progress:
+                        rows_done = done // table.row_bytes
+                        bytes_done = bytes_before + done
+                        progress(table.name, rows_done, table.num_embeddings, bytes_done)
+                bytes_before += table.nbytes
     except OSError as error:
         raise StoreError(f"{tables.path}: cannot be read: {error.strerror}") from error
-    data.flags.writeable = False
-    return data
 
 
 def _huge_memory(nbytes: int) -> NDArray[np.uint8]:
@@ -86,23 +97,13 @@ def _huge_memory(nbytes: int) -> NDArray[np.uint8]:
     return every[start : start + nbytes]
 
 
-def _read_table(
-    file: BinaryIO,
-    file_offset: int,
-    rows: NDArray[np.uint8],
-    tables: TablesFile,
-    name: str,
-    progress: Progress | None,
-) -> None:
-    """Fills ``rows`` (uint8 [nbytes of the table]) with the file's bytes from ``file_offset``."""
-    table = tables.tables[name]
-    for done in range(0, rows.size, READ_BYTES):
-        block = rows[done : done + READ_BYTES]
-        _read_block(file, file_offset + done, block, tables.path)
-        if progress:
-            bytes_read = done + block.size
-            bytes_done = tables.offsets[name] + bytes_read
-            progress(name, bytes_read // table.row_bytes, table.num_embeddings, bytes_done)
+def _read_rows(file: BinaryIO, offset: int, rows: NDArray[np.uint8], path: Path) -> Iterator[int]:
+    """Fills ``rows`` (uint8 [bytes]) with the file's bytes from ``offset``; yields the number of
+    bytes that are read, after each block."""
+    for start in range(0, rows.size, READ_BYTES):
+        block = rows[start : start + READ_BYTES]
+        _read_block(file, offset + start, block, path)
+        yield start + block.size
 
 
 def _read_block(file: BinaryIO, offset: int, block: NDArray[np.uint8], path: Path) -> None:
@@ -122,7 +123,11 @@ def huge_page_bytes(versions: Iterable[ModelVersion]) -> int:
     The values come from the mappings of this process in /proc/self/smaps. They count each mapping
     that holds such a table as a whole.
     """
-    addresses = [version.tables.data.ctypes.data for version in versions]
+    addresses = [
+        version.tables.rows(table.name).ctypes.data
+        for version in versions
+        for table in version.manifest.tables
+    ]
     total = 0
     is_ours = False
     with open("/proc/self/smaps") as smaps:

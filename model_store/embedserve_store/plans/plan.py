@@ -108,22 +108,38 @@ class Plan:
             if shard.col_count < table.embedding_dim
         )
 
-    def with_whole_rows(self, tables: Sequence[TableSpec]) -> Plan:
-        """Returns this plan with column_wise tables on the rank of their first columns alone.
+    def with_whole_rows(self, groups: Sequence[Sequence[TableSpec]]) -> Plan:
+        """Returns this plan with each row on one rank, and with groups that are sharded alike.
 
-        A plan that is made for another number of ranks leaves them whole, too.
+        The ranks of a row are then the same in all tables of a group: the tables are row_wise with
+        the same rows on each rank, or whole. column_wise tables become whole. So do row_wise tables
+        of a group that is not sharded alike. A whole table is on the rank of its first shard. A
+        plan that is made for another number of ranks has these properties, too.
+
+        Args:
+            groups: groups of tables, with each table in one group.
         """
-        whole, constraints = dict(self.tables), dict(self.constraints)
-        for table in tables:
-            if self.tables[table.name].sharding_type == "column_wise":
-                rank = self.tables[table.name].shards[0].rank
-                shard = Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim)
-                whole[table.name] = TablePlan("table_wise", (shard,))
-                old = constraints.get(table.name, TableConstraints())
-                constraints[table.name] = replace(
-                    old, sharding_types=("table_wise",), min_partition=None
-                )
-        return replace(self, tables=whole, constraints=constraints)
+        tables, constraints = dict(self.tables), dict(self.constraints)
+        for group in groups:
+            is_kept = self._are_row_wise_alike(group)
+            for table in group:
+                if not is_kept:
+                    tables[table.name] = _whole(self.tables[table.name], table)
+                constraint = constraints.get(table.name, TableConstraints())
+                types = (self.tables[table.name].sharding_type, *(constraint.sharding_types or ()))
+                if len(group) > 1 or "column_wise" in types:
+                    constraints[table.name] = replace(
+                        constraint,
+                        sharding_types=(tables[table.name].sharding_type,),
+                        min_partition=None,
+                    )
+        return replace(self, tables=tables, constraints=constraints)
+
+    def _are_row_wise_alike(self, group: Sequence[TableSpec]) -> bool:
+        """Returns whether all tables of ``group`` are row_wise, with the same rows on each rank."""
+        plans = [self.tables[table.name] for table in group]
+        bounds = {tuple((one.row_offset, one.row_count) for one in plan.shards) for plan in plans}
+        return {plan.sharding_type for plan in plans} == {"row_wise"} and len(bounds) == 1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -249,6 +265,15 @@ def check_fits(
                 f"rank {rank} would hold {held:,} bytes of tables, it has {has:,}: use more ranks, "
                 "row_wise sharding for the largest tables or a smaller dtype"
             )
+
+
+def _whole(plan: TablePlan, table: TableSpec) -> TablePlan:
+    """Returns ``plan``, or if it divides ``table`` the whole table on the rank of the first
+    shard."""
+    if plan.sharding_type in ("table_wise", "data_parallel"):
+        return plan
+    shard = Shard(plan.shards[0].rank, 0, table.num_embeddings, 0, table.embedding_dim)
+    return TablePlan("table_wise", (shard,))
 
 
 def _check_table(plan: TablePlan, table: TableSpec, world_size: int, where: str) -> None:

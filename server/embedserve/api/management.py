@@ -104,7 +104,10 @@ class Deltas(BaseModel):
     lag_s: float = Field(description="Age in seconds of the oldest delta that is not applied.")
     state: str = Field(description="catching up, following, stalled, full or held.")
     reason: str = Field(description="Reason why no delta is applied.")
-    rows_changed: int = Field(description="Rows that differ from those of the version.")
+    rows_changed: int = Field(
+        description="Rows that differ from those of the version. A row of tables that share "
+        "features counts once."
+    )
     memory_bytes: int = Field(description="Bytes of memory that changed rows take.")
     undo_from: int = Field(description="First delta to which an undo needs no store.")
 

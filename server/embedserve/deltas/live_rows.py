@@ -7,6 +7,11 @@ overwritten while a lookup may read it. All spare rows of a version are numbered
     views[spare]   view from which on a spare row counts
     before[spare]  spare row that it replaced; 0: the published row
 
+A feature of several tables gives the kernels one row number for all of them. Tables that share
+features, directly or through other tables, are therefore a group with common row numbers: a spare
+row is a row of each table of the group, and a row that changes in one table is copied in the
+others.
+
 A view is the state of all tables after a delta. The committed view and its seq are one word, so
 that one store makes a delta visible in all tables and processes at once. Each reading process has a
 cell with the oldest and the newest view that its lookups use. The writer frees only what no cell
@@ -21,11 +26,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve.deltas.region import FileRange, map_with_room, shared_memory
+from embedserve.deltas.region import (
+    FileRange,
+    make_read_only,
+    map_with_room,
+    replace_by_memory,
+    shared_memory,
+)
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import position_of
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.format.tables_file import TablesFile, header_bytes
+from embedserve_store.format.tables_file import Progress, TablesFile, header_bytes
+from embedserve_store.memory.resident_tables import read_tables
 from embedserve_store.model_version import ModelVersion
 
 NUMBER_MAX = 2**32 - 1
@@ -49,36 +61,56 @@ class RowsFullError(Exception):
 
 @dataclass(frozen=True)
 class SpareRows:
-    """The spare rows of a table.
+    """The spare rows of a group of tables. Each is a row of all of its tables.
 
     Attributes:
-        table: the table.
-        row_start: position of the table's row 0 in ``newest``.
+        tables: the tables.
+        row_start: position of the tables' row 0 in ``newest``.
+        row_count: rows of the largest table.
         start: number of the first spare row.
+        count: number of spare rows.
         first_row: row number, as kernels count them, of the first spare row.
-        rows: uint8 [n, row_bytes], the spare rows themselves.
     """
 
-    table: TableSpec
+    tables: tuple[TableSpec, ...]
     row_start: int
+    row_count: int
     start: int
+    count: int
     first_row: int
-    rows: NDArray[np.uint8]
+
+    @property
+    def nbytes_each(self) -> int:
+        """Returns the bytes that a spare row takes, with its row of each table."""
+        return _spare_bytes(self.tables)
+
+    @property
+    def features(self) -> set[str]:
+        """Returns the features that are looked up in the tables."""
+        return {feature for table in self.tables for feature in table.feature_names}
+
+    @property
+    def names(self) -> str:
+        """Returns the names of the tables, for errors."""
+        names = [repr(table.name) for table in self.tables]
+        return f"table {names[0]}" if len(names) == 1 else f"tables {', '.join(names)}"
 
 
 class LiveRows:
     """Changed rows of a version, in memory that is shared with processes that are forked later.
 
     Attributes:
-        version: the version, with spare rows behind its tables, and no table divided by columns.
+        version: the version, with spare rows behind its tables. Its plan has each row on one rank,
+            the same in all tables of a group.
         start: position of the version in its line of deltas.
         memory_max: bytes that changed rows may take.
         undo: number of deltas whose former rows are kept, as far as the memory allows.
-        spares: spare rows of each table, by its name.
+        spares: spare rows of each group of tables.
+        rows: uint8 [count, row_bytes] for each table, by its name: the spare rows themselves.
         newest, views, before: uint32 arrays, described above.
-        peaks: uint64 [tables], number of spare rows of each table that were ever used.
-        uploaded: view, and its seq, that lookups of this process use, where they run on a device
-            that the rows are copied to first; else None.
+        peaks: uint64 [groups], number of spare rows of each group that were ever used.
+    uploaded: view, and its seq, that lookups of this process use, where they run on a device
+        that the rows are copied to first; else None.
     """
 
     def __init__(self, version: ModelVersion, memory_max: int, readers: int, undo: int = 0) -> None:
@@ -93,26 +125,26 @@ class LiveRows:
             StoreError: the version's deltas cannot be served.
         """
         manifest = version.manifest
-        _check_features(version)
+        groups = manifest.table_groups
         self.memory_max, self.undo = memory_max, undo
-        counts = _spare_counts(manifest.tables, memory_max, undo)
-        count = sum(counts.values()) + 1
+        counts = _spare_counts(groups, memory_max, undo)
+        count = sum(counts) + 1
         if count > NUMBER_MAX:
             raise StoreError(
                 f"{version.path}: {memory_max} bytes of changed rows are {count} spare rows, more "
                 f"than {NUMBER_MAX}: give less memory"
             )
-        ranges = _file_ranges(version.tables, counts)
-        memory, offsets = map_with_room(version.tables.path, ranges)
+        ranges = _file_ranges(version.tables)
+        self.spares = tuple(_spare_rows(groups, counts, ranges))
+        self._memory, offsets = map_with_room(version.tables.path, _with_room(ranges, self.spares))
         version.tables.check_unchanged()
-        data = memory.view()
+        self.rows = dict(_rows(self._memory, offsets, self.spares))
+        data = self._memory.view()
         data.flags.writeable = False
-        # Column shards are copies, which have no spare rows.
-        plan = version.plan.with_whole_rows(manifest.tables)
+        plan = version.plan.with_whole_rows(groups)
         tables = replace(version.tables, data=data, offsets=offsets)
         self.version = replace(version, plan=plan, tables=tables)
-        self.spares = dict(_spare_rows(memory, offsets, manifest.tables, ranges, counts))
-        rows = sum(table.num_embeddings for table in manifest.tables)
+        rows = sum(spare.row_count for spare in self.spares)
         self.newest = shared_memory(4 * rows).view(np.uint32)
         self.views = shared_memory(4 * count).view(np.uint32)
         self.before = shared_memory(4 * count).view(np.uint32)
@@ -126,6 +158,28 @@ class LiveRows:
         self.uploaded: tuple[int, int] | None = None
         self.start = position_of(manifest)
         self.commit(1, self.start.seq)
+
+    def make_resident(self, progress: Progress | None = None) -> ModelVersion:
+        """Copies the tables into memory in place of the mapped file, at the same addresses.
+
+        Returns:
+            The version, which is ``version`` from now on.
+
+        Raises:
+            StoreError: there is not enough memory, or the tables can no longer be read.
+        """
+        tables = self.tables
+        own = [tables.rows(name) for name in tables.tables]
+        try:
+            for rows in own:
+                replace_by_memory(rows)
+            read_tables(tables, self._memory, progress)
+            for rows in own:
+                make_read_only(rows)
+        except OSError as error:
+            raise StoreError(f"{tables.path}: cannot be resident: {error}") from error
+        self.version = replace(self.version, tables=replace(tables, opened=None))
+        return self.version
 
     @property
     def tables(self) -> TablesFile:
@@ -166,9 +220,9 @@ class LiveRows:
         self._written[0] = view
 
     def written_since(self, view: int) -> Iterator[tuple[SpareRows, NDArray[np.int64]]]:
-        """Yields each table with spare rows that were written after ``view``, and the positions of
+        """Yields each group with spare rows that were written after ``view``, and the positions of
         these rows among its spare rows. Some may be of a later view than the committed one."""
-        for spare, peak in zip(self.spares.values(), self.peaks, strict=True):
+        for spare, peak in zip(self.spares, self.peaks, strict=True):
             written = np.flatnonzero(self.views[spare.start : spare.start + int(peak)] > view)
             if len(written):
                 yield spare, written
@@ -190,67 +244,73 @@ class LiveRows:
         return int(self._newest.max(initial=0))
 
 
-def _check_features(version: ModelVersion) -> None:
-    """Raises StoreError if a feature looks rows up in several tables: its ids go to the kernels
-    once, as one number for all of these tables."""
-    manifest = version.manifest
-    seen: dict[int, str] = {}
-    for column in manifest.columns:
-        other = seen.setdefault(column.feature, column.table.name)
-        if other != column.table.name:
-            raise StoreError(
-                f"{version.path}: feature {manifest.features[column.feature]!r} is looked up in "
-                f"the tables {other!r} and {column.table.name!r}: deltas are served only where a "
-                "feature has one table"
-            )
+def _spare_bytes(group: Sequence[TableSpec]) -> int:
+    return sum(table.row_bytes for table in group) + BYTES_PER_SPARE
 
 
-def _spare_counts(tables: Sequence[TableSpec], memory_max: int, undo: int) -> dict[str, int]:
-    """Returns the number of spare rows of each table, which take memory only once they are used.
+def _row_count(group: Sequence[TableSpec]) -> int:
+    return max(table.num_embeddings for table in group)
+
+
+def _spare_counts(groups: Sequence[Sequence[TableSpec]], memory_max: int, undo: int) -> list[int]:
+    """Returns the number of spare rows of each group, which take memory only once they are used.
 
     Spare rows for undos are fewer where not all could be numbered.
     """
     least, most = (
-        {
-            table.name: min(
-                memory_max // (table.row_bytes + BYTES_PER_SPARE), per_row * table.num_embeddings
-            )
-            for table in tables
-        }
+        [min(memory_max // _spare_bytes(one), per_row * _row_count(one)) for one in groups]
         for per_row in (SPARES_PER_ROW, SPARES_PER_ROW + undo)
     )
-    left, more = NUMBER_MAX - 1 - sum(least.values()), sum(most.values()) - sum(least.values())
+    left, more = NUMBER_MAX - 1 - sum(least), sum(most) - sum(least)
     share = max(0.0, min(1.0, left / more)) if more else 0.0
-    return {name: one + int(share * (most[name] - one)) for name, one in least.items()}
+    return [one + int(share * (high - one)) for one, high in zip(least, most, strict=True)]
 
 
-def _file_ranges(tables: TablesFile, counts: Mapping[str, int]) -> dict[str, FileRange]:
-    """Returns the range of each table in its file, with room for ``counts`` spare rows."""
+def _file_ranges(tables: TablesFile) -> dict[str, FileRange]:
+    """Returns the range of each table in its file, without room behind it."""
     header = len(header_bytes(tuple(tables.tables.values())))
     return {
-        name: FileRange(
-            header + start,
-            tables.tables[name].nbytes,
-            (counts[name] + RANKS_MAX + 1) * tables.tables[name].row_bytes,
-        )
+        name: FileRange(header + start, tables.tables[name].nbytes)
         for name, start in tables.offsets.items()
     }
 
 
 def _spare_rows(
-    memory: NDArray[np.uint8],
-    offsets: Mapping[str, int],
-    tables: Sequence[TableSpec],
-    ranges: Mapping[str, FileRange],
-    counts: Mapping[str, int],
-) -> Iterator[tuple[str, SpareRows]]:
+    groups: Sequence[tuple[TableSpec, ...]], counts: Sequence[int], ranges: Mapping[str, FileRange]
+) -> Iterator[SpareRows]:
+    """Yields the spare rows of each group. They begin where all of its tables have room."""
     row_start, start = 0, 1
-    for table in tables:
-        name, count = table.name, counts[table.name]
-        # Rows that begin before lie in part in the last page of the file's range.
-        first_row = -(-(ranges[name].mapped - ranges[name].before) // table.row_bytes) + RANKS_MAX
-        begin = offsets[name] + first_row * table.row_bytes
-        rows = memory[begin : begin + count * table.row_bytes].reshape(count, table.row_bytes)
-        yield name, SpareRows(table, row_start, start, first_row, rows)
-        row_start += table.num_embeddings
+    for group, count in zip(groups, counts, strict=True):
+        first_row = max(_rows_of_file(table, ranges[table.name]) for table in group) + RANKS_MAX
+        yield SpareRows(group, row_start, _row_count(group), start, count, first_row)
+        row_start += _row_count(group)
         start += count
+
+
+def _rows_of_file(table: TableSpec, own: FileRange) -> int:
+    """Returns the number of rows of a table that begin in the mapped pages of its file. The last
+    of them may lie in part behind the pages."""
+    return -(-(own.mapped - own.before) // table.row_bytes)
+
+
+def _with_room(
+    ranges: Mapping[str, FileRange], spares: Sequence[SpareRows]
+) -> dict[str, FileRange]:
+    """Returns ``ranges`` with room for the spare rows of each table."""
+    rows = {table.name: one.first_row + one.count for one in spares for table in one.tables}
+    specs = {table.name: table for one in spares for table in one.tables}
+    return {
+        name: replace(own, room=rows[name] * specs[name].row_bytes - own.nbytes)
+        for name, own in ranges.items()
+    }
+
+
+def _rows(
+    memory: NDArray[np.uint8], offsets: Mapping[str, int], spares: Sequence[SpareRows]
+) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """Yields the name and the spare rows of each table."""
+    for spare in spares:
+        for table in spare.tables:
+            begin = offsets[table.name] + spare.first_row * table.row_bytes
+            rows = memory[begin : begin + spare.count * table.row_bytes]
+            yield table.name, rows.reshape(spare.count, table.row_bytes)

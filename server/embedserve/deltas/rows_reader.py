@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from embedserve.deltas import membarrier
 from embedserve.deltas.live_rows import LiveRows, SpareRows
 from embedserve_store.errors import StoreError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan
 
 STEPS_MAX = 100_000
@@ -36,9 +37,9 @@ class RowsReader:
 
         Raises:
             OSError: this host does not support membarrier(2).
-            StoreError: a table is on too many ranks.
+            StoreError: a table is on too many ranks, or tables that share a feature are sharded
+                differently.
         """
-        manifest = live.version.manifest
         membarrier.register()
         live.clear_cell(reader)
         self._live = live
@@ -46,12 +47,12 @@ class RowsReader:
         self._lock = threading.Lock()
         self._views: list[int] = []
         self._upload = upload
-        spares = {column.feature: live.spares[column.table.name] for column in manifest.columns}
-        features = [spares[feature] for feature in range(len(manifest.features))]
-        self._row_starts = np.array([one.row_start for one in features])
-        self._shifts = np.array([one.first_row - one.start for one in features])
-        blocks = [_blocks(plan, one) for one in features]
-        self._ranks, self._rank_rows = np.array(blocks).T
+        found: dict[str, tuple[int, int, int, int]] = {}
+        for spare in live.spares:
+            numbers = (spare.row_start, spare.first_row - spare.start, *_blocks(plan, spare))
+            found |= dict.fromkeys(spare.features, numbers)
+        columns = np.array([found[feature] for feature in live.version.manifest.features]).T
+        self._row_starts, self._shifts, self._ranks, self._rank_rows = columns.copy()
         self._is_row_wise = bool((self._ranks > 1).any())
         if upload is not None:
             live.uploaded = self._begin_committed()
@@ -165,17 +166,25 @@ class RowsReader:
 
 
 def _blocks(plan: Plan, spare: SpareRows) -> tuple[int, int]:
-    """Returns the number of ranks that have rows of a table, and the rows of each.
+    """Returns the number of ranks that have rows of a group's tables, and the rows of each.
 
     Raises:
-        StoreError: its ranks are too many.
+        StoreError: the ranks are too many, or not the same for all tables.
     """
-    name = spare.table.name
-    found = plan.tables[name]
-    assert found.sharding_type != "column_wise", f"{name}: shards without spare rows"
-    if found.sharding_type != "row_wise":
-        return 1, spare.table.num_embeddings
-    ranks, rows = len(found.shards), found.shards[0].row_count
+    found = {_table_blocks(plan, table, spare.row_count) for table in spare.tables}
+    if len(found) > 1:
+        raise StoreError(f"{spare.names}: they share features, but are sharded differently")
+    ((ranks, rows),) = found
     if ranks * rows > spare.first_row:
-        raise StoreError(f"table {name!r} is on {ranks} ranks, more than deltas are served on")
+        raise StoreError(f"{spare.names}: on {ranks} ranks, more than deltas are served on")
     return ranks, rows
+
+
+def _table_blocks(plan: Plan, table: TableSpec, row_count: int) -> tuple[int, int]:
+    """Returns the number of ranks that have rows of ``table``, and the rows of each: ``row_count``
+    if there is one rank."""
+    found = plan.tables[table.name]
+    assert found.sharding_type != "column_wise", f"{table.name}: shards without spare rows"
+    if found.sharding_type != "row_wise" or len(found.shards) == 1:
+        return 1, row_count
+    return len(found.shards), found.shards[0].row_count

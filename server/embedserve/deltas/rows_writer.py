@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, RowsFullError, SpareRows
+from embedserve.deltas.live_rows import LiveRows, RowsFullError, SpareRows
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.format.table_spec import TableSpec
@@ -23,20 +23,20 @@ from embedserve_store.goldens.reference_pooling import RowsOf
 
 Numbers = NDArray[np.uint32]
 
-_Replaced = deque[tuple[int, dict[str, Numbers]]]
-"""Views and numbers of spare rows by table, oldest first: no lookup of this or a later view reads
-them."""
+_Replaced = deque[tuple[int, dict[int, Numbers]]]
+"""Views and numbers of spare rows by group of tables, oldest first: no lookup of this or a later
+view reads them."""
 WAIT_S = 0.001
 """Seconds between two looks at the cells of the readers, while a lookup must end first."""
 
 
 @dataclass
 class _Free:
-    """Spare rows of a table that can be written to."""
+    """Spare rows of a group of tables that can be written to."""
 
     spare: SpareRows
     index: int
-    """Position of the table in ``LiveRows.peaks``."""
+    """Position of the group in ``LiveRows.spares`` and ``LiveRows.peaks``."""
     numbers: list[Numbers] = field(default_factory=list)
     """Numbers of rows that were used before."""
 
@@ -45,11 +45,23 @@ class _Free:
         return sum(map(len, self.numbers))
 
 
+@dataclass(frozen=True)
+class _GroupChange:
+    """Rows of a group of tables that change in any of them."""
+
+    free: _Free
+    rows: NDArray[np.int64]
+    """Row numbers [n], ascending."""
+    tables: Mapping[str, ChangedRows]
+    """Changed rows of each table that has any, by its name."""
+
+
 class RowsWriter:
     """Writer of the shared rows of one version.
 
     Attributes:
-        rows_changed: number of rows that were published anew.
+        rows_changed: number of rows that differ from those of the version. A row of tables that
+            share features counts once.
     """
 
     def __init__(self, live: LiveRows) -> None:
@@ -59,9 +71,7 @@ class RowsWriter:
             OSError: this host does not support membarrier(2).
         """
         self._live = live
-        self._free = {
-            name: _Free(spare, index) for index, (name, spare) in enumerate(live.spares.items())
-        }
+        self._free = [_Free(spare, index) for index, spare in enumerate(live.spares)]
         # (view, seq) of the states whose rows are kept, oldest first; the last is the committed one
         self._kept: deque[tuple[int, int]] = deque(maxlen=live.undo + 1)
         self._replaced: _Replaced = deque()
@@ -75,15 +85,13 @@ class RowsWriter:
     def undo_from(self) -> int:
         """Returns the first seq that ``revert`` may go back to; the committed one if there is no
         other."""
-        return self._kept[0][1]
+        states = [*self._kept, self._live.committed] if self._has_undone_rows else self._kept
+        return states[max(0, len(states) - self._live.undo - 1)][1]
 
     @property
     def memory_bytes(self) -> int:
         """Returns the bytes that changed rows have taken; they are used again, not given back."""
-        return sum(
-            int(self._live.peaks[one.index]) * _spare_bytes(one.spare)
-            for one in self._free.values()
-        )
+        return sum(int(self._live.peaks[one.index]) * one.spare.nbytes_each for one in self._free)
 
     def apply(
         self,
@@ -106,19 +114,19 @@ class RowsWriter:
         live = self._live
         view = live.committed[0] + 1
         live.check_numbers(view, seq)
-        changes = [change for change in changes if len(change.numbers)]
-        self._make_room(changes)
-        written = [(change, self._write(change, view)) for change in changes]
+        groups = [*self._by_group(changes)]
+        self._make_room(groups)
+        written = [(change, self._write(change, view)) for change in groups]
         if check is not None:
             self._check(check, written)
         live.set_written(view)
         membarrier.barrier()  # a reader that finds a spare row finds all of the above, too
         replaced = {}
         for change, numbers in written:
-            newest = self._newest(change.table.name)
-            before = newest[change.numbers]
-            newest[change.numbers] = numbers
-            replaced[change.table.name] = before[before != 0]
+            newest = self._newest(change.free.spare)
+            before = newest[change.rows]
+            newest[change.rows] = numbers
+            replaced[change.free.index] = before[before != 0]
             self.rows_changed += int(np.count_nonzero(before == 0))
         membarrier.barrier()
         live.commit(view, seq)
@@ -156,61 +164,95 @@ class RowsWriter:
         if not self._has_undone_rows:
             return
         undone = self._take_out_later_rows()
-        self._taken_out.append((self._live.committed[0], self._by_table(undone)))
+        self._taken_out.append((self._live.committed[0], self._split(undone)))
         self.rows_changed = int(np.count_nonzero(self._live.newest))
         self._has_undone_rows = False
 
-    def _write(self, change: ChangedRows, view: int) -> Numbers:
+    def _by_group(self, changes: Sequence[ChangedRows]) -> Iterator[_GroupChange]:
+        """Yields the changes of each group that has any."""
+        tables = {change.table.name: change for change in changes if len(change.numbers)}
+        for free in self._free:
+            own = {one.name: tables[one.name] for one in free.spare.tables if one.name in tables}
+            rows = [change.numbers for change in own.values()]
+            if rows:
+                union = rows[0] if len(rows) == 1 else np.unique(np.concatenate(rows))
+                yield _GroupChange(free, union, own)
+
+    def _write(self, change: _GroupChange, view: int) -> Numbers:
         """Writes rows that no lookup reads yet; returns the numbers of their spare rows."""
-        free = self._free[change.table.name]
-        numbers = self._allocate(free, len(change.numbers))
-        free.spare.rows[numbers - free.spare.start] = change.values
+        free = change.free
+        numbers = self._allocate(free, len(change.rows))
+        before = self._newest(free.spare)[change.rows]
+        for table in free.spare.tables:
+            self._write_table(table, change, numbers, before)
         self._live.views[numbers] = view
-        self._live.before[numbers] = self._newest(change.table.name)[change.numbers]
+        self._live.before[numbers] = before
         return numbers
 
     def _check(
-        self, check: Callable[[RowsOf], None], written: Sequence[tuple[ChangedRows, Numbers]]
+        self, check: Callable[[RowsOf], None], written: Sequence[tuple[_GroupChange, Numbers]]
     ) -> None:
         """Calls ``check``, and frees the rows that were written if it raises: no row's newest spare
         row is one of them yet."""
+        of_groups = {change.free.index: (change.rows, numbers) for change, numbers in written}
         try:
-            check(
-                partial(
-                    self._rows_after,
-                    {change.table.name: (change.numbers, numbers) for change, numbers in written},
-                )
-            )
+            check(partial(self._rows_after, of_groups))
         except BaseException:
             for change, numbers in written:
-                self._free[change.table.name].numbers.append(numbers)
+                change.free.numbers.append(numbers)
             raise
 
     def _rows_after(
         self,
-        written: Mapping[str, tuple[NDArray[np.int64], Numbers]],
+        written: Mapping[int, tuple[NDArray[np.int64], Numbers]],
         table: TableSpec,
         wanted: NDArray[np.int64],
     ) -> NDArray[np.float32]:
         """Returns the values [n, dim] of the rows ``wanted``, as a lookup will find them.
 
         Args:
-            written: by table, numbers of rows, ascending, and of their spare rows that are not
+            written: by group, numbers of rows, ascending, and of their spare rows that are not
                 visible yet.
         """
-        spares = self._newest(table.name)[wanted]
-        if table.name in written:
-            changed, numbers = written[table.name]
+        group = next(one for one in self._free if table in one.spare.tables)
+        spares = self._newest(group.spare)[wanted]
+        if group.index in written:
+            changed, numbers = written[group.index]
             at = np.minimum(np.searchsorted(changed, wanted), len(changed) - 1)
             spares = np.where(changed[at] == wanted, numbers[at], spares)
         rows = self._live.tables.rows(table.name)[wanted]
-        spare, is_changed = self._live.spares[table.name], spares != 0
-        rows[is_changed] = spare.rows[spares[is_changed] - spare.start]
+        is_changed = spares != 0
+        rows[is_changed] = self._live.rows[table.name][spares[is_changed] - group.spare.start]
         return dequantize_rows(rows, table.dtype, table.embedding_dim)
 
-    def _newest(self, table: str) -> Numbers:
-        spare = self._live.spares[table]
-        return self._live.newest[spare.row_start : spare.row_start + spare.table.num_embeddings]
+    def _write_table(
+        self, table: TableSpec, change: _GroupChange, numbers: Numbers, before: Numbers
+    ) -> None:
+        """Writes the rows of a table of a group: those that change in it, and copies of those that
+        change in other tables of the group.
+
+        Args:
+            numbers: numbers of the spare rows that are written to.
+            before: numbers of the newest spare rows of the same rows; 0 for the published rows.
+        """
+        rows, places = self._live.rows[table.name], numbers - change.free.spare.start
+        own = change.tables.get(table.name)
+        if own is not None and len(own.numbers) == len(change.rows):
+            rows[places] = own.values
+            return
+        is_copied = change.rows < table.num_embeddings  # no lookup reads other rows
+        if own is not None:
+            positions = np.searchsorted(change.rows, own.numbers)
+            rows[places[positions]] = own.values
+            is_copied[positions] = False
+        is_published = is_copied & (before == 0)
+        is_spare = is_copied & (before != 0)
+        published = self._live.tables.rows(table.name)
+        rows[places[is_published]] = published[change.rows[is_published]]
+        rows[places[is_spare]] = rows[before[is_spare] - change.free.spare.start]
+
+    def _newest(self, spare: SpareRows) -> Numbers:
+        return self._live.newest[spare.row_start : spare.row_start + spare.row_count]
 
     def _allocate(self, free: _Free, count: int) -> Numbers:
         """Returns the numbers of ``count`` free rows, first those that were used before."""
@@ -225,7 +267,7 @@ class RowsWriter:
         first = free.spare.start + peak
         return np.concatenate([taken, np.arange(first, first + missing, dtype=np.uint32)])
 
-    def _make_room(self, changes: Sequence[ChangedRows]) -> None:
+    def _make_room(self, changes: Sequence[_GroupChange]) -> None:
         """Frees rows for ``changes``: first those that nobody needs, then those kept for an undo.
 
         Raises:
@@ -237,47 +279,43 @@ class RowsWriter:
             self._kept.popleft()
             self._free_unseen()
 
-    def _kept_for_undo(self) -> Counter[str]:
-        """Returns the number of rows of each table that only an undo still needs."""
-        rows: Counter[str] = Counter()
+    def _kept_for_undo(self) -> Counter[int]:
+        """Returns the number of rows of each group that only an undo still needs."""
+        rows: Counter[int] = Counter()
         oldest = min(self._live.committed[0], self._live.oldest_read())
         for view, numbers in self._replaced:
             if view <= oldest:
-                rows.update({name: len(own) for name, own in numbers.items()})
+                rows.update({index: len(own) for index, own in numbers.items()})
         return rows
 
-    def _has_room(self, changes: Sequence[ChangedRows]) -> bool:
+    def _has_room(self, changes: Sequence[_GroupChange]) -> bool:
         try:
             self._check_room(changes, Counter())
         except RowsFullError:
             return False
         return True
 
-    def _check_room(self, changes: Sequence[ChangedRows], freed: Counter[str]) -> None:
-        """Raises RowsFullError if the memory, or the spare rows of a table, do not suffice.
+    def _check_room(self, changes: Sequence[_GroupChange], freed: Counter[int]) -> None:
+        """Raises RowsFullError if the memory, or the spare rows of a group, do not suffice.
 
         Args:
-            freed: rows of each table that can be used again beside the free ones.
+            freed: rows of each group that can be used again beside the free ones.
         """
-        missing = {}
-        for change in changes:
-            name = change.table.name
-            available = self._free[name].count + freed[name]
-            missing[name] = max(0, len(change.numbers) - available)
-        needed = sum(
-            count * _spare_bytes(self._free[name].spare) for name, count in missing.items()
-        )
+        missing = [
+            (one.free, max(0, len(one.rows) - one.free.count - freed[one.free.index]))
+            for one in changes
+        ]
+        needed = sum(count * free.spare.nbytes_each for free, count in missing)
         if self.memory_bytes + needed > self._live.memory_max:
             raise RowsFullError(
                 f"changed rows have {self.memory_bytes} bytes, {needed} more are needed, the limit "
                 f"is {self._live.memory_max}"
             )
-        for name, count in missing.items():
-            free, most = self._free[name], len(self._live.spares[name].rows)
-            if int(self._live.peaks[free.index]) + count > most:
+        for free, count in missing:
+            if int(self._live.peaks[free.index]) + count > free.spare.count:
                 raise RowsFullError(
-                    f"table {name!r} has {most} rows for changes, and {count} more are needed: "
-                    "lookups still read the others"
+                    f"{free.spare.names}: {free.spare.count} rows for changes, and {count} more "
+                    "are needed: lookups still read the others"
                 )
 
     def _free_unseen(self) -> None:
@@ -289,8 +327,8 @@ class RowsWriter:
 
     def _free_up_to(self, replaced: _Replaced, view: int) -> None:
         while replaced and replaced[0][0] <= view:
-            for table, numbers in replaced.popleft()[1].items():
-                self._free[table].numbers.append(numbers)
+            for index, numbers in replaced.popleft()[1].items():
+                self._free[index].numbers.append(numbers)
 
     def _take_out_later_rows(self) -> Numbers:
         """Makes every row's newest spare row one of the committed view, and returns the others.
@@ -317,24 +355,20 @@ class RowsWriter:
         self._kept.append((view, seq))
         return np.concatenate(taken_out)
 
-    def _unused(self) -> dict[str, Numbers]:
-        """Returns the spare rows that were used before and are no row's newest one, by table."""
+    def _unused(self) -> dict[int, Numbers]:
+        """Returns the spare rows that were used before and are no row's newest one, by group."""
         live = self._live
         in_use = np.zeros(len(live.views), bool)
         in_use[live.newest] = True
         unused = {}
-        for name, free in self._free.items():
+        for free in self._free:
             start = free.spare.start
             used_once = in_use[start : start + int(live.peaks[free.index])]
-            unused[name] = (start + np.flatnonzero(~used_once)).astype(np.uint32)
+            unused[free.index] = (start + np.flatnonzero(~used_once)).astype(np.uint32)
         return unused
 
-    def _by_table(self, numbers: Numbers) -> dict[str, Numbers]:
+    def _split(self, numbers: Numbers) -> dict[int, Numbers]:
+        """Returns ``numbers`` of spare rows by group."""
+        starts = [free.spare.start for free in self._free]
         numbers = np.sort(numbers)
-        starts = [free.spare.start for free in self._free.values()]
-        parts = np.split(numbers, np.searchsorted(numbers, starts[1:]))
-        return dict(zip(self._free, parts, strict=True))
-
-
-def _spare_bytes(spare: SpareRows) -> int:
-    return spare.table.row_bytes + BYTES_PER_SPARE
+        return dict(enumerate(np.split(numbers, np.searchsorted(numbers, starts[1:]))))

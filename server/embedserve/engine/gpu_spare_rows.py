@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from embedserve.deltas.live_rows import BYTES_PER_SPARE, LiveRows, SpareRows
+from embedserve.deltas.live_rows import LiveRows, SpareRows
 from embedserve.engine.cuda_limits import ROWS_MAX
 from embedserve.engine.gpu_pages import GpuPages
 from embedserve.engine.gpus import WORK_BYTES
@@ -52,7 +52,7 @@ class GpuSpareRows:
         """
         self._live = live
         self._device = device
-        for spare in live.spares.values():
+        for spare in live.spares:
             _check_numbers(spare)
         self._pages = GpuPages(device)
         _check_room(live, device, self._pages.page_bytes)
@@ -69,16 +69,16 @@ class GpuSpareRows:
             config: torchrec's configuration of its tables, which are whole.
         """
         pages = self._pages
-        spares = [self._live.spares[one.name] for one in config.embedding_tables]
+        tables = self._with_spares(config)
         sizes = [
-            _whole(pitch_of(one.table) * (one.first_row + len(one.rows)), pages.page_bytes)
-            for one in spares
+            _whole(pitch_of(table) * (spare.first_row + spare.count), pages.page_bytes)
+            for table, spare in tables
         ]
         *offsets, total = accumulate(sizes, initial=0)
         address = pages.reserve(total)
         ends = []
-        for spare, offset in zip(spares, offsets, strict=True):
-            size = _whole(pitch_of(spare.table) * spare.table.num_embeddings, pages.page_bytes)
+        for (table, _), offset in zip(tables, offsets, strict=True):
+            size = _whole(pitch_of(table) * table.num_embeddings, pages.page_bytes)
             pages.attach_new(address + offset, size)
             ends.append(address + offset + size)
         data = pages.tensor(address, total)
@@ -86,11 +86,16 @@ class GpuSpareRows:
         kernel.weights_physical_offsets = offsets
         kernel.initialize_logical_weights_placements_and_offsets()
         kernel.weight_initialized = True
-        for spare, offset, attached in zip(spares, offsets, ends, strict=True):
-            pitch, count = pitch_of(spare.table), len(spare.rows)
+        for (table, spare), offset, attached in zip(tables, offsets, ends, strict=True):
+            pitch, count = pitch_of(table), spare.count
             start = offset + spare.first_row * pitch
             rows = data.narrow(0, start, count * pitch).view(count, pitch)
-            self._targets[spare.table.name] = _Target(rows, attached)
+            self._targets[table.name] = _Target(rows, attached)
+
+    def _with_spares(self, config: Any) -> list[tuple[TableSpec, SpareRows]]:
+        """Returns the tables of a kernel, each with the spare rows of its group."""
+        found = {table.name: (table, one) for one in self._live.spares for table in one.tables}
+        return [found[one.name] for one in config.embedding_tables]
 
     def upload(self, view: int) -> None:
         """Copies the rows that were written since the last call. Returns when they are copied.
@@ -100,10 +105,11 @@ class GpuSpareRows:
         """
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for spare, written in self._live.written_since(self._view):
-                target = self._targets[spare.table.name]
-                self._attach(target, int(written[-1]) + 1)
-                for block in _blocks(written, target.rows.shape[1]):
-                    _copy(spare.rows[block], target.rows, block)
+                for table in spare.tables:
+                    rows, target = self._live.rows[table.name], self._targets[table.name]
+                    self._attach(target, int(written[-1]) + 1)
+                    for block in _blocks(written, target.rows.shape[1]):
+                        _copy(rows[block], target.rows, block)
             self._stream.synchronize()
         # The view after an undo is an earlier one, whose rows are there already.
         self._view = max(self._view, view)
@@ -136,9 +142,9 @@ def _copy(rows: NDArray[np.uint8], target: torch.Tensor, positions: NDArray[np.i
 def spare_bytes(live: LiveRows, page_bytes: int) -> int:
     """Returns the bytes of a GPU that all changed rows may take: those of this host's memory, with
     each row padded, and up to two pages more for each table."""
-    tables = [spare.table for spare in live.spares.values()]
-    padded = max(pitch_of(one) / (one.row_bytes + BYTES_PER_SPARE) for one in tables)
-    return int(live.memory_max * padded) + 2 * page_bytes * len(tables)
+    padded = max(sum(map(pitch_of, one.tables)) / one.nbytes_each for one in live.spares)
+    tables = sum(len(one.tables) for one in live.spares)
+    return int(live.memory_max * padded) + 2 * page_bytes * tables
 
 
 def pitch_of(table: TableSpec) -> int:
@@ -147,17 +153,16 @@ def pitch_of(table: TableSpec) -> int:
 
 
 def _check_numbers(spare: SpareRows) -> None:
-    last = spare.first_row + len(spare.rows)
-    if last > ROWS_MAX:
+    if spare.first_row + spare.count > ROWS_MAX:
         raise StoreError(
-            f"table {spare.table.name!r} has {spare.table.num_embeddings} rows and room for "
-            f"{len(spare.rows)} changed ones: on CUDA torchrec casts ids to int32, so tables have "
-            f"at most {ROWS_MAX} rows; give less memory for deltas, or serve it on the CPU"
+            f"{spare.names}: {spare.row_count} rows, and room for {spare.count} changed ones: on "
+            f"CUDA torchrec casts ids to int32, so tables have at most {ROWS_MAX} rows; give less "
+            "memory for deltas, or serve it on the CPU"
         )
 
 
 def _check_room(live: LiveRows, device: torch.device, page_bytes: int) -> None:
-    tables = [spare.table for spare in live.spares.values()]
+    tables = [table for spare in live.spares for table in spare.tables]
     nbytes = sum(_whole(pitch_of(one) * one.num_embeddings, page_bytes) for one in tables)
     changed, free = spare_bytes(live, page_bytes), torch.cuda.mem_get_info(device)[0]
     if nbytes + changed + WORK_BYTES > free:

@@ -119,7 +119,8 @@ FAMILIES = (
     Family("embedserve_delta_held", GAUGE, NAME, "",
            "1 if no delta is applied, because an administrator holds them."),
     Family("embedserve_delta_rows_changed", GAUGE, NAME, "rows",
-           "Rows that differ from those of the version."),
+           "Rows that differ from those of the version. A row of tables that share features counts "
+           "once."),
     Family("embedserve_delta_memory_bytes", GAUGE, NAME, "bytes",
            "Bytes of memory that changed rows take."),
     Family("embedserve_delta_rows", COUNTER, NAME, "rows",

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
@@ -21,6 +22,7 @@ from embedserve_store.terminal.sizes import human_bytes
 
 if TYPE_CHECKING:
     from embedserve.deltas.live_rows import LiveRows
+    from embedserve.deltas.status import FollowedModel
     from embedserve.engine.engine import Engine
     from embedserve.engine.programs import Programs
 
@@ -58,23 +60,33 @@ def open_folder(path: str) -> ModelVersion:
 
 
 def make_resident_and_verify(
-    settings: ServeSettings, versions: dict[str, ModelVersion], *, is_shown: bool = True
+    settings: ServeSettings,
+    versions: dict[str, ModelVersion],
+    deltas: Mapping[str, FollowedModel] = MappingProxyType({}),
+    *,
+    is_shown: bool = True,
 ) -> dict[str, ModelVersion]:
     """Returns ``versions``, made resident and verified according to the settings. The verified
     bytes are the bytes that are served. Progress is shown on the console if ``is_shown``. All
     threads that it starts have ended when it returns.
 
+    Args:
+        deltas: followed models by served name. Their tables stay where they are, before the memory
+            for changed rows.
+
     Raises:
         StoreError: the versions do not fit into memory, or differ from their published state.
     """
     if settings.tables == "resident":
-        versions = _made_resident(versions, is_shown=is_shown)
+        versions = _made_resident(versions, deltas, is_shown=is_shown)
     if settings.verify:
         _verify(versions, is_shown=is_shown)
     return versions
 
 
-def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict[str, ModelVersion]:
+def _made_resident(
+    versions: dict[str, ModelVersion], deltas: Mapping[str, FollowedModel], *, is_shown: bool
+) -> dict[str, ModelVersion]:
     """Returns ``versions`` with their tables in memory, which processes forked later share.
 
     Raises:
@@ -85,8 +97,13 @@ def _made_resident(versions: dict[str, ModelVersion], *, is_shown: bool) -> dict
     for name, version in versions.items():
         what = f"copying the tables of {name} version {version.manifest.version} into memory"
         with _shown(what, is_shown) as progress:
-            resident[name] = make_resident(version, progress)
-    nbytes = sum(version.tables.data.nbytes for version in resident.values())
+            followed = deltas.get(name)
+            resident[name] = (
+                followed.live.make_resident(progress)
+                if followed
+                else make_resident(version, progress)
+            )
+    nbytes = sum(version.manifest.nbytes for version in resident.values())
     in_huge_pages = huge_page_bytes(resident.values())
     logger.info(
         "%s of tables are resident, %s in huge pages",

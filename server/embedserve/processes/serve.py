@@ -221,12 +221,12 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         stack.callback(ports.close)
         end_startup_server = stack.enter_context(serve_health_while_loading(settings, ports))
         opened = opened_in_time(settings, open_versions_to_fork)
+        deltas = _followed(settings, opened)
         # In this process only adopt changes the dict. Each worker is forked with a copy, and its
         # VersionManager changes that.
-        versions = make_resident_and_verify(settings, opened)
+        versions = make_resident_and_verify(settings, opened, deltas)
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())
-        deltas = _followed(settings, versions)
         slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
 
         def find_damage() -> str:
@@ -296,14 +296,25 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
     for name, version in versions.items():
         room = memory_bytes(settings, version)
         live = LiveRows(version, room, settings.workers, settings.delta_undo)
-        if live.version.plan != version.plan:
-            divided = f"{version.path}: the plan has column shards, whose rows cannot change"
+        if divided := _divided(version, live.version):
+            why = (
+                f"{version.path}: the plan divides {divided} by columns, or unlike tables with "
+                "shared features, so that rows cannot change"
+            )
             if settings.strict_plan:
-                raise StoreError(f"{divided}: refused, as strict_plan asks")
-            logger.warning("%s: these tables are served whole", divided)
+                raise StoreError(f"{why}: refused, as strict_plan asks")
+            logger.warning("%s: they are served whole", why)
         deltas[name] = FollowedModel(live, DeltaStatus(live.start))
         versions[name] = live.version
     return deltas
+
+
+def _divided(stored: ModelVersion, followed: ModelVersion) -> str:
+    """Returns the names of tables that the stored plan divides and the followed version does
+    not."""
+    served = followed.plan.tables
+    tables = stored.plan.tables.items()
+    return ", ".join(repr(name) for name, plan in tables if served[name].shards != plan.shards)
 
 
 def _applier_main(

@@ -113,7 +113,7 @@ class Followed:
         """Returns the first value of each row that a lookup does not read as it was published."""
         view, _ = self._reader.begin()
         numbers = self._reader.newest(np.arange(ROWS), np.array([ROWS]), view)
-        start, size = self.live.tables.offsets["t"], self.live.spares["t"].table.row_bytes
+        start, size = self.live.tables.offsets["t"], self.live.tables.tables["t"].row_bytes
         data = self.live.tables.data
         found = [data[start + size * row :][:4].view(np.float32)[0] for row in numbers]
         self._reader.end(view)

@@ -1,7 +1,8 @@
-"""A version of two features on one table and one on another, and changes of its rows."""
+"""Versions of a few tables, and changes of their rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,31 +20,40 @@ SPECS = (
     TableSpec("movie", 1301, 5, ("history", "candidate"), "sum", "float32"),
     TableSpec("user", 7, 12, ("user",), "sum", "float32"),
 )
-FEATURES = {"history": "movie", "candidate": "movie", "user": "user"}
+SHARED_SPECS = (
+    TableSpec("movie", 1301, 5, ("history", "candidate"), "sum", "float32"),
+    TableSpec("user", 7, 12, ("user",), "sum", "float32"),
+    TableSpec("title", 1301, 33, ("candidate", "title"), "sum", "int4"),
+    TableSpec("maker", 900, 3, ("title", "maker"), "sum", "float16"),
+)
+"""Tables of which all but user are a group, though movie and maker share no feature."""
 State = dict[str, NDArray[np.uint8]]
-"""Stored rows of each table, uint8 [num_embeddings, row_bytes]."""
+"""Stored rows of each table, uint8 [num_embeddings, row_bytes]; or of each key, the rows that its
+feature can have."""
 
 
-def version_of(folder: Path) -> ModelVersion:
+def version_of(folder: Path, specs: tuple[TableSpec, ...] = SPECS) -> ModelVersion:
     """Returns a version without goldens, whose rows are random bytes."""
     random = np.random.default_rng(0)
     path = folder / "tables.safetensors"
     with path.open("wb") as file:
-        file.write(header_bytes(SPECS))
-        for spec in file_order(SPECS):
+        file.write(header_bytes(specs))
+        for spec in file_order(specs):
             file.write(random.bytes(spec.nbytes))
-    info = info_of("shop", list(SPECS), {})
-    return ModelVersion(folder, info.manifest, info.plan, TablesFile.open(path, SPECS), {})
+    info = info_of("shop", list(specs), {})
+    return ModelVersion(folder, info.manifest, info.plan, TablesFile.open(path, specs), {})
 
 
 def state_of(version: ModelVersion) -> State:
-    return {spec.name: version.tables.rows(spec.name).copy() for spec in SPECS}
+    return {spec.name: version.tables.rows(spec.name).copy() for spec in version.manifest.tables}
 
 
-def random_changes(random: np.random.Generator, most: int) -> list[ChangedRows]:
+def random_changes(
+    random: np.random.Generator, most: int, specs: Sequence[TableSpec] = SPECS
+) -> list[ChangedRows]:
     """Returns changes of up to ``most`` rows of each table."""
     changes = []
-    for spec in SPECS:
+    for spec in specs:
         count = int(random.integers(0, min(most, spec.num_embeddings) + 1))
         numbers = np.sort(random.choice(spec.num_embeddings, count, replace=False))
         values = random.integers(0, 256, (count, spec.row_bytes), np.uint8)
@@ -62,26 +72,33 @@ def changed(state: State, changes: list[ChangedRows]) -> State:
 
 
 def read(live: LiveRows, reader: RowsReader, view: int, device: State | None = None) -> State:
-    """Returns all rows as a lookup on one rank reads them, once through each feature.
+    """Returns the rows of each key as a lookup on one rank reads them: all that its feature can
+    have.
 
     Args:
         device: spare rows of each table that are read instead of those in shared memory.
     """
-    counts = [live.spares[table].table.num_embeddings for table in FEATURES.values()]
+    manifest = live.version.manifest
+    counts = manifest.rows_per_feature
     ids = np.concatenate([np.arange(count) for count in counts])
     numbers = reader.newest(ids, np.array(counts), view)
+    parts = np.split(numbers, np.cumsum(counts)[:-1])
     found: State = {}
-    for (feature, table), part in zip(
-        FEATURES.items(), np.split(numbers, np.cumsum(counts)[:-1]), strict=True
-    ):
-        start, size = live.tables.offsets[table], live.spares[table].table.row_bytes
-        at = start + part[:, None] * size + np.arange(size)
-        found[feature] = live.tables.data[at]
+    first_rows = {table.name: one.first_row for one in live.spares for table in one.tables}
+    for column in manifest.columns:
+        name, part = column.table.name, parts[column.feature]
+        start, size = live.tables.offsets[name], column.table.row_bytes
+        found[column.key] = live.tables.data[start + part[:, None] * size + np.arange(size)]
         if device is not None:
-            spare = part - live.spares[table].first_row
-            found[feature][spare >= 0] = device[table][spare[spare >= 0]]
+            spare = part - first_rows[name]
+            found[column.key][spare >= 0] = device[name][spare[spare >= 0]]
     return found
 
 
-def by_feature(state: State) -> State:
-    return {feature: state[table] for feature, table in FEATURES.items()}
+def by_key(live: LiveRows, state: State) -> State:
+    """Returns the rows that ``read`` returns in ``state``."""
+    manifest = live.version.manifest
+    return {
+        column.key: state[column.table.name][: manifest.rows_per_feature[column.feature]]
+        for column in manifest.columns
+    }

@@ -16,9 +16,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from server.deltas.tables import (
+    SHARED_SPECS,
     SPECS,
     State,
-    by_feature,
+    by_key,
     changed,
     random_changes,
     read,
@@ -41,6 +42,11 @@ SEEDS = st.integers(0, 2**32 - 1)
 @pytest.fixture(scope="module")
 def version(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
     return version_of(tmp_path_factory.mktemp("live"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
+    return version_of(tmp_path_factory.mktemp("shared"), SHARED_SPECS)
 
 
 @pytest.fixture
@@ -66,13 +72,14 @@ class Device:
 
     def __init__(self, live: LiveRows, reader: int, plan: Plan) -> None:
         self.live = copy.copy(live)  # as in a forked process
-        self.rows = {name: np.zeros_like(one.rows) for name, one in live.spares.items()}
+        self.rows = {name: np.zeros_like(rows) for name, rows in live.rows.items()}
         self.uploads, self._view = 0, 0
         self.reader = RowsReader(self.live, reader, plan, self.upload)
 
     def upload(self, view: int) -> None:
         for spare, written in self.live.written_since(self._view):
-            self.rows[spare.table.name][written] = spare.rows[written]
+            for table in spare.tables:
+                self.rows[table.name][written] = self.live.rows[table.name][written]
             self.uploads += len(written)
         self._view = max(self._view, view)
 
@@ -80,10 +87,12 @@ class Device:
 class LookupsAndDeltas(RuleBasedStateMachine):
     """Any order of deltas, undos, lookups that begin, read and end, and writers that are killed."""
 
+    specs: tuple[TableSpec, ...] = SPECS
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        version = version_of(Path(self.folder.name))
+        version = version_of(Path(self.folder.name), self.specs)
         # Room for some hundred of the rows, so that spare rows are used again and run out.
         self.live = LiveRows(version, 20 << 10, readers=3, undo=3)
         self.device, self.device_seq = Device(self.live, 2, version.plan), 0
@@ -96,6 +105,9 @@ class LookupsAndDeltas(RuleBasedStateMachine):
     def seq(self) -> int:
         return len(self.states) - 1
 
+    def changes(self, seed: int, most: int) -> list[ChangedRows]:
+        return random_changes(np.random.default_rng(seed), most, self.specs)
+
     def teardown(self) -> None:
         """Every spare row is a row's newest one, or free, once no lookup or undo needs others."""
         for reader, view, _ in self.lookups:
@@ -103,13 +115,13 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         for seq in range(self.seq + 1, self.seq + 6):
             self.device.reader.advance()
             self.writer.apply(seq, [])
-        free = sum(one.count for one in self.writer._free.values())
+        free = sum(one.count for one in self.writer._free)
         assert free + np.count_nonzero(self.live.newest) == self.live.peaks.sum()
         self.folder.cleanup()
 
     @rule(seed=SEEDS, most=st.integers(0, 200))
     def push(self, seed: int, most: int) -> None:
-        changes = random_changes(np.random.default_rng(seed), most)
+        changes = self.changes(seed, most)
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(time, "sleep", self.end_a_later_lookup)
             try:
@@ -151,7 +163,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
             patched.setattr(time, "sleep", self.end_a_later_lookup)
             self.writer.finish_undo()
         with killed_at_barrier(calls), contextlib.suppress(RowsFullError):
-            self.writer.apply(self.seq + 1, random_changes(np.random.default_rng(seed), most))
+            self.writer.apply(self.seq + 1, self.changes(seed, most))
         self.restart_the_writer()
 
     @rule(calls=st.integers(0, 1))
@@ -179,13 +191,13 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         reader = self.readers[which]
         view, seq = reader.begin()
         assert seq == self.seq
-        self.lookups.append((reader, view, by_feature(self.states[-1])))
+        self.lookups.append((reader, view, by_key(self.live, self.states[-1])))
 
     @rule()
     def begin_on_the_device(self) -> None:
         view, seq = self.device.reader.begin()
         assert seq == self.device.live.seq == self.device_seq
-        self.lookups.append((self.device.reader, view, by_feature(self.states[seq])))
+        self.lookups.append((self.device.reader, view, by_key(self.live, self.states[seq])))
 
     @rule()
     def advance(self) -> None:
@@ -212,7 +224,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
 
     def new_lookups_read_the_committed_state(self) -> None:
         view, seq = self.live.committed
-        assert same(read(self.live, self.readers[0], view), by_feature(self.states[seq]))
+        assert same(read(self.live, self.readers[0], view), by_key(self.live, self.states[seq]))
 
 
 @contextlib.contextmanager
@@ -230,8 +242,15 @@ def killed_at_barrier(calls: int) -> Iterator[None]:
         yield
 
 
+class LookupsAndDeltasOfSharedFeatures(LookupsAndDeltas):
+    specs = SHARED_SPECS
+
+
 TestLookupsAndDeltas = LookupsAndDeltas.TestCase
-TestLookupsAndDeltas.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLookupsAndDeltasOfSharedFeatures = LookupsAndDeltasOfSharedFeatures.TestCase
+TestLookupsAndDeltas.settings = TestLookupsAndDeltasOfSharedFeatures.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None
+)
 
 
 def rows_of(spec: TableSpec, *numbers: int, value: int = 0) -> ChangedRows:
@@ -271,7 +290,7 @@ def test_the_spare_rows_of_a_small_table_run_out_before_the_memory(
     change = rows_of(SPECS[1], *range(7))
     for seq in range(1, 5):
         writer.apply(seq, [change])
-    with pytest.raises(RowsFullError, match="table 'user' has 28 rows for changes, and 7 more"):
+    with pytest.raises(RowsFullError, match="table 'user': 28 rows for changes, and 7 more"):
         writer.apply(5, [change])
     reader.end(view)
     writer.apply(5, [change])
@@ -339,6 +358,22 @@ def test_rows_kept_for_an_undo_give_way_to_new_ones(version: ModelVersion) -> No
     assert writer.revert(oldest[-1], 20)
 
 
+def test_an_undo_takes_the_place_of_the_oldest_state_before_it_is_finished(
+    version: ModelVersion,
+) -> None:
+    live = LiveRows(version, 64 << 10, readers=1, undo=3)
+    writer = RowsWriter(live)
+    for seq in range(1, 4):
+        writer.apply(seq, [])
+    assert writer.undo_from == 0
+    assert writer.revert(3, 4)
+    assert writer.undo_from == 1
+    writer.finish_undo()
+    assert writer.undo_from == 1
+    assert not writer.revert(0, 5)
+    assert writer.revert(1, 5)
+
+
 def test_a_delta_that_does_not_fit_takes_no_rows_from_an_undo(version: ModelVersion) -> None:
     live = LiveRows(version, 20 << 10, readers=1, undo=8)
     writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
@@ -361,7 +396,7 @@ def test_spare_rows_for_undos_are_fewer_where_not_all_can_be_numbered(
     monkeypatch.setattr(live_rows, "NUMBER_MAX", 10 * rows)
     live = LiveRows(version, 1 << 30, 1, undo=64)
     assert 9.9 * rows < len(live.views) <= 10 * rows
-    assert all(len(one.rows) > 9 * one.table.num_embeddings for one in live.spares.values())
+    assert all(one.count > 9 * one.row_count for one in live.spares)
 
 
 def test_the_next_writer_keeps_no_former_rows(live: LiveRows) -> None:
@@ -424,13 +459,6 @@ def with_rows(version: ModelVersion, rows: int) -> ModelVersion:
     return replace(version, manifest=replace(version.manifest, tables=tables))
 
 
-def test_a_feature_of_two_tables_is_refused(version: ModelVersion) -> None:
-    tables = (SPECS[0], replace(SPECS[1], feature_names=("user", "history")))
-    manifest = replace(version.manifest, tables=tables)
-    with pytest.raises(StoreError, match="feature 'history' is looked up in the tables"):
-        LiveRows(replace(version, manifest=manifest), 1 << 20, 1)
-
-
 def test_column_shards_are_made_whole(version: ModelVersion) -> None:
     shards = (Shard(1, 0, 7, 0, 8), Shard(0, 0, 7, 8, 4))
     tables = {**version.plan.tables, "user": TablePlan("column_wise", shards)}
@@ -473,3 +501,56 @@ def test_lookups_keep_their_view_while_an_upload_fails(
     device.reader._upload = upload
     device.reader.advance()
     assert device.reader.begin()[1] == 3
+
+
+def test_spare_rows_of_a_group_are_rows_of_all_its_tables(shared: ModelVersion) -> None:
+    live = LiveRows(shared, 1 << 20, 1)
+    movie, user, title, maker = SHARED_SPECS
+    assert [one.tables for one in live.spares] == [(movie, title, maker), (user,)]
+    assert len(live.newest) == movie.num_embeddings + user.num_embeddings
+    for number, rows in enumerate(live.rows.values(), 1):
+        rows[:] = number
+    for number, rows in enumerate(live.rows.values(), 1):
+        assert (rows == number).all()
+    assert same(state_of(live.version), state_of(shared))
+    for spare in live.spares:
+        for spec in spare.tables:
+            start = live.tables.offsets[spec.name] + spare.first_row * spec.row_bytes
+            rows = live.tables.data[start:][: spare.count * spec.row_bytes]
+            assert np.array_equal(rows, live.rows[spec.name].reshape(-1))
+
+
+def test_copies_of_a_group_count_as_memory(shared: ModelVersion) -> None:
+    live = LiveRows(shared, 64 << 10, 1)
+    writer = RowsWriter(live)
+    movie, user, title, maker = SHARED_SPECS
+    row_bytes = movie.row_bytes + title.row_bytes + maker.row_bytes + 8
+    writer.apply(1, [rows_of(maker, 1, 2, 3)])
+    assert writer.memory_bytes == 3 * row_bytes
+    writer.apply(2, [rows_of(movie, 3, 4), rows_of(title, 4, 5, 6), rows_of(user, 1)])
+    assert writer.memory_bytes == 7 * row_bytes + user.row_bytes + 8
+    assert writer.rows_changed == 7
+    most = (64 << 10) // row_bytes
+    with pytest.raises(RowsFullError, match=f"{(most - 7) * row_bytes} more are needed"):
+        writer.apply(3, [rows_of(title, *range(most - 6))])  # one was used before
+
+
+def test_the_spare_rows_of_a_group_run_out_before_the_memory(tmp_path: Path) -> None:
+    specs = tuple(replace(SPECS[1], name=name) for name in ("one", "two"))
+    live = LiveRows(version_of(tmp_path, specs), 1 << 20, 1)
+    writer = RowsWriter(live)
+    RowsReader(live, 0, live.version.plan).begin()
+    for seq in range(1, 5):
+        writer.apply(seq, [rows_of(specs[seq % 2], *range(7))])
+    with pytest.raises(RowsFullError, match="tables 'one', 'two': 28 rows for changes, and 7 more"):
+        writer.apply(5, [rows_of(specs[0], *range(7))])
+
+
+def test_tables_of_a_group_that_are_sharded_differently_have_no_reader(
+    shared: ModelVersion,
+) -> None:
+    live = LiveRows(shared, 1 << 20, 2)
+    shards = (Shard(0, 0, 651, 0, 33), Shard(1, 651, 650, 0, 33))
+    tables = {**shared.plan.tables, "title": TablePlan("row_wise", shards)}
+    with pytest.raises(StoreError, match="tables 'movie', 'title', 'maker': they share features"):
+        RowsReader(live, 0, replace(shared.plan, tables=tables))

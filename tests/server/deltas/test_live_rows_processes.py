@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from server.deltas.tables import SPECS, version_of
+from server.deltas.tables import SHARED_SPECS, SPECS, version_of
 
 from embedserve.deltas.live_rows import LiveRows, RowsFullError
 from embedserve.deltas.region import shared_memory
@@ -20,14 +20,18 @@ from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion
 from embedserve_store.format.delta_file import ChangedRows
 
-CHANGED = {"movie": 300, "user": 7}
+CHANGED_MAX = 300
+"""Rows of a table that each delta changes, if it has as many."""
 KILLS = 25
+MEMORY = 96 << 10
 READERS = 2
 
 
-@pytest.fixture(scope="module")
-def version(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
-    return version_of(tmp_path_factory.mktemp("live"))
+@pytest.fixture(scope="module", params=[SPECS, SHARED_SPECS])
+def version(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ModelVersion:
+    return version_of(tmp_path_factory.mktemp("live"), request.param)
 
 
 @contextlib.contextmanager
@@ -46,23 +50,21 @@ def process(run: Callable[[], None]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def delta(seq: int) -> list[ChangedRows]:
-    """Returns the same rows for each ``seq``, which is their every word."""
-    return [
-        ChangedRows(
-            spec,
-            np.arange(CHANGED[spec.name]),
-            np.full((CHANGED[spec.name], spec.row_bytes // 4), seq, np.uint32).view(np.uint8),
-        )
-        for spec in SPECS
-    ]
+def delta(live: LiveRows, seq: int) -> list[ChangedRows]:
+    """Returns the same rows for each ``seq``, whose every byte is that of ``seq``."""
+    changes = []
+    for spec in live.version.manifest.tables:
+        count = min(CHANGED_MAX, spec.num_embeddings)
+        values = np.full((count, spec.row_bytes), seq % 256, np.uint8)
+        changes.append(ChangedRows(spec, np.arange(count), values))
+    return changes
 
 
 def write_on(live: LiveRows) -> None:
     writer = RowsWriter(live)
     while True:
         with contextlib.suppress(RowsFullError):
-            writer.apply(live.seq + 1, delta(live.seq + 1))
+            writer.apply(live.seq + 1, delta(live, live.seq + 1))
 
 
 def nothing() -> None:
@@ -71,36 +73,39 @@ def nothing() -> None:
 
 def read_once(
     live: LiveRows, reader: RowsReader, stop: Callable[[], None] = nothing
-) -> tuple[int, np.ndarray]:
-    """Returns the seq of a lookup, and all words that it read. Calls ``stop`` between its steps."""
+) -> tuple[int, bool]:
+    """Returns the seq of a lookup, and whether it read the rows of that delta. Calls ``stop``
+    between its steps."""
     view, seq = reader.begin()
     stop()
-    counts = np.array([CHANGED["movie"], CHANGED["movie"], CHANGED["user"]])
+    manifest = live.version.manifest
+    counts = np.minimum(manifest.rows_per_feature, CHANGED_MAX)
     numbers = reader.newest(np.concatenate([np.arange(n) for n in counts]), counts, view)
     stop()
-    words = []
     parts = np.split(numbers, np.cumsum(counts)[:-1])
-    for part, table in zip(parts, ("movie", "movie", "user"), strict=True):
-        size = live.spares[table].table.row_bytes
-        at = live.tables.offsets[table] + part[:, None] * size + np.arange(size)
-        words.append(live.tables.data[at].view(np.uint32).reshape(-1))
+    found = []
+    for column in manifest.columns:
+        size = column.table.row_bytes
+        start = live.tables.offsets[column.table.name]
+        at = start + parts[column.feature][:, None] * size + np.arange(size)
+        found.append((live.tables.data[at] == seq % 256).all())
     reader.end(view)
-    return seq, np.concatenate(words)
+    return seq, all(found)
 
 
 def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
     version: ModelVersion,
 ) -> None:
-    live = LiveRows(version, 96 << 10, READERS)
-    RowsWriter(live).apply(1, delta(1))
+    live = LiveRows(version, MEMORY, READERS)
+    RowsWriter(live).apply(1, delta(live, 1))
     # For each reader: its lookups, and the seq of one that was wrong.
     found = shared_memory(16 * READERS).view(np.uint64).reshape(READERS, 2)
 
     def read_on(number: int) -> None:
         reader = RowsReader(live, number, version.plan)
         while True:
-            seq, words = read_once(live, reader)
-            if not (words == seq).all():
+            seq, is_right = read_once(live, reader)
+            if not is_right:
                 found[number, 1] = seq
             found[number, 0] += 1
 
@@ -118,35 +123,32 @@ def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
 
 def test_a_lookup_that_stands_still_reads_what_it_began_with(version: ModelVersion) -> None:
     """Spare rows run out meanwhile, and are used again once it has ended."""
-    live = LiveRows(version, 96 << 10, 1)
+    live = LiveRows(version, MEMORY, 1)
     writer = RowsWriter(live)
-    writer.apply(1, delta(1))
+    writer.apply(1, delta(live, 1))
     found = shared_memory(16).view(np.uint64)
 
     def read() -> None:
         reader = RowsReader(live, 0, version.plan)
-        seq, words = read_once(live, reader, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-        found[:] = seq, (words == seq).all()
+        found[:] = read_once(live, reader, lambda: os.kill(os.getpid(), signal.SIGSTOP))
         signal.pause()
 
     with process(read) as pid:
-        seq = 1
         for _ in range(2):  # before the rows are found, and before they are read
             os.waitpid(pid, os.WUNTRACED)
-            seq = write_until_full(writer, seq)
+            seq = write_until_full(live, writer)
             os.kill(pid, signal.SIGCONT)
         while not found[0]:
             time.sleep(0.001)
         assert found.tolist() == [1, 1]
         assert seq > 1
-        writer.apply(seq + 1, delta(seq + 1))
+        writer.apply(seq + 1, delta(live, seq + 1))
 
 
-def write_until_full(writer: RowsWriter, seq: int) -> int:
-    """Writes deltas after ``seq`` until they do not fit; returns the seq of the last."""
+def write_until_full(live: LiveRows, writer: RowsWriter) -> int:
+    """Writes deltas until they do not fit; returns the seq of the last."""
     with contextlib.suppress(RowsFullError):
         for _ in range(1000):
-            writer.apply(seq + 1, delta(seq + 1))
-            seq += 1
+            writer.apply(live.seq + 1, delta(live, live.seq + 1))
         raise AssertionError("the memory does not run full")
-    return seq
+    return live.seq

@@ -223,7 +223,10 @@ def test_a_manifest_that_readers_would_refuse_is_not_written(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(append_module, "MANIFEST_BYTES_MAX", 100)
-    with pytest.raises(InvalidModelError, match="bytes, with 0 files and 0 examples of goldens, the limit is 100: push"):
+    with pytest.raises(
+        InvalidModelError,
+        match="bytes, with 0 files and 0 examples of goldens, the limit is 100: push",
+    ):
         writer.push_rows({})
     assert deltas_in(store) == []
 

@@ -37,6 +37,33 @@ def test_columns_of_the_answer() -> None:
     )
 
 
+def table(name: str, *features: str) -> TableSpec:
+    return TableSpec(name, 10, 4, features, "sum", "float32")
+
+
+@pytest.mark.parametrize(
+    ("features", "groups"),
+    [
+        (["x", "y", "z"], ["a", "b", "c"]),
+        (["xy", "yz", "w"], ["ab", "c"]),
+        (["x", "y", "xz"], ["ac", "b"]),
+        (["x", "y", "z", "w", "zy", "zx"], ["abcef", "d"]),
+        (["wv", "x", "y", "z", "yx", "vz"], ["adf", "bce"]),
+    ],
+)
+def test_tables_that_share_features_are_a_group(features: list[str], groups: list[str]) -> None:
+    """Here tables are a, b, …, and a letter is a feature."""
+    tables = tuple(table(name, *own) for name, own in zip("abcdef", features, strict=False))
+    found = Manifest("m", 1, tables, False).table_groups
+    assert ["".join(one.name for one in group) for group in found] == groups
+
+
+def test_groups_of_many_tables_take_no_time_of_their_square() -> None:
+    count = 20_000
+    tables = tuple(table(f"t{i}", f"f{i}", f"f{i + 1}") for i in reversed(range(count)))
+    assert [len(group) for group in Manifest("m", 1, tables, False).table_groups] == [count]
+
+
 def test_json_and_back() -> None:
     data = json.loads(json.dumps(MANIFEST.to_json()))
     assert Manifest.from_json(data, "manifest.json") == MANIFEST

@@ -174,6 +174,55 @@ def test_column_shards_are_counted_by_themselves() -> None:
     assert PLAN.column_shard_bytes(TABLES) == 5 * (8 + 16 + 12)
 
 
+def types(plan: Plan) -> dict[str, str]:
+    return {name: table.sharding_type for name, table in plan.tables.items()}
+
+
+def test_tables_that_are_divided_by_columns_become_whole() -> None:
+    plan = PLAN.with_whole_rows([[table] for table in TABLES])
+    assert types(plan) == types(PLAN) | {"columns": "table_wise"}
+    assert plan.tables["columns"].shards == (Shard(1, 0, 5, 0, 24),)
+    assert plan.constraints == {
+        **PLAN.constraints,
+        "columns": TableConstraints(("table_wise",), pooling_factors=(1.5, 20)),
+    }
+
+
+def test_a_table_that_may_be_divided_by_columns_on_other_ranks_stays_as_it_is() -> None:
+    constraints = TableConstraints(("row_wise", "column_wise"), min_partition=4)
+    plan = with_constraints("rows", constraints).with_whole_rows([[table] for table in TABLES])
+    assert plan.tables["rows"] == PLAN.tables["rows"]
+    assert plan.constraints["rows"] == TableConstraints(("row_wise",))
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (("rows", "more"), ("row_wise", "row_wise")),
+        (("rows", "codes"), ("table_wise", "table_wise")),
+        (("rows", "whole"), ("table_wise", "table_wise")),
+        (("copied", "rows"), ("data_parallel", "table_wise")),
+        (("whole", "columns", "copied"), ("table_wise", "table_wise", "data_parallel")),
+    ],
+)
+def test_a_group_has_its_rows_on_the_same_ranks(
+    names: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    """Also on another number of ranks: the constraints leave no other type."""
+    tables = {table.name: table for table in TABLES}
+    tables["more"] = replace(tables["rows"], name="more")
+    stored = with_table("more", "row_wise", *PLAN.tables["rows"].shards)
+    plan = stored.with_whole_rows([[tables[name] for name in names]])
+    assert tuple(plan.tables[name].sharding_type for name in names) == expected
+    assert tuple(plan.constraints[name].sharding_types for name in names) == tuple(
+        (one,) for one in expected
+    )
+    plan.check(tuple(tables.values()), "here")
+    others = stored.tables.keys() - names
+    assert all(plan.tables[name] == stored.tables[name] for name in others)
+    assert plan.constraints.keys() == stored.constraints.keys() | set(names)
+
+
 def test_what_fills_rows_up_goes_with_their_last_columns() -> None:
     tables = (TableSpec("t", 5, 10, ("f",), "sum", "int8"),)
     halves = TablePlan("column_wise", (Shard(0, 0, 5, 0, 4), Shard(1, 0, 5, 4, 6)))
