@@ -330,7 +330,7 @@ def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> No
     refused: dict[tuple[object, ...], str] = {
         ("--model", "wide", "--strict-plan"): "so that rows cannot change: refused, as strict_plan",
         ("--model", "mixed", "--strict-plan"): "the plan divides 't' by columns, or unlike tables",
-        ("--devices", "cuda"): "deltas is 'follow', but the tables go to GPUs",
+        ("--devices", "cuda", "--workers", "2"): "workers is 2, but the tables go to GPUs",
         ("--follow", "latest"): "follow is 'latest', but the rows of the served versions follow",
         ("--delta-poll-s", "0.001"): "delta_poll_s is 0.001, expected 0.01 to 3600",
         ("--delta-key", garbage): f"delta key {garbage}: has 0 public keys in PEM, expected 1 to",

@@ -26,7 +26,6 @@ from embedserve.engine.compile import KINDS
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
 from embedserve.errors import NotReadyError
-from embedserve.processes.server import build_pipeline
 from embedserve_store import DeltaWriter, ModelStore, ModelVersion, compact_deltas, publish
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.errors import GoldensError
@@ -261,6 +260,8 @@ def test_goldens_of_unpooled_rows_are_compared(unpooled: Path) -> None:
 
 
 async def test_a_server_whose_goldens_get_other_results_is_not_ready(pooled: Path) -> None:
+    from embedserve.processes.server import build_pipeline  # needs more than a GPU host has
+
     followed, engine = with_goldens(pooled, "float32")
     engine.rows = engine.live_goldens = None  # the pipeline sets them
     with ThreadPoolExecutor(1) as executor:
