@@ -225,9 +225,13 @@ class Plan:
 
 def shard_bytes(shard: Shard, table: TableSpec, device_type: str = "cpu") -> int:
     """Returns the bytes of ``shard`` of ``table`` on a device: stored bytes on cpu."""
+    return shard.row_count * row_pitch(row_bytes(table.dtype, shard.stored_col_count), device_type)
+
+
+def row_pitch(nbytes: int, device_type: str) -> int:
+    """Returns the bytes from one row of ``nbytes`` to the next on a device."""
     alignment = ROW_ALIGNMENT_BYTES[device_type]
-    one_row = row_bytes(table.dtype, shard.stored_col_count)
-    return shard.row_count * -(-one_row // alignment) * alignment
+    return -(-nbytes // alignment) * alignment
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:

@@ -17,9 +17,8 @@ from datetime import datetime
 from functools import partial
 from typing import cast
 
-import numpy as np
-
 from embedserve.deltas.live_rows import RowsFullError
+from embedserve.deltas.merge_changes import merged
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens
 from embedserve.deltas.status import (
@@ -387,25 +386,6 @@ class DeltaFollower:
     def _write(self, state: DeltaState) -> None:
         self._state = state
         self._status.write(state)
-
-
-def merged(changes: Sequence[ChangedRows]) -> list[ChangedRows]:
-    """Returns one element for each table of ``changes``; of a row's values the last one stays."""
-    by_table: dict[str, list[ChangedRows]] = {}
-    for change in changes:
-        by_table.setdefault(change.table.name, []).append(change)
-    return [_last_values(own) for own in by_table.values()]
-
-
-def _last_values(changes: Sequence[ChangedRows]) -> ChangedRows:
-    if len(changes) == 1:
-        return changes[0]
-    # Is reversed, since np.unique returns the first position of a row.
-    numbers, last = np.unique(
-        np.concatenate([one.numbers for one in changes])[::-1], return_index=True
-    )
-    values = np.concatenate([one.values for one in changes])
-    return ChangedRows(changes[0].table, numbers, values[len(values) - 1 - last])
 
 
 def _seconds(as_of: str) -> float:

@@ -22,7 +22,7 @@ from embedserve.engine.gpu_spare_rows import GpuSpareRows
 from embedserve.engine.kernel_rows import KernelTables, Rows
 from embedserve_store.format.table_spec import SCALE_BIAS_BYTES, row_bytes
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
+from embedserve_store.plans.plan import row_pitch
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def gpu_copies(
 ) -> list[list[RowCopy]]:
     """Returns the row copies that each GPU's kernels need. Allocates the kernels' memory, with each
     row padded to 16 bytes, as the CUDA kernels read it."""
-    mapped, alignment = as_tensor(version.tables.data), ROW_ALIGNMENT_BYTES["cuda"]
+    mapped = as_tensor(version.tables.data)
     of_devices: dict[torch.device, list[RowCopy]] = {}
     for kernel, config in sharded.tbes_configs().items():
         if spare_rows is None:
@@ -161,8 +161,7 @@ def gpu_copies(
             kernel.weights_physical_offsets,
             strict=True,
         ):
-            rows, bytes_a_row = len(parts[0]), sum(part.shape[1] for part in parts)
-            pitch = -(-bytes_a_row // alignment) * alignment
+            rows, pitch = len(parts[0]), row_pitch(sum(part.shape[1] for part in parts), "cuda")
             target = kernel.weights_dev.narrow(0, offset, rows * pitch).view(rows, pitch)
             copies.append(_row_copy(shard_config, parts, target, version))
     return list(of_devices.values())

@@ -21,7 +21,7 @@ from embedserve.engine.gpu_pages import GpuPages
 from embedserve.engine.gpus import WORK_BYTES
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES
+from embedserve_store.plans.plan import row_pitch
 
 BLOCK_BYTES = 16 << 20
 """Bytes of changed rows that are copied at once, through pinned memory."""
@@ -149,7 +149,7 @@ def spare_bytes(live: LiveRows, page_bytes: int) -> int:
 
 def pitch_of(table: TableSpec) -> int:
     """Returns the bytes from one row of ``table`` to the next on a GPU."""
-    return _whole(table.row_bytes, ROW_ALIGNMENT_BYTES["cuda"])
+    return row_pitch(table.row_bytes, "cuda")
 
 
 def _check_numbers(spare: SpareRows) -> None:

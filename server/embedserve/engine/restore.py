@@ -155,18 +155,12 @@ def restore(
     """
     gpus = gpus_for(devices)
     device_type, world_size = resolve_devices(devices, version.plan.world_size, gpus)
-    first_gpus = range(1)
     if device_type == "cuda":
-        if live is not None and gpus.count > 1:
-            raise StoreError(
-                f"{version.path}: its deltas are applied on one GPU, and there are {gpus.count}: "
-                "name one in CUDA_VISIBLE_DEVICES"
-            )
         layout = _layout_of({str(version.path): version}, gpus, gpu_layout, strict_plan)
         plan = _plan_on_gpus(version, gpus, layout, strict_plan)
         first_gpus = range(0, gpus.count, plan.world_size)
     else:
-        plan = _plan_for(version, device_type, world_size, strict_plan)
+        plan, first_gpus = _plan_for(version, device_type, world_size, strict_plan), range(1)
     if plan is not version.plan:
         logger.warning(
             "%s: planned anew under the stored constraints", _difference(version, plan.world_size)
@@ -179,9 +173,7 @@ def restore(
             f"{version.path}: it has to be compiled anew, and meanwhile lookups that run eagerly "
             "would fail: restart the server to serve it"
         )
-    spare_rows = None
-    if live is not None and device_type == "cuda":
-        spare_rows = GpuSpareRows(live, main_device(device_type))
+    spare_rows = _spare_rows(live, version, gpus) if device_type == "cuda" else None
     if known is None:
         compiled = _compile(
             version, plan, device_type, first_gpus, is_eager=is_eager, spare_rows=spare_rows
@@ -195,6 +187,22 @@ def restore(
         on_warming()
     engine.warm_up()
     return engine
+
+
+def _spare_rows(live: LiveRows | None, version: ModelVersion, gpus: Gpus) -> GpuSpareRows | None:
+    """Returns the room for rows that change on the GPU; None if no row changes.
+
+    Raises:
+        StoreError: there are several GPUs, or the memory of one does not suffice.
+    """
+    if live is None:
+        return None
+    if gpus.count > 1:
+        raise StoreError(
+            f"{version.path}: its deltas are applied on one GPU, and there are {gpus.count}: name "
+            "one in CUDA_VISIBLE_DEVICES"
+        )
+    return GpuSpareRows(live, main_device("cuda"))
 
 
 def _compile(

@@ -326,9 +326,12 @@ def _applier_main(
 ) -> int:
     """Applies deltas in the applier's process; returns the exit code."""
     from embedserve.deltas.applier_process import run_applier
-    from embedserve.engine.cuda_limits import check_changed_rows
 
-    check_on_device = check_changed_rows if settings.devices == "cuda" else None
+    check_on_device = None
+    if settings.devices == "cuda":
+        from embedserve.engine.cuda_limits import check_changed_rows
+
+        check_on_device = check_changed_rows
     try:
         run_applier(settings, versions, deltas, supervisor, check_on_device, keys)
     except StoreError as error:
