@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Installs from Debian what the tests run and this host lacks: kubectl (1.24) renders the manifests; curl,
 # nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it, Prometheus
-# scrapes it, and Chromium shows its console. With the argument "image" it installs what builds the image and
-# starts it instead. It does nothing where all are there, never touches a cluster, and leaves no service running or
-# enabled.
+# scrapes it, Chromium shows its console, and Redis and NATS notify it of deltas. With the argument "image" it
+# installs what builds the image and starts it instead. It does nothing where all are there, never touches a
+# cluster, and leaves no service running or enabled.
 set -euo pipefail
 
 OS_RELEASE=${OS_RELEASE:-/etc/os-release}
@@ -23,6 +23,8 @@ declare -A package_of=(
     [prometheus]=prometheus
     [promtool]=prometheus
     [chromium]=chromium
+    [redis-server]=redis-server
+    [nats-server]=nats-server
     [podman]=podman
     [runc]=runc
     [debootstrap]=debootstrap
@@ -64,7 +66,7 @@ install_kubectl_of_debian_13() {
 
 group=${1:-tests}
 case $group in
-    tests) commands=(curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium) ;;
+    tests) commands=(curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium redis-server nats-server) ;;
     image) commands=(haproxy podman runc debootstrap) ;;
     *)
         echo "install-debian-packages.sh: the group is \"$group\", it must be tests or image" >&2
@@ -117,7 +119,7 @@ if [ ${#packages[@]} -gt 0 ]; then
 fi
 # Nor at the next start of the host.
 if command -v systemctl >/dev/null; then
-    for service in nginx haproxy prometheus; do
+    for service in nginx haproxy prometheus redis-server nats-server; do
         if [[ " ${missing[*]} " == *" $service "* ]]; then
             "${as_root[@]}" systemctl disable --quiet "$service"
         fi

@@ -4,8 +4,10 @@
 
 8 tables of 100,000 rows of 64 float32, half of them row_wise and half table_wise, in a
 DistributedModelParallel over gloo. Before each push the ranks train one step of 80,000 random ids,
-whose rows TorchRec's tracker records. The store is a folder, by default in a temporary one. A push
-is timed on rank 0, and ends on all ranks together. Each rank has one thread.
+whose rows TorchRec's tracker records. The store is a folder, by default in a temporary one. In
+turns a push waits until the delta is written, or writes it in a thread. How long the caller on rank
+0 is stopped is timed, and how much of that the copy of the rows takes. Each rank has one thread
+beside that of the push.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import statistics
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
@@ -32,6 +35,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.types import ShardingEnv
 
 from embedserve_store import DeltaLine, DeltaWriter, ModelStore, publish_sharded
+from embedserve_store.deltas.tracked_rows import TakenRows
 
 RANKS, MODEL = 2, "m"
 TABLES, ROWS, DIM = 8, 100_000, 64
@@ -102,32 +106,62 @@ def run(rank: int, store: str, pushes: int, meeting: str) -> None:
     train_step(dmp, random)
     publish_sharded(dmp, store, model=MODEL)
     dist.barrier()
-    times_ms = []
+    times = Times()
     with DeltaWriter(store, model=MODEL, module=dmp, overlap_steps=0) as writer:
-        for step in range(WARM_UP + pushes):
+        assert writer._tracked is not None
+        writer._tracked.take = times.copied(writer._tracked.take)  # type: ignore[method-assign]
+        for step in range(WARM_UP + 2 * pushes):
             train_step(dmp, random)
+            writer.wait()
             dist.barrier()
             began_s = perf_counter()
-            writer.push(step=step)
-            times_ms.append(1e3 * (perf_counter() - began_s))
+            if step % 2:
+                writer.push(step=step, wait=False)
+            else:
+                writer.push(step=step)
+            times.stopped_ms.append(1e3 * (perf_counter() - began_s))
     if rank == 0:
-        report(store, times_ms[WARM_UP:])
+        report(store, times)
     dist.barrier()
     os._exit(0)  # torch's own threads may outlive what they use in an orderly end
 
 
-def report(store: str, times_ms: list[float]) -> None:
+class Times:
+    """Milliseconds of each push: those with ``wait`` have even numbers."""
+
+    def __init__(self) -> None:
+        self.stopped_ms: list[float] = []
+        self.copy_ms: list[float] = []
+
+    def copied(self, take: Callable[[], TakenRows]) -> Callable[[], TakenRows]:
+        """Returns ``take``, timed."""
+
+        def timed() -> TakenRows:
+            began_s = perf_counter()
+            taken = take()
+            self.copy_ms.append(1e3 * (perf_counter() - began_s))
+            return taken
+
+        return timed
+
+
+def report(store: str, times: Times) -> None:
     models = ModelStore(store)
     line = DeltaLine(models, models.manifest(MODEL))
     deltas = [delta for delta, _ in line.deltas()][WARM_UP:]
     rows = statistics.median(sum(delta.rows.values()) for delta in deltas)
     nbytes = statistics.median(delta.nbytes for delta in deltas)
     print(
-        f"{len(times_ms)} pushes from {RANKS} ranks, {rows:,.0f} rows ({nbytes / 2**20:.1f} MiB) "
-        f"each: median {statistics.median(times_ms):.1f} ms, min {min(times_ms):.1f} ms, "
-        f"max {max(times_ms):.1f} ms",
-        flush=True,
+        f"pushes from {RANKS} ranks, {rows:,.0f} rows ({nbytes / 2**20:.1f} MiB) each", flush=True
     )
+    for first, name in enumerate(("wait=True", "wait=False")):
+        for what, all_ms in (("stopped", times.stopped_ms), ("of it the copy", times.copy_ms)):
+            some = all_ms[WARM_UP + first :: 2]
+            print(
+                f"{name}, {what}: median {statistics.median(some):.1f} ms of {len(some)}, "
+                f"min {min(some):.1f}, max {max(some):.1f}",
+                flush=True,
+            )
 
 
 def main() -> None:

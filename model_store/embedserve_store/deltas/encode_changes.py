@@ -5,6 +5,7 @@ Imports torch when called.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,18 @@ def encode_changes(
         for name, (ids, rows) in changes.items()
     }
     return {name: change for name, change in encoded.items() if len(change.numbers)}
+
+
+def copy_changes(changes: Changes) -> dict[str, tuple[Ids, Rows]]:
+    """Returns copies of ids and rows on the CPU, which the caller may change meanwhile."""
+    return {name: (copy_values(ids), copy_values(rows)) for name, (ids, rows) in changes.items()}
+
+
+def copy_values(values: Any) -> Any:
+    """Returns a copy of an array or sequence, and of a tensor one on the CPU."""
+    if hasattr(values, "detach"):
+        return values.detach().to("cpu", copy=True)
+    return copy.deepcopy(values)
 
 
 def _table(tables: Mapping[str, TableSpec], name: str) -> TableSpec:

@@ -25,16 +25,16 @@ _QUANTIZED = "bfloat16"
 
 
 def bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
-    """Returns ``goldens`` as bags in the order of the version's features.
+    """Returns a copy of ``goldens`` as bags in the order of the version's features.
 
     Raises:
         InvalidModelError: they are of another type, or lack a feature.
     """
     if isinstance(goldens, Bags):
         return Bags(
-            np.asarray(goldens.ids, np.int64),
-            np.asarray(goldens.lengths, np.int32),
-            None if goldens.weights is None else np.asarray(goldens.weights, np.float32),
+            np.array(goldens.ids, np.int64),
+            np.array(goldens.lengths, np.int32),
+            None if goldens.weights is None else np.array(goldens.weights, np.float32),
         )
     if not (hasattr(goldens, "keys") and hasattr(goldens, "to_dict")):
         raise InvalidModelError(

@@ -6,6 +6,7 @@ Changes nothing in the model. Imports torch and torchrec only when called.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from embedserve_store.deltas.column_exchange import ColumnExchange, Piece
 from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.touched_ids import TouchedIds
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.parity import least_precise
 from embedserve_store.sources.checkpoint import table_keys
@@ -29,6 +31,21 @@ WHOLE_ROWS_MAX = 10_000
 _SHARDINGS = ("data_parallel", "table_wise", "column_wise", "table_column_wise", "row_wise")
 _UNTRACKED_KERNEL = "dense"
 """Compute kernel whose optimizer may update rows that were not looked up."""
+
+
+@dataclass(frozen=True)
+class TakenRows:
+    """Copies of the touched rows of one rank's shards."""
+
+    pieces: dict[str, list[Piece]]
+    """Copied rows of each shard, by table."""
+    problem: str = ""
+    """The reason why there are none."""
+
+    @property
+    def numbers(self) -> dict[str, NDArray[np.int64]]:
+        """Row numbers by table."""
+        return {table: own[0].numbers for table, own in self.pieces.items()}
 
 
 class TrackedRows:
@@ -98,11 +115,23 @@ class TrackedRows:
         """Least precise dtype of this rank's shards; float32 if it has none."""
         return self._dtype
 
-    def take(self) -> dict[str, tuple[NDArray[np.int64], torch.Tensor]]:
-        """Returns the rows that this rank is to write, by table. A collective of all ranks.
+    def take(self) -> TakenRows:
+        """Copies the touched rows of this rank's shards to the CPU. Not a collective.
 
         Weights are read as they are, so this is called between two steps, on the thread and CUDA
-        stream that train. Until ``mark_taken`` the same rows are returned again.
+        stream that train. What was taken does not count as touched any more; ``take_again`` of its
+        numbers reverses that.
+        """
+        try:
+            pieces = self._read()
+        except InvalidModelError as error:
+            return TakenRows({}, str(error))
+        self._ids.mark_taken()
+        self._again = {}
+        return TakenRows(pieces)
+
+    def whole_rows(self, taken: TakenRows) -> dict[str, tuple[NDArray[np.int64], torch.Tensor]]:
+        """Returns the rows that this rank is to write, by table. A collective of all ranks.
 
         Returns:
             Row numbers in the table, int64 [n], unique and ascending, and the whole rows [n, dim]
@@ -114,28 +143,16 @@ class TrackedRows:
             InvalidModelError: on all ranks. A recorded id is outside of its table's shard, or ranks
                 recorded different ids of a column-wise table.
         """
-        problem, pieces = "", {}
-        try:
-            pieces = self._read()
-        except InvalidModelError as error:
-            problem = str(error)
-        return self._exchange.whole_rows(pieces, problem)
-
-    def mark_taken(self) -> None:
-        """Forgets the rows that ``take`` returned, once they are written. Not a collective.
-
-        To be called before the next training step.
-        """
-        self._ids.mark_taken()
-        self._again = {}
+        return self._exchange.whole_rows(taken.pieces, taken.problem)
 
     def take_again(self, numbers: Mapping[str, NDArray[np.int64]]) -> None:
-        """Adds rows to those that ``take`` returns until ``mark_taken``. Not a collective.
+        """Adds rows to those that the next ``take`` copies. Not a collective.
 
         Rows of an earlier call stay until then, too.
 
         Args:
-            numbers: row numbers by table, the same on all ranks.
+            numbers: row numbers by table, at least those of this rank's shards. Ranks that hold
+                columns of a table have the same.
         """
         for table, added in numbers.items():
             self._again[table] = np.union1d(self._again.get(table, added), added)
@@ -210,6 +227,22 @@ class TrackedRows:
                 )
             whole.add(table.name)
         return frozenset(whole)
+
+
+def check_same_tables(module: torch.nn.Module, prefix: str, base: Manifest) -> None:
+    """Raises InvalidModelError unless ``module`` has the tables of the version ``base``."""
+    trained = {table.name: table for table in describe_sharded(module, prefix)[0]}
+    published = {table.name: table for table in base.tables}
+    for name in published.keys() | trained.keys():
+        shapes = [
+            f"[{one.num_embeddings}, {one.embedding_dim}]" if one else "missing"
+            for one in (trained.get(name), published.get(name))
+        ]
+        if shapes[0] != shapes[1]:
+            raise InvalidModelError(
+                f"table {name!r} is {shapes[0]} in training and {shapes[1]} in version "
+                f"{base.version} of {base.model!r}"
+            )
 
 
 def _with_again(

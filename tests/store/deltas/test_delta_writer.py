@@ -169,7 +169,7 @@ def test_a_response_that_was_lost_is_no_other_writer(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store has the delta, but the writer gets an error: it continues after its own delta."""
-    real = writer._write
+    real = writer._line.write
 
     def lose(name: str, data: bytes) -> bool:
         assert real(name, data)
@@ -177,10 +177,10 @@ def test_a_response_that_was_lost_is_no_other_writer(
             raise StoreError("connection reset")
         return True
 
-    monkeypatch.setattr(writer, "_write", lose)
+    monkeypatch.setattr(writer._line, "write", lose)
     with pytest.raises(StoreError, match="connection reset"):
         writer.push_rows({"tag": ([1], rows("tag", 1))})
-    monkeypatch.setattr(writer, "_write", real)
+    monkeypatch.setattr(writer._line, "write", real)
     assert writer.push_rows({"tag": ([2], rows("tag", 1))}) == 2
     assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}, {"tag": 1}]
 
@@ -191,13 +191,13 @@ def test_a_delta_that_is_there_after_all_is_written_once(
 ) -> None:
     """A store that is asked again, as the first response was lost, says that there is such a
     file."""
-    real = writer._write
+    real = writer._line.write
 
     def write_twice(name: str, data: bytes) -> bool:
         real(name, data)
         return real(name, data)
 
-    monkeypatch.setattr(writer, "_write", write_twice)
+    monkeypatch.setattr(writer._line, "write", write_twice)
     assert writer.push_rows(changes) == 1
     assert writer.push_rows(changes) == 2
     assert line_of(store).seqs() == [1, 2]
@@ -211,7 +211,7 @@ def test_a_line_ends_at_the_largest_seq(
     line = line_of(store)
     position = replace(line.manifest(1)[1], seq=DELTA_SEQ_MAX)
     assert line.after(position) is None
-    writer._position = position
+    writer._line.position = position
     with pytest.raises(InvalidModelError, match=r"seq is 4294967296, the limit is 4294967295"):
         writer.push_rows({})
     for seq in (0, DELTA_SEQ_MAX + 1):
@@ -235,7 +235,7 @@ def test_a_push_that_fails_leaves_no_delta(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever file fails, no reader sees the push, and the same push succeeds afterwards."""
-    real = writer._write
+    real = writer._line.write
     pushed = {"tag": ([1], rows("tag", 1))}
     for failing in (".safetensors", ".json"):
 
@@ -244,11 +244,11 @@ def test_a_push_that_fails_leaves_no_delta(
                 raise StoreError(f"{name}: disk is full")
             return real(name, data)
 
-        monkeypatch.setattr(writer, "_write", fail)
+        monkeypatch.setattr(writer._line, "write", fail)
         with pytest.raises(StoreError, match="disk is full"):
             writer.push_rows(pushed)
         assert deltas_in(store) == []
-    monkeypatch.setattr(writer, "_write", real)
+    monkeypatch.setattr(writer._line, "write", real)
     assert writer.push_rows(pushed) == 1
     assert len(deltas_in(store)) == 1
 

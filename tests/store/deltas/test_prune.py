@@ -76,17 +76,17 @@ def test_a_writer_continues_where_all_deltas_were_pruned(store: Path, writer: De
 def test_files_of_killed_writers_go_along(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = writer._write
+    real = writer._line.write
 
     def refuse(name: str, data: bytes) -> bool:
         if name.endswith(".json"):
             raise StoreError("away")
         return real(name, data)
 
-    monkeypatch.setattr(writer, "_write", refuse)
+    monkeypatch.setattr(writer._line, "write", refuse)
     with pytest.raises(StoreError, match="away"):
         push(writer, 1)
-    monkeypatch.setattr(writer, "_write", real)
+    monkeypatch.setattr(writer._line, "write", real)
     push(writer, 2)
     compact_deltas(store, "m", seq=1)
     prune(store, "m", keep=1)

@@ -37,11 +37,13 @@ pytestmark = [
 ]
 
 
-def test_the_store_follows_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["", "thread"])
+def test_the_store_follows_training(tmp_path: Path, mode: str) -> None:
     """Two ranks, all shardings; one push fails, and its rows come with the next one. All deltas are
-    undone before the last push, which has all rows that were undone."""
+    undone before the last push, which has all rows that were undone. In a thread, training changes
+    rows before they are written."""
     script, store = Path(__file__).with_name("training_pushes.py"), tmp_path / "store"
-    done = run_warm_python(script, "2", store, tmp_path, timeout_s=TIMEOUT_S)
+    done = run_warm_python(script, "2", store, tmp_path, mode, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
     models = ModelStore(store)
     base = models.load("m", 1)

@@ -293,7 +293,7 @@ def test_a_delta_whose_response_was_lost_is_passed_over_by_resume(
 ) -> None:
     """It is the writer's own, although the writer does not know that it was written."""
     push(writer, 1)
-    real = writer._write
+    real = writer._line.write
 
     def lose(name: str, data: bytes) -> bool:
         is_new = real(name, data)
@@ -302,7 +302,7 @@ def test_a_delta_whose_response_was_lost_is_passed_over_by_resume(
         return is_new
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "_write", lose)
+        patch.setattr(writer._line, "write", lose)
         with pytest.raises(StoreError, match="connection reset"):
             push(writer, 2)
     assert writer.seq == 1

@@ -160,9 +160,7 @@ def gathered(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
 
 def take(tracked: TrackedRows) -> Any:
     """The touched rows, which then count as taken."""
-    rows = tracked.take()
-    tracked.mark_taken()
-    return rows
+    return tracked.whole_rows(tracked.take())
 
 
 def run(dmp: DistributedModelParallel, tracked: TrackedRows) -> list[Any]:

@@ -1,9 +1,10 @@
 """Trains sharded tables over gloo processes and pushes what changed to the store.
 
-    python training_pushes.py WORLD_SIZE STORE OUT_FOLDER
+    python training_pushes.py WORLD_SIZE STORE OUT_FOLDER [thread]
 
-Rank 0 publishes version 1 of "m" with the others, and writes ``SEQ.pt`` into OUT_FOLDER after each
-push: the tables, whole, as they are in training. Before the last push it undoes all deltas.
+Rank 0 publishes version 1 of "m" with the others, and writes ``SEQ.pt`` into OUT_FOLDER for each
+push: the tables, whole, as they were in training at the push. Before the last push it undoes all
+deltas. With "thread" a push writes nothing before the training steps after it are done.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +37,10 @@ STEPS = (3, 1, 0, 2)
 """Training steps before each push."""
 
 
-def main(rank: int, world_size: int, store: str, out: str, rendezvous: str) -> None:
+WRITE_S_MAX = 120.0
+
+
+def main(rank: int, world_size: int, store: str, out: str, mode: str, rendezvous: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -45,20 +51,75 @@ def main(rank: int, world_size: int, store: str, out: str, rendezvous: str) -> N
     publish_sharded(dmp, store, model="m")
     dist.barrier()
     with DeltaWriter(store, model="m", module=dmp) as writer:
+        pushes = Pushes(writer, is_threaded=mode == "thread")
         for at, steps in enumerate(STEPS):
             for _ in range(steps):
                 step()
+            pushes.finish()
             if at == 1:
-                fail_once(writer)
+                fail_once(writer, pushes)
             if at == len(STEPS) - 1:
-                undo_all(writer, store, rank)
-            seq = writer.push(step=at, goldens=bags(at))
-            whole = gathered(dmp)
-            if rank == 0:
+                undo_all(pushes, store, rank)
+            pushes.push(at, bags(at), dmp)
+        pushes.finish()
+        if rank == 0:
+            for seq, whole in pushes.ended.items():
                 torch.save(whole, Path(out) / f"{seq}.pt")
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # torch's own threads may outlive what they use in an orderly end
+
+
+class Pushes:
+    """Pushes, in the caller or in a thread whose first write waits for ``finish``.
+
+    Attributes:
+        ended: tables at the moment of each push that succeeded, whole, by seq.
+    """
+
+    def __init__(self, writer: DeltaWriter, *, is_threaded: bool) -> None:
+        self.writer, self._is_threaded = writer, is_threaded
+        self.ended: dict[int, dict[str, torch.Tensor]] = {}
+        self._gate = threading.Event()
+        self._in_flight: tuple[Future[int], dict[str, torch.Tensor]] | None = None
+        self._write = writer._line.write
+
+        def write(name: str, data: bytes) -> bool:
+            assert self._gate.wait(WRITE_S_MAX)
+            return self._write(name, data)
+
+        writer._line.write = write
+
+    def push(self, at: int, goldens: KeyedJaggedTensor | None, dmp: torch.nn.Module) -> None:
+        if self._is_threaded:
+            self._gate.clear()
+            future = self.writer.push(step=at, goldens=goldens, wait=False)
+            self._in_flight = future, gathered(dmp)  # collectives of training, meanwhile
+            assert not future.done()
+        else:
+            self._gate.set()
+            self.ended[self.writer.push(step=at, goldens=goldens)] = gathered(dmp)
+
+    def finish(self) -> None:
+        self._gate.set()
+        self.writer.wait()
+        if self._in_flight is not None:
+            future, whole = self._in_flight
+            self.ended[future.result()] = whole
+            self._in_flight = None
+
+    def fail(self, kind: type[StoreError], reason: str) -> None:
+        """Pushes, and checks that all ranks raise."""
+        if not self._is_threaded:
+            with pytest.raises(kind, match=reason):
+                self.writer.push()
+            return
+        future = self.writer.push(wait=False)
+        with pytest.raises(kind, match=reason):
+            future.result(WRITE_S_MAX)  # tells this rank alone
+        with pytest.raises(kind, match=reason):
+            self.writer.wait()
+        self.writer.wait()
 
 
 def bags(seed: int) -> KeyedJaggedTensor | None:
@@ -68,34 +129,32 @@ def bags(seed: int) -> KeyedJaggedTensor | None:
     return batch(np.random.default_rng(seed)) if dist.get_rank() == 0 else None
 
 
-def undo_all(writer: DeltaWriter, store: str, rank: int) -> None:
+def undo_all(pushes: Pushes, store: str, rank: int) -> None:
     """All ranks learn of an undo, and the next push has the undone rows of each."""
     if rank == 0:
         undo_deltas(store, "m", to=0, why="CTR fell")
     dist.barrier()
-    with pytest.raises(RevertedError, match="CTR fell"):
-        writer.push()
-    writer.resume()
+    pushes.fail(RevertedError, "CTR fell")
+    pushes.writer.resume()
 
 
-def fail_once(writer: DeltaWriter) -> None:
+def fail_once(writer: DeltaWriter, pushes: Pushes) -> None:
     """A push whose manifest the store does not take: all ranks raise, and the next has its rows."""
-    real = writer._write
+    real = writer._line.write
 
     def refuse(name: str, data: bytes) -> bool:
         if name.endswith(".json"):
             raise StoreError("the store is away")
         return real(name, data)
 
-    writer._write = refuse
-    with pytest.raises(StoreError, match="the store is away"):
-        writer.push()
-    writer._write = real
+    writer._line.write = refuse
+    pushes.fail(StoreError, "the store is away")
+    writer._line.write = real
 
 
 if __name__ == "__main__":
     size, *folders = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (size, *folders, f"file://{meeting}/rendezvous")
+        arguments = (size, *folders, "".join(sys.argv[4:]), f"file://{meeting}/rendezvous")
         # Forked, the ranks need not import torch again.
         mp.start_processes(main, arguments, nprocs=size, start_method="fork")

@@ -1,0 +1,243 @@
+"""Appends deltas to the line of a published version, as a collective of all ranks.
+
+Every rank writes the files of its own rows. Rank 0 then writes the manifest, which makes the delta
+visible. The manifest is created only where there is none, so the second of two writers is fenced
+off. Imports torch when called.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from embedserve_store.deltas.append import append, check_no_overwrites
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.rank_calls import RankCalls
+from embedserve_store.deltas.ranks import Ranks
+from embedserve_store.deltas.signing import KeyFile, SigningKey, check_stays_signed, signing_key
+from embedserve_store.errors import InvalidModelError, RevertedError, WriterFencedError
+from embedserve_store.format.delta_file import ChangedRows, encode, split
+from embedserve_store.format.delta_goldens import DeltaGoldens
+from embedserve_store.format.delta_manifest import (
+    DELTA_BYTES_MAX,
+    FILES_MAX,
+    FOLDER,
+    DeltaFile,
+    DeltaManifest,
+    LinePosition,
+    file_name,
+    manifest_name,
+)
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.text_limit import check_texts
+from embedserve_store.model_store import ModelStore
+from embedserve_store.publishing.added_file import user, writer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class LineAppender:
+    """The end of a line, after which the ranks of one training job append deltas.
+
+    Attributes:
+        models: the store.
+        base: manifest of the version that the deltas change.
+        position: end of the line, as far as this job knows.
+        write: writes a new file into the store.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        model: str,
+        version: int | None,
+        ranks: Ranks,
+        *,
+        is_alone: bool,
+        key: KeyFile | None,
+    ) -> None:
+        """Finds the end of the line; a collective. The arguments and errors are DeltaWriter's."""
+        self.models = ModelStore(store)
+        self._ranks, self._calls = ranks, RankCalls(ranks)
+        self._is_fenced = False
+        self._reverted: RevertedError | None = None
+        self._key: SigningKey | None = None
+        self._token: str = ranks.from_first(secrets.token_hex(8))
+        self._calls.on_all(lambda: self._open(model, version))
+        self._calls.on_first(lambda: self._read_key(key))
+        self.position = self._calls.on_first(lambda: self._find_end(is_alone))
+
+    def append(
+        self,
+        changes: Mapping[str, ChangedRows],
+        goldens: DeltaGoldens | None,
+        step: int | None,
+        as_of: str,
+    ) -> int:
+        """Writes a delta and returns its seq; a collective.
+
+        Raises:
+            RevertedError, WriterFencedError, InvalidModelError, StoreError: as DeltaWriter.push.
+        """
+        is_appended = False
+        while not is_appended:
+            files = self._written(changes)
+            call = partial(self._append_manifest, files, goldens, step, as_of)
+            try:
+                self.position, is_appended = self._calls.on_first(call)
+            except WriterFencedError:
+                self._is_fenced = True
+                raise
+            except RevertedError as error:
+                self._reverted = error
+                raise
+        return self.position.seq
+
+    def check_continues(self) -> None:
+        """Raises the error that has stopped this job: it is fenced off, or deltas were undone."""
+        self._check_not_fenced()
+        if self._reverted is not None:
+            raise self._reverted
+
+    def pass_undos(self, *, has_rows: bool) -> dict[str, NDArray[np.int64]]:
+        """Continues after the undos at the end of the line; a collective.
+
+        Args:
+            has_rows: whether the rows that they changed are of interest.
+
+        Returns:
+            The row numbers that they changed, by table.
+
+        Raises:
+            WriterFencedError, StoreError: as DeltaWriter.resume.
+        """
+        self._check_not_fenced()
+        try:
+            self.position, undone = self._calls.on_first(lambda: self._find_undone(has_rows))
+        except WriterFencedError:
+            self._is_fenced = True
+            raise
+        self._reverted = None
+        return undone
+
+    @property
+    def _where(self) -> str:
+        return f"{self.models.where}/{self._folder}"
+
+    def _check_not_fenced(self) -> None:
+        if self._is_fenced:
+            raise WriterFencedError(f"{self._where}: this writer was fenced off and has stopped")
+
+    def _open(self, model: str, version: int | None) -> None:
+        self.base: Manifest = self.models.manifest(model, version)
+        self._author = user()
+        check_texts(writer=self._author)
+        self._line = DeltaLine(self.models, self.base)
+        self._folder = f"{model}/{FOLDER}/{self._line.start.line}"
+        self.write = writer(self.models.where, f"{model}/{FOLDER}")
+
+    def _read_key(self, path: KeyFile | None) -> None:
+        """Reads the key. Returns nothing: what rank 0 returns is sent to all ranks."""
+        self._key = signing_key(path)
+
+    def _find_end(self, is_alone: bool) -> LinePosition:
+        if not is_alone:
+            check_no_overwrites(self.models.where, self._folder)
+        stored = self._line.seqs()
+        if not stored:
+            return self._line.start
+        last, end = self._line.manifest(stored[-1])
+        check_stays_signed(last, self._key)
+        return end
+
+    def _find_undone(self, has_rows: bool) -> tuple[LinePosition, dict[str, NDArray[np.int64]]]:
+        """Returns the end of the line, and the rows that the undos before it changed, by table.
+
+        Deltas of this writer are passed over: earlier pushes, which failed because the store's
+        response was lost.
+        """
+        end = self.position
+        while (found := self._line.after(end)) is not None:
+            self._check_own(found[0])
+            end = found[1]
+        if not has_rows:
+            return end, {}
+        return end, self._line.rows_between(self.position.seq, end.seq)
+
+    def _written(self, changes: Mapping[str, ChangedRows]) -> tuple[DeltaFile, ...]:
+        """Writes the files of this rank, and returns those of all ranks; a collective."""
+        own = self._calls.on_all(lambda: list(self._write_files(changes)))
+        return tuple(file for files in self._ranks.from_all(own) for file in files)
+
+    def _write_files(self, changes: Mapping[str, ChangedRows]) -> list[DeltaFile]:
+        token = secrets.token_hex(8)
+        files = []
+        for number, part in enumerate(split(changes)):
+            name = file_name(self.position.seq + 1, token, self._ranks.rank, number)
+            file, data = encode(part, name)
+            self.write(f"{self._folder}/{name}", data)  # its name is this push's alone
+            files.append(file)
+        return files
+
+    def _append_manifest(
+        self,
+        files: tuple[DeltaFile, ...],
+        goldens: DeltaGoldens | None,
+        step: int | None,
+        as_of: str,
+    ) -> tuple[LinePosition, bool]:
+        """Writes the manifest. Returns the end of the line, and whether it is the new delta.
+
+        It is not if the store has an earlier delta of this writer there: a push that failed because
+        the store's response was lost. The files must then be written for the next seq.
+
+        Raises:
+            RevertedError: deltas were undone.
+            WriterFencedError: another writer has appended.
+            StoreError: the delta exceeds a limit, or the store cannot be written.
+        """
+        delta = DeltaManifest(
+            model=self.base.model,
+            line=self.position.line,
+            seq=self.position.seq + 1,
+            previous=self.position.checksum,
+            writer=self._author,
+            token=self._token,
+            step=step,
+            as_of=as_of,
+            files=files,
+            goldens=goldens,
+        )
+        where = f"{self._where}/{manifest_name(delta.seq)}"
+        if delta.nbytes > DELTA_BYTES_MAX or len(files) > FILES_MAX:
+            raise InvalidModelError(
+                f"{where}: {delta.nbytes} bytes in {len(files)} files, the limits are "
+                f"{DELTA_BYTES_MAX} and {FILES_MAX}: push more often"
+            )
+        if self._key is not None:
+            delta = self._key.sign(delta)
+        if (position := append(self.write, delta)) is not None:
+            return position, True
+        there, position = self._line.manifest(delta.seq)
+        if there.reverts_to is not None:
+            raise RevertedError(
+                f"{where}: {there.writer} has reverted the line to delta {there.reverts_to} at "
+                f"{there.as_of}: {there.why}. Call resume() to push the undone rows again, or go "
+                "back to a checkpoint and make a new writer",
+                there.reverts_to,
+            )
+        self._check_own(there)
+        return position, there.to_bytes() == delta.to_bytes()
+
+    def _check_own(self, delta: DeltaManifest) -> None:
+        """Raises WriterFencedError if ``delta`` has rows of another writer."""
+        if delta.reverts_to is None and delta.token != self._token:
+            raise WriterFencedError(
+                f"{self._where}/{manifest_name(delta.seq)}: {delta.writer} wrote it, with rows as "
+                f"of {delta.as_of}: this writer stops"
+            )

@@ -1,0 +1,31 @@
+"""Pushes rows in a thread, and stops in the thread's write of a file of the given ending.
+
+    python killed_push.py STORE ENDING before|after
+
+Prints a line when the thread is there, before or after the file is written, and waits to be killed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from store.deltas.conftest import rows
+
+from embedserve_store import DeltaWriter
+
+if __name__ == "__main__":
+    store, ending, moment = sys.argv[1:]
+    writer = DeltaWriter(store, model="m")
+    real = writer._line.write
+
+    def write(name: str, data: bytes) -> bool:
+        is_there = name.endswith(ending)
+        is_new = real(name, data) if not is_there or moment == "after" else False
+        if is_there:
+            print("there", flush=True)
+            threading.Event().wait()
+        return is_new
+
+    writer._line.write = write
+    writer.push_rows({"tag": ([1], rows("tag", 1))}, wait=False)

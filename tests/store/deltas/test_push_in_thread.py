@@ -1,0 +1,340 @@
+"""push(wait=False): a thread writes the rows of the moment of the push, and no error is lost."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forkserver import PYTHON, WarmPopen
+from server.python import environment
+from store.deltas.conftest import rows
+from store.deltas.test_delta_writer import deltas_in, line_of
+from store.deltas.test_goldens import BAGS, pushed, results
+from store.deltas.tracked_training import USER, gathered, ranker, stepper
+
+from embedserve_store import (
+    Bags,
+    DeltaWriter,
+    InvalidModelError,
+    ModelStore,
+    RevertedError,
+    StoreError,
+    WriterFencedError,
+    publish_sharded,
+    undo_deltas,
+)
+from embedserve_store.deltas import push_runner
+from embedserve_store.format.row_layout import dequantize_rows
+
+WAIT_S_MAX = 60.0
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning"),
+]
+
+
+class Gate:
+    """Lets a writer write once it is opened."""
+
+    def __init__(self, writer: DeltaWriter) -> None:
+        self._opened = threading.Event()
+        real = writer._line.write
+
+        def write(name: str, data: bytes) -> bool:
+            assert self._opened.wait(WAIT_S_MAX)
+            return real(name, data)
+
+        writer._line.write = write
+
+    def open(self) -> None:
+        self._opened.set()
+
+
+def fail_to_write(writer: DeltaWriter) -> Callable[[], None]:
+    """Makes the store fail, and returns the function that mends it."""
+    real = writer._line.write
+
+    def fail(name: str, data: bytes) -> bool:
+        raise StoreError("the store is away")
+
+    def mend() -> None:
+        writer._line.write = real
+
+    writer._line.write = fail
+    return mend
+
+
+def tag(row: int) -> dict[str, Any]:
+    return {"tag": ([row], rows("tag", 1))}
+
+
+def user_rows(store: Path, seq: int) -> dict[int, list[float]]:
+    """Returns the rows of "user" in a delta, by number."""
+    line = line_of(store)
+    (user,) = (
+        change
+        for changes in line.rows(line.manifest(seq)[0])
+        for change in changes
+        if change.table.name == "user"
+    )
+    values = dequantize_rows(user.values, "float32", user.table.embedding_dim)
+    return dict(zip(user.numbers.tolist(), values.tolist(), strict=True))
+
+
+def changed_user_rows(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> dict[int, list[float]]:
+    changed = (before["user"] != after["user"]).any(1).nonzero().flatten().tolist()
+    return {row: after["user"][row].tolist() for row in changed}
+
+
+def test_training_goes_on_while_a_push_is_written(tmp_path: Path, one_rank: None) -> None:
+    """The delta has the rows of the moment of the push, and the next delta those of after."""
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
+        gate, step = Gate(writer), stepper(dmp)
+        published = gathered(dmp)
+        step(users(1, 2, 3))
+        future = writer.push(wait=False)
+        at_push = gathered(dmp)
+        step(users(2, 3, 4))
+        assert not future.done()
+        assert deltas_in(tmp_path) == []
+        gate.open()
+        assert future.result(WAIT_S_MAX) == 1
+        assert writer.push() == 2
+        after = gathered(dmp)
+    assert user_rows(tmp_path, 1) == changed_user_rows(published, at_push)
+    assert user_rows(tmp_path, 2) == changed_user_rows(at_push, after)
+    assert [*user_rows(tmp_path, 1)] == [1, 2, 3]
+
+
+def users(*ids: int) -> Any:
+    from torchrec import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(
+        keys=["user", "friend"],
+        values=torch.tensor(ids),
+        lengths=torch.tensor([len(ids), 0]),
+    )
+
+
+def test_the_next_push_has_the_rows_of_one_that_failed(tmp_path: Path, one_rank: None) -> None:
+    """With their values at that time. The error is raised once where all ranks call."""
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
+        step, published = stepper(dmp), gathered(dmp)
+        mend = fail_to_write(writer)
+        step(users(1, 2))
+        future = writer.push(wait=False)
+        for _ in range(2):  # a result tells this rank alone
+            with pytest.raises(StoreError, match="the store is away"):
+                future.result(WAIT_S_MAX)
+        mend()
+        step(users(2, 3))
+        with pytest.raises(StoreError, match="the store is away"):
+            writer.push()
+        assert deltas_in(tmp_path) == []
+        assert writer.push() == 1
+        after = gathered(dmp)
+        step(users(9))
+        assert writer.push() == 2
+    assert user_rows(tmp_path, 1) == changed_user_rows(published, after)
+    assert [*user_rows(tmp_path, 1)] == [1, 2, 3]
+    assert [*user_rows(tmp_path, 2)] == [9]
+
+
+def test_a_push_waits_for_the_one_before(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the next push opens the gate, when it waits."""
+    gate = Gate(writer)
+
+    def open_and_wait(futures: list[Future[int]]) -> None:
+        gate.open()
+        assert not Future.exception(futures[0], WAIT_S_MAX)
+
+    monkeypatch.setattr(push_runner, "wait", open_and_wait)
+    first = writer.push_rows(tag(1), step=1, wait=False)
+    assert writer.push_rows(tag(2), step=2) == 2
+    assert (first.result(), first.cancel()) == (1, False)
+    assert [delta.step for delta in deltas_in(store)] == [1, 2]
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor, list])
+def test_the_arguments_of_push_rows_are_copied(
+    store: Path, writer: DeltaWriter, of: Callable[[Any], Any]
+) -> None:
+    gate = Gate(writer)
+    ids, values = of([3]), torch.ones(1, 16) if of is torch.tensor else np.ones((1, 16), np.float32)
+    bags = Bags(BAGS.ids.copy(), BAGS.lengths.copy(), None)
+    answers = results(store)
+    expected = answers.copy()
+    writer.push_rows({"user": (ids, values)}, goldens=(bags, answers), wait=False)
+    ids[0], values[0] = 4, 2
+    for array in (bags.ids, bags.lengths, answers):
+        array[:] = 0
+    gate.open()
+    writer.wait()
+    assert user_rows(store, 1) == {3: [1.0] * 16}
+    goldens = pushed(store)
+    np.testing.assert_array_equal(goldens.numbers, BAGS.ids)
+    np.testing.assert_array_equal(goldens.lengths, BAGS.lengths)
+    np.testing.assert_array_equal(goldens.answers, expected)
+
+
+def test_goldens_are_the_results_of_the_moment_of_the_push(tmp_path: Path, one_rank: None) -> None:
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    bags = Bags(np.array([1, 2]), np.array([[2], [0]], np.int32), None)
+    with DeltaWriter(tmp_path, model="m", module=dmp) as writer:
+        gate, step = Gate(writer), stepper(dmp)
+        step(users(1, 2))
+        writer.push(goldens=bags, wait=False)
+        user = gathered(dmp)["user"]
+        step(users(1, 2))
+        gate.open()
+    expected = (user[1] + user[2]).numpy()
+    np.testing.assert_allclose(pushed(tmp_path).answers[0, :16], expected, rtol=1e-6)
+    assert (gathered(dmp)["user"][1] != user[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "goldens", "reason"),
+    [
+        ({"shop": ([1], rows("user", 1))}, None, "table 'shop' is not in the model"),
+        ({"user": ([1], rows("user", 1) * np.nan)}, None, "table 'user': row 1 holds a value"),
+        ({"user": 7}, None, "TypeError: cannot unpack"),
+        ({}, ({"user": [[1]]}, None), "goldens are a dict, expected Bags"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_where_the_push_is_joined(
+    store: Path, writer: DeltaWriter, changes: Any, goldens: Any, reason: str
+) -> None:
+    writer.push_rows(changes, goldens=goldens, wait=False)
+    with pytest.raises(StoreError, match=reason):
+        writer.push_rows(tag(1), wait=False)
+    writer.push_rows(tag(1), wait=False)
+    writer.wait()
+    assert [delta.rows for delta in deltas_in(store)] == [{"tag": 1}]
+
+
+def test_a_writer_that_was_fenced_off_stays_so(store: Path, writer: DeltaWriter) -> None:
+    with DeltaWriter(store, model="m") as other:
+        other.push_rows(tag(1))
+    writer.push_rows(tag(2), wait=False)
+    for _ in range(2):
+        with pytest.raises(WriterFencedError, match="stop"):
+            writer.push_rows(tag(2), wait=False)
+
+
+def test_an_undo_during_a_push_is_raised_or_resumed(tmp_path: Path, one_rank: None) -> None:
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
+        step = stepper(dmp)
+        step(users(1))
+        writer.push(wait=False)
+        writer.wait()
+        undo_deltas(tmp_path, "m", to=0, why="CTR fell")
+        step(users(2))
+        writer.push(wait=False)
+        for _ in range(2):
+            with pytest.raises(RevertedError, match="CTR fell"):
+                writer.push()
+        writer.resume()
+        assert writer.push() == 3
+        assert [*user_rows(tmp_path, 3)] == [1, 2]
+        undo_deltas(tmp_path, "m", to=0, why="CTR fell")
+        step(users(3))
+        writer.push(wait=False)
+        writer.resume()  # raises nothing: it is what the error asks for
+        assert writer.push() == 5
+    assert [*user_rows(tmp_path, 5)] == [1, 2, 3]
+
+
+def test_resume_raises_another_error_of_the_push(store: Path, writer: DeltaWriter) -> None:
+    mend = fail_to_write(writer)
+    writer.push_rows(tag(1), wait=False)
+    with pytest.raises(StoreError, match="the store is away"):
+        writer.resume()
+    mend()
+    writer.resume()
+
+
+def test_close_waits_and_raises(store: Path, tmp_path: Path, one_rank: None) -> None:
+    writer = DeltaWriter(store, model="m")
+    writer.push_rows(tag(1), wait=False)
+    writer.close()
+    assert len(deltas_in(store)) == 1
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path / "own", model="m")
+    writer = DeltaWriter(tmp_path / "own", model="m", module=dmp)
+    fail_to_write(writer)
+    writer.push(wait=False)
+    with pytest.raises(StoreError, match="the store is away"):
+        writer.close()
+    assert dmp.get_delta_tracker() is None
+    writer.close()
+
+
+def push_and_fail(store: Path, changes: Any, futures: list[Future[int]]) -> None:
+    with DeltaWriter(store, model="m") as writer:
+        futures.append(writer.push_rows(changes, wait=False))
+        raise ZeroDivisionError
+
+
+def test_an_error_of_training_leaves_the_push_to_itself(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks may not come to join it. It is written, or its error is logged."""
+    futures: list[Future[int]] = []
+    with pytest.raises(ZeroDivisionError):
+        push_and_fail(store, tag(1), futures)
+    assert futures[0].result(WAIT_S_MAX) == 1
+    bad = {"user": ([1], rows("user", 1) * np.nan)}
+    with caplog.at_level(logging.ERROR), pytest.raises(ZeroDivisionError):
+        push_and_fail(store, bad, futures)
+    for thread in threading.enumerate():
+        if thread.name == "delta-push":
+            thread.join(WAIT_S_MAX)
+    assert isinstance(futures[1].exception(), InvalidModelError)
+    assert "the last push failed: InvalidModelError: changes: table 'user': row 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ending", "moment", "deltas"),
+    [
+        (".safetensors", "before", 0),
+        (".safetensors", "after", 0),
+        (".json", "before", 0),
+        (".json", "after", 1),
+    ],
+)
+def test_a_job_killed_during_a_push_leaves_a_whole_delta_or_none(
+    store: Path, ending: str, moment: str, deltas: int
+) -> None:
+    script = Path(__file__).with_name("killed_push.py")
+    command = [*PYTHON, script, store, ending, moment]
+    with WarmPopen(command, env=environment(), stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "there\n"
+        job.kill()
+    line = line_of(store)
+    assert [sum(one.rows.values()) for one, _ in line.deltas()] == [1] * deltas
+    for delta, _ in line.deltas():
+        assert [len(change.numbers) for (change,) in line.rows(delta)] == [1]
+    with DeltaWriter(store, model="m") as writer:
+        assert writer.push_rows(tag(2)) == deltas + 1
+    assert ModelStore(store).manifest("m").version == 1
