@@ -5,22 +5,26 @@ It is apart from the status, which only the applier writes.
 
 from __future__ import annotations
 
-import mmap
+from embedserve.deltas.version_memory import VersionMemory
 
 
 class DeltaHold:
     """Request of an administrator that no further delta is applied.
 
     Any worker sets it, and the applier reads it at each look. It is one byte, so that no lock is
-    needed. The memory is allocated before the processes are forked, and outlives each of them.
+    needed. It outlives each process but the supervisor.
     """
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 1)
+    def __init__(self, memory: VersionMemory | None = None) -> None:
+        """
+        Args:
+            memory: as in LiveRows.
+        """
+        self._memory = (memory or VersionMemory.create()).take(1)
 
     @property
     def is_set(self) -> bool:
-        return self._memory[0] != 0
+        return bool(self._memory[0])
 
     def set(self, is_set: bool) -> None:
         self._memory[0] = is_set

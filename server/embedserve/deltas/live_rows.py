@@ -31,8 +31,8 @@ from embedserve.deltas.region import (
     make_read_only,
     map_with_room,
     replace_by_memory,
-    shared_memory,
 )
+from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import position_of
 from embedserve_store.format.table_spec import TableSpec
@@ -97,7 +97,7 @@ class SpareRows:
 
 
 class LiveRows:
-    """Changed rows of a version, in memory that is shared with processes that are forked later.
+    """Changed rows of a version, in memory that processes share.
 
     Attributes:
         version: the version, with spare rows behind its tables. Its plan has each row on one rank,
@@ -113,17 +113,27 @@ class LiveRows:
         that the rows are copied to first; else None.
     """
 
-    def __init__(self, version: ModelVersion, memory_max: int, readers: int, undo: int = 0) -> None:
+    def __init__(
+        self,
+        version: ModelVersion,
+        memory_max: int,
+        readers: int,
+        undo: int = 0,
+        memory: VersionMemory | None = None,
+    ) -> None:
         """
         Args:
             version: a version whose tables are mapped.
             memory_max: bytes that changed rows may take.
             readers: number of processes that look rows up.
             undo: number of deltas that can be taken back at once.
+            memory: memory that all processes share; with that of another process the rows are as
+                that one has left them. Default: new memory for processes that are forked later.
 
         Raises:
             StoreError: the version's deltas cannot be served.
         """
+        memory = memory or VersionMemory.create()
         manifest = version.manifest
         groups = manifest.table_groups
         self.memory_max, self.undo = memory_max, undo
@@ -136,7 +146,8 @@ class LiveRows:
             )
         ranges = _file_ranges(version.tables)
         self.spares = tuple(_spare_rows(groups, counts, ranges))
-        self._memory, offsets = map_with_room(version.tables.path, _with_room(ranges, self.spares))
+        with_room = _with_room(ranges, self.spares)
+        self._memory, offsets = map_with_room(memory, version.tables.path, with_room)
         version.tables.check_unchanged()
         self.rows = dict(_rows(self._memory, offsets, self.spares))
         data = self._memory.view()
@@ -145,19 +156,20 @@ class LiveRows:
         tables = replace(version.tables, data=data, offsets=offsets)
         self.version = replace(version, plan=plan, tables=tables)
         rows = sum(spare.row_count for spare in self.spares)
-        self.newest = shared_memory(4 * rows).view(np.uint32)
-        self.views = shared_memory(4 * count).view(np.uint32)
-        self.before = shared_memory(4 * count).view(np.uint32)
+        self.newest = memory.take(4 * rows).view(np.uint32)
+        self.views = memory.take(4 * count).view(np.uint32)
+        self.before = memory.take(4 * count).view(np.uint32)
         cells_end = _CACHE_LINE * (2 + readers)
-        words = shared_memory(8 * (cells_end + len(counts))).view(np.uint64)
+        words = memory.take(8 * (cells_end + len(counts))).view(np.uint64)
         self._committed, self._written, *_ = words[:cells_end].reshape(-1, _CACHE_LINE)
         self._oldest = words[2 * _CACHE_LINE : cells_end : _CACHE_LINE]
         self._newest = words[2 * _CACHE_LINE + 1 : cells_end : _CACHE_LINE]
-        self._oldest[:] = IDLE
         self.peaks = words[cells_end:]
         self.uploaded: tuple[int, int] | None = None
         self.start = position_of(manifest)
-        self.commit(1, self.start.seq)
+        if memory.is_new:
+            self._oldest[:] = IDLE
+            self.commit(1, self.start.seq)
 
     def make_resident(self, progress: Progress | None = None) -> ModelVersion:
         """Copies the tables into memory in place of the mapped file, at the same addresses.

@@ -1,12 +1,11 @@
 """Goldens of the last delta, in memory that the applier writes and the workers read.
 
-The memory is allocated before the processes are forked. Nothing locks it: a checksum tells a reader
+Nothing locks it: a checksum tells a reader
 that it read a record whole, and it leaves the comparison out otherwise.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 import zlib
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.format.delta_goldens import BYTES_MAX, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.delta_parity import check_results
@@ -45,8 +45,12 @@ class CheckedGoldens:
 class SharedGoldens:
     """Goldens of the last delta that a model has applied, or is about to."""
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, ROOM)
+    def __init__(self, memory: VersionMemory | None = None) -> None:
+        """
+        Args:
+            memory: as in LiveRows.
+        """
+        self._memory = (memory or VersionMemory.create()).take(ROOM).data
 
     def write(self, checked: CheckedGoldens) -> None:
         """Replaces the goldens. Called before the delta is committed, by one process at a time."""
@@ -65,14 +69,14 @@ class SharedGoldens:
 
     def read(self) -> CheckedGoldens | None:
         """Returns the goldens; None if there are none, or they are being replaced."""
-        header = self._memory[_CHECKSUM.size : _START]
+        header = bytes(self._memory[_CHECKSUM.size : _START])
         seq, features, examples, rows, columns, ids, weighted = _HEADER.unpack(header)
         answers = rows * columns
         sizes = (8 * ids, 4 * features * examples, 4 * weighted, 4 * answers, 4 * answers)
         if not seq or sum(sizes) > ROOM - _START:
             return None
         content = bytearray(self._memory[_START : _START + sum(sizes)])
-        checksum = self._memory[: _CHECKSUM.size]
+        checksum = bytes(self._memory[: _CHECKSUM.size])
         if _CHECKSUM.pack(zlib.crc32(content, zlib.crc32(header))) != checksum:
             return None
         dtypes = np.int64, np.int32, np.float32, np.float32, np.float32

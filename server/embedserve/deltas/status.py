@@ -1,13 +1,12 @@
 """Status of a followed line, in memory that the applier writes and the workers read.
 
-The memory is allocated before the processes are forked. A status is written alternately into two
+A status is written alternately into two
 records, each with a checksum. A reader takes the newest whole record, so that it never sees half of
 one, not even after a writer was killed while it wrote.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 import time
 import zlib
@@ -20,7 +19,9 @@ from typing import Any
 from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.shared_goldens import SharedGoldens
+from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.format.delta_manifest import LinePosition
+from embedserve_store.model_version import ModelVersion
 
 CATCHING_UP, FOLLOWING, STALLED = "catching up", "following", "stalled"
 FULL, HELD = "full", "held"
@@ -129,16 +130,19 @@ class DeltaStatus:
         line: version at which the line begins.
     """
 
-    def __init__(self, start: LinePosition) -> None:
+    def __init__(self, start: LinePosition, memory: VersionMemory | None = None) -> None:
         """
         Args:
             start: position of the version's rows.
+            memory: as in LiveRows.
         """
+        memory = memory or VersionMemory.create()
         self.line = start.line
-        self._memory = mmap.mmap(-1, 2 * _SLOT_BYTES)
+        self._memory = memory.take(2 * _SLOT_BYTES).data
         self._written = 0
-        applied = Applied(start.seq, 0.0, start.checksum)
-        self.write(DeltaState(applied, applied, wanted_seq=start.seq, undo_from=start.seq))
+        if memory.is_new:
+            applied = Applied(start.seq, 0.0, start.checksum)
+            self.write(DeltaState(applied, applied, wanted_seq=start.seq, undo_from=start.seq))
 
     def write(self, state: DeltaState) -> None:
         """Replaces the status; only one process at a time writes."""
@@ -181,7 +185,7 @@ class DeltaStatus:
         """Returns the number and the bytes of the newest whole record; 0 if neither is whole."""
         newest = 0, b""
         for at in (0, _SLOT_BYTES):
-            slot = self._memory[at : at + _SLOT_BYTES]
+            slot = bytes(self._memory[at : at + _SLOT_BYTES])
             record, checksum = slot[: _RECORD.size], slot[_RECORD.size :]
             number = int.from_bytes(record[:8], "little")
             if number > newest[0] and _CHECKSUM.pack(zlib.crc32(record)) == checksum:
@@ -198,6 +202,23 @@ class FollowedModel:
     status: DeltaStatus
     hold: DeltaHold = field(default_factory=DeltaHold)
     goldens: SharedGoldens = field(default_factory=SharedGoldens)
+
+    @classmethod
+    def of(
+        cls, version: ModelVersion, memory_max: int, readers: int, undo: int, memory: VersionMemory
+    ) -> FollowedModel:
+        """Returns ``version`` in ``memory``, new or as another process has left it.
+
+        Args:
+            memory_max, readers, undo: as in LiveRows, and the same in all processes.
+
+        Raises:
+            StoreError: the version's deltas cannot be served.
+            OSError: the address space is too small.
+        """
+        live = LiveRows(version, memory_max, readers, undo, memory)
+        status, hold = DeltaStatus(live.start, memory), DeltaHold(memory)
+        return cls(live, status, hold, SharedGoldens(memory))
 
 
 def _age_s(since: float) -> float:

@@ -288,14 +288,15 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
     """
     if settings.deltas == "none":
         return {}
-    from embedserve.deltas.live_rows import LiveRows
     from embedserve.deltas.memory import memory_bytes
-    from embedserve.deltas.status import DeltaStatus, FollowedModel
+    from embedserve.deltas.status import FollowedModel
+    from embedserve.deltas.version_memory import VersionMemory
 
     deltas = {}
     for name, version in versions.items():
-        room = memory_bytes(settings, version)
-        live = LiveRows(version, room, settings.workers, settings.delta_undo)
+        room, memory = memory_bytes(settings, version), VersionMemory.create()
+        made = FollowedModel.of(version, room, settings.workers, settings.delta_undo, memory)
+        live = made.live
         if divided := _divided(version, live.version):
             why = (
                 f"{version.path}: the plan divides {divided} by columns, or unlike tables with "
@@ -304,7 +305,7 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
             if settings.strict_plan:
                 raise StoreError(f"{why}: refused, as strict_plan asks")
             logger.warning("%s: they are served whole", why)
-        deltas[name] = FollowedModel(live, DeltaStatus(live.start))
+        deltas[name] = made
         versions[name] = live.version
     return deltas
 

@@ -186,7 +186,7 @@ def test_goldens_that_are_being_written_are_not_read() -> None:
     other = SharedGoldens()
     other.write(checked(3, examples=3))
     for size in range(4, 100, 3):
-        whole = shared._memory[:400]
+        whole = bytes(shared._memory[:400])
         shared._memory[:size] = other._memory[:size]
         found = shared.read()
         assert found is None or found.seq == 1

@@ -14,9 +14,9 @@ import pytest
 from server.deltas.tables import SHARED_SPECS, SPECS, version_of
 
 from embedserve.deltas.live_rows import LiveRows, RowsFullError
-from embedserve.deltas.region import shared_memory
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store import ModelVersion
 from embedserve_store.format.delta_file import ChangedRows
 
@@ -99,7 +99,7 @@ def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
     live = LiveRows(version, MEMORY, READERS)
     RowsWriter(live).apply(1, delta(live, 1))
     # For each reader: its lookups, and the seq of one that was wrong.
-    found = shared_memory(16 * READERS).view(np.uint64).reshape(READERS, 2)
+    found = VersionMemory.create().take(16 * READERS).view(np.uint64).reshape(READERS, 2)
 
     def read_on(number: int) -> None:
         reader = RowsReader(live, number, version.plan)
@@ -126,7 +126,7 @@ def test_a_lookup_that_stands_still_reads_what_it_began_with(version: ModelVersi
     live = LiveRows(version, MEMORY, 1)
     writer = RowsWriter(live)
     writer.apply(1, delta(live, 1))
-    found = shared_memory(16).view(np.uint64)
+    found = VersionMemory.create().take(16).view(np.uint64)
 
     def read() -> None:
         reader = RowsReader(live, 0, version.plan)

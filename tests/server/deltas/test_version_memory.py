@@ -1,0 +1,113 @@
+"""Processes share the memory of a version, until the last one has no more use for it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from server.deltas.tables import by_key, changed, random_changes, read, state_of, version_of
+
+from embedserve.deltas import version_memory
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.shared_goldens import CheckedGoldens
+from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.version_memory import NAME, VersionMemory
+from embedserve_store import StoreError
+from embedserve_store.format.delta_goldens import DeltaGoldens
+
+
+def followed(folder: Path, memory: VersionMemory) -> FollowedModel:
+    return FollowedModel.of(version_of(folder), 64 << 10, 2, 3, memory)
+
+
+def mapped() -> int:
+    """Returns how many mappings of memory for changed rows this process has."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count(f"memfd:{NAME}")
+
+
+def test_a_process_that_opens_the_memory_finds_what_others_write(tmp_path: Path) -> None:
+    memory = VersionMemory.create(7)
+    ours = followed(tmp_path, memory)
+    published = state_of(ours.live.version)
+    writer, random = RowsWriter(ours.live), np.random.default_rng(1)
+    changes = random_changes(random, 5)
+    writer.apply(1, changes)
+    ours.hold.set(True)
+    ours.status.stall("for the test")
+    theirs = followed(tmp_path, VersionMemory.open(memory.path, 7))
+    assert theirs.live.tables.data.ctypes.data != ours.live.tables.data.ctypes.data
+    assert (theirs.hold.is_set, theirs.status.read().reason) == (True, "for the test")
+    assert theirs.live.committed == ours.live.committed
+    reader = RowsReader(theirs.live, 1, theirs.live.version.plan)
+    after, later = changed(published, changes), random_changes(random, 5)
+    first, _ = reader.begin()
+    assert ours.live.oldest_read() == first
+    writer.apply(2, later)
+    second, seq = reader.begin()
+    assert seq == 2
+    for view, state in ((first, after), (second, changed(after, later))):
+        found, expected = read(theirs.live, reader, view), by_key(theirs.live, state)
+        assert {key: rows.tolist() for key, rows in found.items()} == {
+            key: rows.tolist() for key, rows in expected.items()
+        }
+    goldens = DeltaGoldens(
+        np.array([1]), np.ones((1, 1), np.int32), None, np.ones((1, 2), np.float32), "float32"
+    )
+    ours.goldens.write(CheckedGoldens(2, goldens, np.ones((1, 2), np.float32)))
+    found_goldens = theirs.goldens.read()
+    assert found_goldens is not None
+    assert found_goldens.seq == 2
+
+
+def test_memory_that_nobody_uses_is_given_back(tmp_path: Path) -> None:
+    before, files = mapped(), len(os.listdir("/proc/self/fd"))
+    memory = VersionMemory.create(1)
+    one = followed(tmp_path, memory)
+    other = followed(tmp_path, VersionMemory.open(memory.path, 1))
+    rows = other.live.newest
+    assert mapped() > before
+    del one, other, memory
+    assert mapped() == before + 1  # the array that is left
+    assert rows.sum() == 0
+    del rows
+    assert mapped() == before
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_the_memory_of_another_version_is_not_opened() -> None:
+    memory = VersionMemory.create(1)
+    with pytest.raises(StoreError, match="is not the memory of rollout 2 any more"):
+        VersionMemory.open(memory.path, 2)
+    path = memory.path
+    del memory
+    gc.collect()
+    with pytest.raises(StoreError, match=r"changed rows cannot be opened: .*No such"):
+        VersionMemory.open(path, 1)
+
+
+def test_memory_of_other_settings_is_not_read(tmp_path: Path) -> None:
+    memory = VersionMemory.create(1)
+    kept = followed(tmp_path, memory)
+    opened = VersionMemory.open(memory.path, 1)
+    with pytest.raises(StoreError, match=r"memory for changed rows has \d+ bytes, \d+ are expec"):
+        FollowedModel.of(kept.live.version, 640 << 10, 2, 3, opened)
+
+
+def test_a_kernel_without_the_seal_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, refused = os.memfd_create, []
+
+    def made(name: str, flags: int) -> int:
+        if flags & version_memory._MFD_NOEXEC_SEAL:
+            refused.append(flags)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return create(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", made)
+    assert VersionMemory.create().take(8).tolist() == [0] * 8
+    assert len(refused) == 1
