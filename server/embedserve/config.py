@@ -216,6 +216,13 @@ class ServeSettings:
         min=0,
         max=10_000,
     )
+    delta_new_ids_percent: float = setting(
+        10.0,
+        "Ids that deltas may add to a vocabulary, remove or give another row, in percent of its "
+        "ids; at least 1000. 0: none.",
+        min=0,
+        max=1000,
+    )
     delta_key: str = setting(
         "",
         "PEM file with Ed25519 public keys; a delta is applied only if one of them has signed it. "

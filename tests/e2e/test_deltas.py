@@ -22,7 +22,7 @@ from embedserve.commands.admin import ask_server
 from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
-from embedserve_store import Bags, DeltaWriter, TableSpec, publish, undo_deltas
+from embedserve_store import Bags, DeltaWriter, IdRule, TableSpec, publish, undo_deltas
 from embedserve_store.format.delta_manifest import manifest_name
 
 ROWS = {"user": 1000, "item": 50}
@@ -318,6 +318,49 @@ def test_a_feature_of_two_tables_is_followed(tmp_path: Path) -> None:
         for key, sums in (("f@t", [2, 1, 0]), ("f@u", [20, 10, 0])):
             assert np.array_equal(result[key], np.repeat(np.array([sums]).T, DIM, axis=1))
     assert "the plan divides 't' by columns, or unlike tables" in (tmp_path / "log").read_text()
+
+
+def test_each_answer_has_the_ids_of_one_delta(tmp_path: Path) -> None:
+    """Three ids at a time share four rows: delta n adds id n + 3 and removes id n."""
+    store, ids, pushes = tmp_path / "store", 3, 30
+    weights = {"ebc.embedding_bags.user.weight": torch.arange(1.0, 5)[:, None].repeat(1, DIM)}
+    rule = IdRule("map", unknown="skip")
+    tables = [TableSpec("user", ids + 1, DIM, ("user",), "sum", "float32", ids=rule)]
+    publish(weights, store, model="m", tables=tables, vocabularies={"user": [1, 2, 3]})
+    asked = {"user": [[one] for one in range(1, pushes + ids + 2)]}
+    wrong, seqs, ended = [], set(), threading.Event()
+
+    def ask(client: EmbedClient | GrpcEmbedClient) -> None:
+        with client:
+            while not ended.is_set():
+                result = client.embed(asked)
+                assert result.seq is not None
+                expected = [n if 0 < n - result.seq <= ids else 0 for (n,) in asked["user"]]
+                if result.values[:, 0].tolist() != expected:
+                    wrong.append((result.seq, result.values[:, 0].tolist()))
+                seqs.add(result.seq)
+
+    options = ("--deltas", "follow", "--workers", "2")
+    with (
+        DeltaWriter(store, model="m") as writer,
+        running(store, tmp_path / "log", *options) as server,
+    ):
+        clients = EmbedClient(server.http), GrpcEmbedClient(server.grpc)
+        callers = [threading.Thread(target=ask, args=(one,)) for one in clients]
+        for caller in callers:
+            caller.start()
+        try:
+            for seq in range(1, pushes + 1):
+                rows = np.full((1, DIM), seq + ids, np.float32)
+                writer.push_rows({"user": ([seq + ids], rows)}, removed={"user": [seq]})
+                if seq % 5 == 0:
+                    until(lambda: max(seqs, default=0) == seq)  # noqa: B023
+        finally:
+            ended.set()
+            for caller in callers:
+                caller.join(WAIT_S_MAX)
+        assert not wrong
+        assert deltas(server.http)["ids_changed"] == pushes + ids
 
 
 def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ PAGE = 2 << 20
 def live_of(tables: list[TableSpec], memory_max: int, first_row: int = 5000) -> LiveRows:
     spares = [SpareRows((one,), 0, one.num_embeddings, 1, 0, first_row) for one in tables]
     version = SimpleNamespace(path="store/m/1")
-    live: Any = SimpleNamespace(spares=spares, memory_max=memory_max, version=version)
+    live: Any = SimpleNamespace(table_spares=spares, memory_max=memory_max, version=version)
     return cast(LiveRows, live)
 
 

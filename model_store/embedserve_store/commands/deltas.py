@@ -13,7 +13,7 @@ from embedserve_store.deltas.prune import prune_deltas
 from embedserve_store.deltas.signing import trusted_keys
 from embedserve_store.deltas.undo import undo_deltas
 from embedserve_store.errors import MissingFileError, StoreError
-from embedserve_store.format.delta_manifest import DeltaManifest
+from embedserve_store.format.delta_manifest import DeltaManifest, IdCounts
 from embedserve_store.model_store import ModelStore
 from embedserve_store.terminal.aligned_columns import grid, plain, show, write
 from embedserve_store.terminal.console import say, table_progress, transfer_progress
@@ -82,6 +82,7 @@ def verify_deltas(store: str, model: str, version: str | None, key: Path | None)
     for delta, _ in line.deltas():
         for _ in line.rows(delta):
             pass
+        line.ids(delta)
         count += 1
         rows += sum(delta.rows.values())
         nbytes += delta.nbytes
@@ -226,10 +227,14 @@ def _show_delta(delta: DeltaManifest) -> None:
             f"goldens: {delta.goldens.examples} examples with {len(delta.goldens.numbers):,} ids, "
             f"as training in {delta.goldens.dtype} answers them"
         )
-    table = grid("table", "rows", numbers=("rows",))
-    for name, rows in delta.rows.items():
-        table.add_row(plain(name), f"{rows:,}")
+    rows, ids = delta.rows, delta.ids
+    columns = ("rows", "new ids", "removed ids") if ids else ("rows",)
+    table = grid("table", *columns, numbers=columns)
+    for name in dict.fromkeys((*rows, *ids)):
+        counts = ids.get(name, IdCounts())
+        cells = (rows.get(name, 0), counts.new, counts.removed)[: len(columns)]
+        table.add_row(plain(name), *(f"{one:,}" for one in cells))
     if table.row_count:
-        show("changed rows", table)
+        show("changes", table)
     else:
-        write("changed rows: none")
+        write("changes: none")

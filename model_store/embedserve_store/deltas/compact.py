@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embedserve_store.deltas.compact_ids import golden_bags, write_vocabularies
 from embedserve_store.deltas.delta_line import DeltaLine, kept
 from embedserve_store.deltas.signing import KeyFile, trusted_keys
 from embedserve_store.errors import StoreError, UnreachableError
@@ -27,6 +28,7 @@ from embedserve_store.goldens.delta_parity import check_rows
 from embedserve_store.goldens.goldens_file import Goldens, save_goldens
 from embedserve_store.goldens.reference_pooling import pool_stored, row_numbers, stored_rows
 from embedserve_store.ids.id_map import IdMaps
+from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.publishing.publish import provenance, publish_files
@@ -52,9 +54,10 @@ def compact_deltas(
 ) -> PublishedVersion:
     """Publishes a version with the deltas after it as the next version of ``model``.
 
-    The line continues: later deltas apply to both versions. Plan, vocabularies and the bags of the
-    goldens are those of the version. The goldens' results are pooled from the new rows. If the last
-    delta has goldens of its own, the new rows are compared with them.
+    The line continues: later deltas apply to both versions. Plan and bags of the goldens are those
+    of the version; new bags are drawn if an id of theirs was removed. The vocabularies are those
+    after the last delta. The goldens' results are pooled from the new rows. If the last delta has
+    goldens of its own, the new rows are compared with them.
 
     Args:
         store: a folder or a URL.
@@ -110,13 +113,11 @@ def _write(
     if goldens is not None:
         where = f"delta {position.seq} of line {position.line}"
         check_rows(goldens, base.manifest, partial(stored_rows, tables), where)
-    specs = tuple(replace(one, sha256=table_sha256(tables, one)) for one in base.manifest.tables)
+    specs = write_vocabularies(base, line.ids_at(position.seq), staging)
+    specs = tuple(replace(one, sha256=table_sha256(tables, one)) for one in specs)
     source = {key: value for key, value in base.manifest.source.items() if key != COMPARED}
     source |= provenance("deltas") | {GOLDENS: FROM_DESCRIPTION} | position.to_source()
     manifest = replace(base.manifest, tables=specs, source=source)
-    if base.id_maps:
-        shutil.copyfile(base.path / IDS, staging / IDS)
-        IdMaps.open(staging / IDS, specs).verify()
     shutil.copyfile(base.path / "plan.json", staging / "plan.json")
     _write_goldens(base, manifest, tables, staging / "goldens.safetensors")
     return finish_version(manifest, base.plan, staging, {}, ())
@@ -185,7 +186,9 @@ def _check_not_reverted(line: DeltaLine, last: int) -> None:
 
 
 def _write_goldens(base: ModelVersion, manifest: Manifest, tables: TablesFile, path: Path) -> None:
-    bags = base.goldens().bags
-    answers = pool_stored(manifest, bags, row_numbers(bags, base.translator), tables)
+    id_maps = IdMaps.open(path.parent / IDS, manifest.tables) if base.id_maps else {}
+    bags = golden_bags(base, manifest, id_maps)
+    numbers = row_numbers(bags, IdTranslator(manifest, id_maps))
+    answers = pool_stored(manifest, bags, numbers, tables)
     save_goldens(Goldens(bags, answers, answers), path)
     sync(path)

@@ -6,7 +6,8 @@ Never imports torch, never writes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,13 @@ from numpy.typing import NDArray
 from embedserve_store.deltas.row_numbers import RowNumbers
 from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.errors import MissingFileError, StoreError
+from embedserve_store.format.changed_ids import (
+    AS_PUBLISHED,
+    ChangedIds,
+    check_same_ids,
+    decode_ids,
+    no_ids,
+)
 from embedserve_store.format.delta_file import ChangedRows, check_bytes, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
     DELTA_SEQ_MAX,
@@ -51,6 +59,15 @@ def kept(
             seq = delta.seq - 1
         else:
             seq = delta.reverts_to
+
+
+def joined_ids(changes: Iterable[Mapping[str, ChangedIds]]) -> dict[str, ChangedIds]:
+    """Returns the changed ids of several deltas, one after the other, by table."""
+    joined: dict[str, ChangedIds] = {}
+    for one in changes:
+        for name, change in one.items():
+            joined[name] = joined[name].then(change) if name in joined else change
+    return joined
 
 
 def stored_seqs(models: ModelStore, model: str, line: int) -> NDArray[np.int64]:
@@ -252,6 +269,8 @@ class DeltaLine:
         """
         seen: dict[str, list[NDArray[np.int64]]] = {}
         for file in delta.files:
+            if file.ids:
+                continue
             where = self._where(file.name)
             changes = decode(self._read(file), file, self._tables, where)
             for change in changes:
@@ -263,6 +282,58 @@ class DeltaLine:
                         f"{where}: table {name!r}: row {row} is in another file of the delta, too"
                     )
             yield changes
+
+    def ids(self, delta: DeltaManifest) -> dict[str, ChangedIds]:
+        """Returns the changed ids of ``delta``, by table.
+
+        Raises:
+            StoreError: a file is missing or damaged, or two files have the same id. Or tables that
+                share a feature have different changes.
+        """
+        found: dict[str, ChangedIds] = {}
+        for file in delta.files:
+            if not file.ids:
+                continue
+            where = self._where(file.name)
+            for change in decode_ids(self._read(file), file, self._tables, where):
+                name = change.table.name
+                before = found.get(name, no_ids(change.table))
+                if (one := repeated_row(before.ids, change.ids)) is not None:
+                    raise StoreError(
+                        f"{where}: table {name!r}: id {one} is in another file of the delta, too"
+                    )
+                found[name] = before.then(change)
+        if found:
+            check_same_ids(found, self._base, self._where(manifest_name(delta.seq)))
+        return found
+
+    def ids_at(self, seq: int) -> dict[str, ChangedIds]:
+        """Returns the ids that differ between the version and the state after delta ``seq``, by
+        table.
+
+        Raises:
+            StoreError: as ``manifest`` and ``ids``.
+        """
+        return joined_ids(self.ids(delta) for delta in reversed([*self.kept(seq)]) if delta.ids)
+
+    def ids_between(self, one: int, other: int) -> dict[str, ChangedIds]:
+        """Returns the ids that may differ between the states after two deltas, with their rows
+        after delta ``other``, by table.
+
+        Raises:
+            StoreError: as ``manifest`` and ``ids``.
+        """
+        touched = joined_ids(self.ids(delta) for delta in self.between(one, other) if delta.ids)
+        if not touched:
+            return {}
+        states = self.ids_at(other)
+        return {
+            name: replace(
+                change,
+                rows=states.get(name, no_ids(change.table)).rows_of(change.ids, AS_PUBLISHED),
+            )
+            for name, change in touched.items()
+        }
 
     def file_bytes(self, file: DeltaFile) -> bytes:
         """Reads a file of a delta whole.

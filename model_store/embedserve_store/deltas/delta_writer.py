@@ -6,28 +6,35 @@ Imports torch when called.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from embedserve_store.deltas.append import now
-from embedserve_store.deltas.encode_changes import Changes, copy_changes, encode_changes
+from embedserve_store.deltas.encode_changes import (
+    Changes,
+    copy_changes,
+    copy_removed,
+    encode_changes,
+    with_keys,
+)
 from embedserve_store.deltas.golden_bags import GoldenBags
 from embedserve_store.deltas.line_appender import LineAppender
 from embedserve_store.deltas.push_runner import PushRunner, evaluate
 from embedserve_store.deltas.pushed_goldens import PushedGoldens
+from embedserve_store.deltas.pushed_ids import PlacedIds, PushedIds, RemovedIds
 from embedserve_store.deltas.rank_calls import RankCalls
 from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.signing import KeyFile
 from embedserve_store.deltas.tracked_rows import TrackedRows, check_same_tables
-from embedserve_store.deltas.vocabularies import Vocabularies
 from embedserve_store.errors import InvalidModelError, RevertedError
+from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_file import ChangedRows, repeated_row
+from embedserve_store.format.delta_goldens import DeltaGoldens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
 
@@ -91,8 +98,8 @@ class DeltaWriter:
         self._line = LineAppender(store, model, version, self._ranks, is_alone=is_alone, key=key)
         base = self._line.base
         self._tables = {table.name: table for table in base.tables}
-        self._vocabularies = Vocabularies(self._line.models, base)
-        self._goldens = PushedGoldens(base, self._vocabularies, self._ranks)
+        self._ids = PushedIds(self._line, self._ranks)
+        self._goldens = PushedGoldens(base, self._ranks)
         self._module, self._prefix = module, prefix
         if module is not None:
             self._calls.on_all(lambda: check_same_tables(module, prefix, base))
@@ -108,15 +115,29 @@ class DeltaWriter:
         *,
         step: int | None = None,
         goldens: GoldenBags | None = None,
+        vocabulary: PlacedIds | None = None,
+        removed: RemovedIds | None = None,
         wait: Literal[True] = True,
     ) -> int: ...
     @overload
     def push(
-        self, *, step: int | None = None, goldens: GoldenBags | None = None, wait: Literal[False]
+        self,
+        *,
+        step: int | None = None,
+        goldens: GoldenBags | None = None,
+        vocabulary: PlacedIds | None = None,
+        removed: RemovedIds | None = None,
+        wait: Literal[False],
     ) -> Future[int]: ...
 
     def push(
-        self, *, step: int | None = None, goldens: GoldenBags | None = None, wait: bool = True
+        self,
+        *,
+        step: int | None = None,
+        goldens: GoldenBags | None = None,
+        vocabulary: PlacedIds | None = None,
+        removed: RemovedIds | None = None,
+        wait: bool = True,
     ) -> int | Future[int]:
         """Appends a delta with the rows that training touched since the last push; a collective.
 
@@ -128,6 +149,9 @@ class DeltaWriter:
             goldens: bags of row numbers, for which the model's results go into the delta. Servers
                 compare them before they apply the delta. Bags, or a KeyedJaggedTensor that has the
                 version's features. Those of rank 0 count. Results are looked up in the caller.
+            vocabulary: for tables with a vocabulary (id rule map), ids that are new, or have moved
+                to another row, and the row of each [n] in training. Each rank names its own.
+            removed: ids [n] by table that have no row any more. Their rows stay as they are.
             wait: whether to return after the delta is written. False: copies the rows, and writes
                 the delta in a thread while training continues. The next ``push``, ``push_rows``,
                 ``wait``, ``resume`` or ``close`` waits for it, and raises its error once, on all
@@ -140,7 +164,8 @@ class DeltaWriter:
 
         Raises:
             InvalidModelError: on all ranks: a row cannot be stored, an id was looked up that its
-                table does not have, or the goldens exceed a limit or do not fit the version.
+                table does not have, or the goldens exceed a limit or do not fit the version. Or an
+                id is named twice, has a row outside its table, or is removed without being there.
             RevertedError, WriterFencedError, StoreError: as in ``push_rows``.
             ValueError: the writer was made without ``module``.
         """
@@ -151,11 +176,13 @@ class DeltaWriter:
         as_of = now()
         answered = self._goldens.looked_up(goldens, self._module, self._prefix, tracked.dtype)
         taken = tracked.take()
+        own_ids = evaluate(lambda: (copy_changes(vocabulary or {}), copy_removed(removed)))
 
         def write() -> int:
             rows = tracked.whole_rows(taken)
             encoded = self._calls.on_all(lambda: encode_changes(rows, self._tables, {}))
-            return self._line.append(encoded, answered, step, as_of)
+            ids = self._ids.placed(own_ids)
+            return self._append(encoded, ids, answered, step, as_of)
 
         run = self._pushes.run if wait else self._pushes.start
         return run(write, lambda: tracked.take_again(taken.numbers))
@@ -167,6 +194,7 @@ class DeltaWriter:
         *,
         step: int | None = None,
         goldens: tuple[GoldenBags, Any] | None = None,
+        removed: RemovedIds | None = None,
         wait: Literal[True] = True,
     ) -> int: ...
     @overload
@@ -176,6 +204,7 @@ class DeltaWriter:
         *,
         step: int | None = None,
         goldens: tuple[GoldenBags, Any] | None = None,
+        removed: RemovedIds | None = None,
         wait: Literal[False],
     ) -> Future[int]: ...
 
@@ -185,6 +214,7 @@ class DeltaWriter:
         *,
         step: int | None = None,
         goldens: tuple[GoldenBags, Any] | None = None,
+        removed: RemovedIds | None = None,
         wait: bool = True,
     ) -> int | Future[int]:
         """Appends a delta with the given rows, and returns its seq; a collective of all ranks.
@@ -193,18 +223,19 @@ class DeltaWriter:
 
         Args:
             changes: row numbers [n] and rows [n, dim] by table; rows are float32, float16 or
-                bfloat16, on any device. For a table with a vocabulary (id rule map), ids of the
-                vocabulary replace the row numbers. No row may occur twice, on one rank or on two.
-                Without rows the delta is empty: a sign of life.
+                bfloat16, on any device. For a table with a vocabulary (id rule map), ids replace
+                the row numbers. A new id gets a row of the table that no id has. No row may occur
+                twice, on one rank or on two. Without rows the delta is empty: a sign of life.
             step: number of the training step, for people.
             goldens: bags, and the results [B, sum of dims] that they have after the delta, in the
                 order of the version's keys; without pooling [N, dim]. Ids are as in ``changes``.
                 Those of rank 0 count. Servers compare them before they apply the delta.
+            removed: ids [n] by table that have no row any more. New ids get their rows later.
             wait: as in ``push``. With False, the arguments are copied.
 
         Raises:
-            InvalidModelError: on all ranks: a table, id or row cannot be stored, or the goldens
-                exceed a limit or do not fit the version.
+            InvalidModelError: on all ranks: a table, id or row cannot be stored, there is no row
+                left for a new id, or the goldens exceed a limit or do not fit the version.
             RevertedError: on all ranks: deltas were undone. Call ``resume``, or go back to a
                 checkpoint and make a new writer.
             WriterFencedError: on all ranks: another writer has appended to the line.
@@ -214,12 +245,16 @@ class DeltaWriter:
         as_of = now()
         own_changes = evaluate(lambda: changes if wait else copy_changes(changes))
         own_goldens = evaluate(lambda: goldens if wait else self._goldens.copied(goldens))
+        own_removed = evaluate(lambda: copy_removed(removed))
 
         def write() -> int:
-            encoded = self._calls.on_all(lambda: self._encode(own_changes()))
+            keyed = self._calls.on_all(lambda: with_keys(own_changes(), self._tables))
+            ids = self._ids.of_rows(keyed, own_removed)
+            rows_of = self._ids.after(ids)
+            encoded = self._calls.on_all(lambda: encode_changes(keyed, self._tables, rows_of))
             self._check_apart(encoded)
-            given = self._goldens.given(own_goldens)
-            return self._line.append(encoded, given, step, as_of)
+            given = self._goldens.given(own_goldens, rows_of)
+            return self._append(encoded, ids, given, step, as_of)
 
         run = self._pushes.run if wait else self._pushes.start
         return run(write, lambda: None)
@@ -235,10 +270,10 @@ class DeltaWriter:
     def resume(self) -> None:
         """Continues after an undo; a collective of all ranks.
 
-        The next ``push`` has the undone rows again, as they are in training then. If it is called
-        again before that push, the next push has the rows of both undos. Rows that ``push_rows``
-        pushed are pushed again by the caller. A push in flight that fails because of the undo
-        raises nothing.
+        The next ``push`` has the undone rows again, as they are in training then, and the undone
+        changes of ids. If it is called again before that push, the next push has the rows of both
+        undos. What ``push_rows`` pushed is pushed again by the caller. A push in flight that fails
+        because of the undo raises nothing.
 
         Raises:
             WriterFencedError: on all ranks: another writer has appended to the line.
@@ -247,9 +282,10 @@ class DeltaWriter:
         """
         with suppress(RevertedError):
             self.wait()
-        undone = self._line.pass_undos(has_rows=self._tracked is not None)
+        undone = self._line.pass_undos(is_tracked=self._tracked is not None)
+        self._ids.take_again(undone.ids)
         if self._tracked is not None:
-            self._tracked.take_again(undone)
+            self._tracked.take_again(undone.rows)
 
     def close(self) -> None:
         """Ends the writer and the tracking; a collective of all ranks.
@@ -285,8 +321,18 @@ class DeltaWriter:
         self.wait()
         self._line.check_continues()
 
-    def _encode(self, changes: Changes) -> dict[str, ChangedRows]:
-        return encode_changes(changes, self._tables, self._vocabularies.of(changes))
+    def _append(
+        self,
+        changes: Mapping[str, ChangedRows],
+        ids: Mapping[str, ChangedIds],
+        goldens: DeltaGoldens | None,
+        step: int | None,
+        as_of: str,
+    ) -> int:
+        """Writes a delta and returns its seq; a collective."""
+        seq = self._line.append(changes, ids, goldens, step, as_of)
+        self._ids.advance(ids)
+        return seq
 
     def _check_apart(self, changes: Mapping[str, ChangedRows]) -> None:
         """Raises InvalidModelError on all ranks if two have the same row; a collective."""

@@ -6,7 +6,7 @@ Imports torch when called.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.delta_file import ChangedRows, check_rows, repeated_row
 from embedserve_store.format.row_layout import encode_rows
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.string_hashes import hash_strings
 from embedserve_store.sources.rows import SOURCE_DTYPES
 
@@ -29,23 +28,52 @@ Ids = Any
 """Row numbers or ids [n]: an array or tensor of integers, or a sequence of int or str."""
 Changes = Mapping[str, tuple[Ids, Rows]]
 """Row numbers or ids, and rows, by table."""
+KeyedChanges = Mapping[str, tuple[NDArray[np.int64], Rows]]
+"""Changes whose ids are int64 [n]: strings are their hashes."""
+RowsOfIds = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""Returns the rows [n] of ids [n]; -1 for an id without a row."""
+
+
+def with_keys(changes: Changes, tables: Mapping[str, TableSpec]) -> KeyedChanges:
+    """Returns ``changes`` with ids as they are looked up.
+
+    Args:
+        tables: tables of the version, by name.
+
+    Raises:
+        InvalidModelError: a table is not in the model, or its ids have another type.
+    """
+    return {
+        name: (keys_of(_table(tables, name), ids), rows) for name, (ids, rows) in changes.items()
+    }
+
+
+def keys_of(table: TableSpec, ids: Ids) -> NDArray[np.int64]:
+    """Returns row numbers or ids as int64 [n]; strings become their hashes.
+
+    Raises:
+        InvalidModelError: the ids are not those of the table's type.
+    """
+    is_string = table.ids.rule == "map" and table.ids.id_type == "string"
+    return hash_strings(_strings(table, ids)) if is_string else _numbers(table, ids)
 
 
 def encode_changes(
-    changes: Changes, tables: Mapping[str, TableSpec], id_maps: Mapping[str, IdMap]
+    changes: KeyedChanges, tables: Mapping[str, TableSpec], rows_of: Mapping[str, RowsOfIds]
 ) -> dict[str, ChangedRows]:
     """Returns the changed rows of each table, encoded in its dtype, with row numbers ascending.
 
     Args:
-        changes: row numbers and rows by table. For a table with an id map, ids of its vocabulary
+        changes: row numbers and rows by table. For a table in ``rows_of``, ids of its vocabulary
             replace the row numbers.
         tables: tables of the version, by name.
+        rows_of: functions that return the rows of ids, by table.
 
     Raises:
         InvalidModelError: names the table, and the id or row that cannot be stored.
     """
     encoded = {
-        name: _encode(_table(tables, name), ids, rows, id_maps.get(name))
+        name: _encode(tables[name], ids, rows, rows_of.get(name))
         for name, (ids, rows) in changes.items()
     }
     return {name: change for name, change in encoded.items() if len(change.numbers)}
@@ -54,6 +82,11 @@ def encode_changes(
 def copy_changes(changes: Changes) -> dict[str, tuple[Ids, Rows]]:
     """Returns copies of ids and rows on the CPU, which the caller may change meanwhile."""
     return {name: (copy_values(ids), copy_values(rows)) for name, (ids, rows) in changes.items()}
+
+
+def copy_removed(ids: Mapping[str, Ids] | None) -> dict[str, Ids]:
+    """Returns copies of ids by table on the CPU."""
+    return {name: copy_values(one) for name, one in (ids or {}).items()}
 
 
 def copy_values(values: Any) -> Any:
@@ -71,9 +104,11 @@ def _table(tables: Mapping[str, TableSpec], name: str) -> TableSpec:
     return tables[name]
 
 
-def _encode(table: TableSpec, ids: Ids, rows: Rows, id_map: IdMap | None) -> ChangedRows:
+def _encode(
+    table: TableSpec, ids: NDArray[np.int64], rows: Rows, rows_of: RowsOfIds | None
+) -> ChangedRows:
     block = _block(table, rows)
-    numbers = _numbers(table, ids) if id_map is None else _mapped(table, ids, id_map)
+    numbers = ids if rows_of is None else _mapped(table, ids, rows_of)
     if len(numbers) != len(block):
         raise InvalidModelError(f"table {table.name!r}: {len(numbers)} ids for {len(block)} rows")
     order = np.argsort(numbers, kind="stable")
@@ -115,18 +150,12 @@ def _numbers(table: TableSpec, ids: Ids) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _mapped(table: TableSpec, ids: Ids, id_map: IdMap) -> NDArray[np.int64]:
-    """Returns the rows of the vocabulary's ``ids``."""
-    is_string = table.ids.id_type == "string"
-    keys = hash_strings(_strings(table, ids)) if is_string else _numbers(table, ids)
-    numbers = id_map.rows_of(keys)
-    unknown = np.flatnonzero(numbers < 0)
-    if len(unknown):
-        at = int(unknown[0])
-        one = ids[at] if is_string else int(keys[at])
+def _mapped(table: TableSpec, ids: NDArray[np.int64], rows_of: RowsOfIds) -> NDArray[np.int64]:
+    numbers = rows_of(ids)
+    if (numbers < 0).any():  # each new id has got a row
+        one = ids[(numbers < 0).argmax()]
         raise InvalidModelError(
-            f"table {table.name!r}: id {one!r:.80} is not in the vocabulary: new ids need a new "
-            "version"
+            f"table {table.name!r}: id {one} is pushed, and removed by another rank"
         )
     return numbers
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from embedserve_store.deltas.encode_changes import RowsOfIds
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens, answers_shape
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.parity import least_precise
-from embedserve_store.ids.id_map import IdMap
 from embedserve_store.sources import live, live_dmp
 
 GoldenBags = Any
@@ -54,12 +54,12 @@ def bags_of(goldens: GoldenBags, base: Manifest) -> Bags:
     )
 
 
-def with_row_numbers(bags: Bags, base: Manifest, id_maps: Mapping[str, IdMap]) -> Bags:
+def with_row_numbers(bags: Bags, base: Manifest, rows_of: Mapping[str, RowsOfIds]) -> Bags:
     """Returns ``bags`` with row numbers in place of ids of a vocabulary.
 
     Args:
         bags: bags in the order of the version's features.
-        id_maps: vocabularies by table.
+        rows_of: functions that return the rows of ids, by table with a vocabulary.
 
     Raises:
         InvalidModelError: an id is not in its vocabulary, or the sizes contradict each other.
@@ -68,10 +68,10 @@ def with_row_numbers(bags: Bags, base: Manifest, id_maps: Mapping[str, IdMap]) -
     numbers = bags.ids.copy()
     table_of = {columns.feature: columns.table.name for columns in base.columns}
     for feature, name in enumerate(base.features):
-        if (id_map := id_maps.get(table_of[feature])) is None:
+        if (find := rows_of.get(table_of[feature])) is None:
             continue
         span = bags.span(feature)
-        numbers[span] = id_map.rows_of(bags.ids[span])
+        numbers[span] = find(bags.ids[span])
         if (numbers[span] < 0).any():
             unknown = bags.ids[span][(numbers[span] < 0).argmax()]
             raise InvalidModelError(

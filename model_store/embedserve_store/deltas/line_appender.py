@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from embedserve_store.deltas.rank_calls import RankCalls
 from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.signing import KeyFile, SigningKey, check_stays_signed, signing_key
 from embedserve_store.errors import InvalidModelError, RevertedError, WriterFencedError
+from embedserve_store.format.changed_ids import ChangedIds, encode_ids, split_ids
 from embedserve_store.format.delta_file import ChangedRows, encode, split
 from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.delta_manifest import (
@@ -33,12 +35,26 @@ from embedserve_store.format.delta_manifest import (
 )
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.text_limit import check_texts
+from embedserve_store.ids.id_map import IdMap
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import user, writer
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class UndoneChanges:
+    """Changes that undos took back, by table.
+
+    Attributes:
+        rows: row numbers, int64 [n].
+        ids: ids, with the rows that they had before the undo.
+    """
+
+    rows: Mapping[str, NDArray[np.int64]]
+    ids: Mapping[str, ChangedIds]
 
 
 class LineAppender:
@@ -75,18 +91,23 @@ class LineAppender:
     def append(
         self,
         changes: Mapping[str, ChangedRows],
+        ids: Mapping[str, ChangedIds],
         goldens: DeltaGoldens | None,
         step: int | None,
         as_of: str,
     ) -> int:
         """Writes a delta and returns its seq; a collective.
 
+        Args:
+            changes: rows of this rank, by table.
+            ids: changed ids of all ranks, by table; rank 0 writes them.
+
         Raises:
             RevertedError, WriterFencedError, InvalidModelError, StoreError: as DeltaWriter.push.
         """
         is_appended = False
         while not is_appended:
-            files = self._written(changes)
+            files = self._written(changes, ids if self._ranks.rank == 0 else {})
             call = partial(self._append_manifest, files, goldens, step, as_of)
             try:
                 self.position, is_appended = self._calls.on_first(call)
@@ -104,21 +125,30 @@ class LineAppender:
         if self._reverted is not None:
             raise self._reverted
 
-    def pass_undos(self, *, has_rows: bool) -> dict[str, NDArray[np.int64]]:
+    def changed_ids(self) -> dict[str, ChangedIds]:
+        """Returns the ids that all deltas of the line have changed, by table. Reads the manifests
+        of all deltas after the version. Raises StoreError if one is damaged."""
+        return self._line.ids_at(self.position.seq)
+
+    def id_maps(self) -> Mapping[str, IdMap]:
+        """Returns the version's vocabularies by table; a remote version is pulled."""
+        return self.models.load(self.base.model, self.base.version).id_maps
+
+    def pass_undos(self, *, is_tracked: bool) -> UndoneChanges:
         """Continues after the undos at the end of the line; a collective.
 
         Args:
-            has_rows: whether the rows that they changed are of interest.
+            is_tracked: whether the changes that they undid are of interest.
 
         Returns:
-            The row numbers that they changed, by table.
+            These changes.
 
         Raises:
             WriterFencedError, StoreError: as DeltaWriter.resume.
         """
         self._check_not_fenced()
         try:
-            self.position, undone = self._calls.on_first(lambda: self._find_undone(has_rows))
+            self.position, undone = self._calls.on_first(lambda: self._find_undone(is_tracked))
         except WriterFencedError:
             self._is_fenced = True
             raise
@@ -155,8 +185,8 @@ class LineAppender:
         check_stays_signed(last, self._key)
         return end
 
-    def _find_undone(self, has_rows: bool) -> tuple[LinePosition, dict[str, NDArray[np.int64]]]:
-        """Returns the end of the line, and the rows that the undos before it changed, by table.
+    def _find_undone(self, is_tracked: bool) -> tuple[LinePosition, UndoneChanges]:
+        """Returns the end of the line, and what the undos before it changed.
 
         Deltas of this writer are passed over: earlier pushes, which failed because the store's
         response was lost.
@@ -165,21 +195,30 @@ class LineAppender:
         while (found := self._line.after(end)) is not None:
             self._check_own(found[0])
             end = found[1]
-        if not has_rows:
-            return end, {}
-        return end, self._line.rows_between(self.position.seq, end.seq)
+        if not is_tracked:
+            return end, UndoneChanges({}, {})
+        before = self.position.seq
+        rows = self._line.rows_between(before, end.seq)
+        return end, UndoneChanges(rows, self._line.ids_between(end.seq, before))
 
-    def _written(self, changes: Mapping[str, ChangedRows]) -> tuple[DeltaFile, ...]:
+    def _written(
+        self, changes: Mapping[str, ChangedRows], ids: Mapping[str, ChangedIds]
+    ) -> tuple[DeltaFile, ...]:
         """Writes the files of this rank, and returns those of all ranks; a collective."""
-        own = self._calls.on_all(lambda: list(self._write_files(changes)))
+        own = self._calls.on_all(lambda: list(self._write_files(changes, ids)))
         return tuple(file for files in self._ranks.from_all(own) for file in files)
 
-    def _write_files(self, changes: Mapping[str, ChangedRows]) -> list[DeltaFile]:
+    def _write_files(
+        self, changes: Mapping[str, ChangedRows], ids: Mapping[str, ChangedIds]
+    ) -> list[DeltaFile]:
         token = secrets.token_hex(8)
         files = []
-        for number, part in enumerate(split(changes)):
+        parts: list[Callable[[str], tuple[DeltaFile, bytes]]]
+        parts = [partial(encode, part) for part in split(changes)]
+        parts += [partial(encode_ids, part) for part in split_ids([*ids.values()])]
+        for number, encode_part in enumerate(parts):
             name = file_name(self.position.seq + 1, token, self._ranks.rank, number)
-            file, data = encode(part, name)
+            file, data = encode_part(name)
             self.write(f"{self._folder}/{name}", data)  # its name is this push's alone
             files.append(file)
         return files

@@ -5,10 +5,10 @@ Imports torch only when called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from embedserve_store.deltas.encode_changes import copy_values
+from embedserve_store.deltas.encode_changes import RowsOfIds, copy_values
 from embedserve_store.deltas.golden_bags import (
     GoldenBags,
     bags_of,
@@ -19,7 +19,6 @@ from embedserve_store.deltas.golden_bags import (
 )
 from embedserve_store.deltas.rank_calls import RankCalls
 from embedserve_store.deltas.ranks import Ranks
-from embedserve_store.deltas.vocabularies import Vocabularies
 from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Bags
@@ -36,9 +35,8 @@ GivenGoldens = tuple[GoldenBags, Any]
 class PushedGoldens:
     """Makes the goldens of a delta, the same on all ranks."""
 
-    def __init__(self, base: Manifest, vocabularies: Vocabularies, ranks: Ranks) -> None:
-        self._base, self._vocabularies = base, vocabularies
-        self._ranks, self._calls = ranks, RankCalls(ranks)
+    def __init__(self, base: Manifest, ranks: Ranks) -> None:
+        self._base, self._ranks, self._calls = base, ranks, RankCalls(ranks)
 
     def copied(self, goldens: GivenGoldens | None) -> GivenGoldens | None:
         """Returns copies of bags and results on the CPU, those of rank 0 alone."""
@@ -47,13 +45,16 @@ class PushedGoldens:
         bags, answers = goldens
         return bags_of(bags, self._base), copy_values(answers)
 
-    def given(self, goldens: Callable[[], GivenGoldens | None]) -> DeltaGoldens | None:
+    def given(
+        self, goldens: Callable[[], GivenGoldens | None], rows_of: Mapping[str, RowsOfIds]
+    ) -> DeltaGoldens | None:
         """Returns the given bags of callers' ids with their results; a collective.
 
         Args:
             goldens: returns bags and results, or raises.
+            rows_of: functions that return the rows of ids after the delta, by table.
         """
-        return self._calls.on_first(lambda: self._given(goldens()))
+        return self._calls.on_first(lambda: self._given(goldens(), rows_of))
 
     def looked_up(
         self, goldens: GoldenBags | None, module: torch.nn.Module, prefix: str, dtype: str
@@ -73,12 +74,13 @@ class PushedGoldens:
         least = least_precise(exchanged, *self._ranks.from_all(dtype))
         return self._calls.on_first(lambda: delta_goldens(bags, answers, least, self._base))
 
-    def _given(self, goldens: GivenGoldens | None) -> DeltaGoldens | None:
+    def _given(
+        self, goldens: GivenGoldens | None, rows_of: Mapping[str, RowsOfIds]
+    ) -> DeltaGoldens | None:
         if goldens is None:
             return None
         bags, answers = goldens
-        id_maps = self._vocabularies.of(table.name for table in self._base.tables)
-        numbers = with_row_numbers(bags_of(bags, self._base), self._base, id_maps)
+        numbers = with_row_numbers(bags_of(bags, self._base), self._base, rows_of)
         return delta_goldens(numbers, answers, DTYPES[0], self._base)
 
     def _checked_bags(self, goldens: GoldenBags | None) -> Bags | None:

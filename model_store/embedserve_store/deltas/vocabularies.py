@@ -1,25 +1,248 @@
-"""Vocabularies of the tables whose changed rows are named by ids. Imports no torch."""
+"""Vocabularies of a version's tables as the deltas of its line have changed them.
+
+The job that trains decides which row a new id gets, and the delta says so. All servers and all
+compacted versions therefore agree. Never imports torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.changed_ids import REMOVED, ChangedIds, no_ids
+from embedserve_store.format.delta_file import repeated_row
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_map import IdMap
-from embedserve_store.model_store import ModelStore
-from embedserve_store.model_version import ModelVersion
+
+Ids = NDArray[np.int64]
+_BLOCK_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class WantedIds:
+    """Changes of vocabularies that a rank asks for, by table. Strings are their hashes.
+
+    Attributes:
+        new: ids without a row, which get rows that no id has.
+        placed: ids, and the row that each has in training.
+        removed: ids that have no row any more.
+    """
+
+    new: Mapping[str, Ids] = field(default_factory=dict)
+    placed: Mapping[str, tuple[Ids, Ids]] = field(default_factory=dict)
+    removed: Mapping[str, Ids] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.new or self.placed or self.removed)
 
 
 class Vocabularies:
-    """The vocabularies of a version, which is opened when one is first needed."""
+    """Vocabularies after the last delta of a line. Tables that share a feature have one."""
 
-    def __init__(self, models: ModelStore, base: Manifest) -> None:
-        self._models, self._base = models, base
-        self._rules = {table.name: table.ids.rule for table in base.tables}
-        self._opened: ModelVersion | None = None
+    def __init__(
+        self,
+        base: Manifest,
+        id_maps: Mapping[str, IdMap],
+        changed: Mapping[str, ChangedIds],
+    ) -> None:
+        """
+        Args:
+            base: manifest of the version.
+            id_maps: the version's vocabularies by table.
+            changed: ids that deltas have changed since, by table.
+        """
+        self._groups = [group for group in base.table_groups if group[0].name in id_maps]
+        self._id_maps = id_maps
+        self._changed = dict(changed)
+        self._free: dict[str, _FreeRows] = {}
 
-    def of(self, tables: Iterable[str]) -> Mapping[str, IdMap]:
-        """Returns all vocabularies, if one of ``tables`` has one; a remote version is pulled."""
-        if self._opened is None and any(self._rules.get(name) == "map" for name in tables):
-            self._opened = self._models.load(self._base.model, self._base.version)
-        return self._opened.id_maps if self._opened else {}
+    def rows_of(self, table: str, ids: Ids) -> Ids:
+        """Returns the rows [n] of ``ids`` [n]; -1 for an id that the vocabulary does not have."""
+        published = self._id_maps[table].rows_of(ids)
+        changed = self._changed.get(table)
+        return published if changed is None else changed.rows_of(ids, published)
+
+    def rows_after(self, changes: Mapping[str, ChangedIds], table: str, ids: Ids) -> Ids:
+        """Returns the rows [n] of ``ids`` [n] after ``changes``, by table; -1 as ``rows_of``."""
+        before = self.rows_of(table, ids)
+        return changes[table].rows_of(ids, before) if table in changes else before
+
+    def published(self, table: str, ids: Ids) -> Ids:
+        """Returns the rows [n] that ``ids`` [n] have in the version; -1 as ``rows_of``."""
+        return self._id_maps[table].rows_of(ids)
+
+    def find_changes(
+        self, wanted: Sequence[WantedIds], again: Mapping[str, ChangedIds]
+    ) -> dict[str, ChangedIds]:
+        """Returns the changes that the ranks want, by table; gives rows to new ids.
+
+        ``advance`` makes them the state of this object, once their delta is written.
+
+        Args:
+            again: changes by table that are made, too, for ids that no rank names.
+
+        Raises:
+            InvalidModelError: an id that is removed is not in the vocabulary, or an id is given
+                twice, or both with a row and removed. Or there is no row left for a new id.
+        """
+        changes: dict[str, ChangedIds] = {}
+        for group in self._groups:
+            if len(found := self._of_group(group, wanted, again.get(group[0].name))):
+                changes |= {table.name: ChangedIds(table, found.ids, found.rows) for table in group}
+        return changes
+
+    def advance(self, changes: Mapping[str, ChangedIds]) -> None:
+        """Makes ``changes``, by table, part of the vocabularies."""
+        for name, change in changes.items():
+            if (free := self._free.get(name)) is not None:
+                free.advance(self.rows_of(name, change.ids), change.rows)
+        for name, change in changes.items():
+            self._changed[name] = self._changed.get(name, no_ids(change.table)).then(change)
+
+    def _of_group(
+        self,
+        group: tuple[TableSpec, ...],
+        wanted: Sequence[WantedIds],
+        again: ChangedIds | None,
+    ) -> ChangedIds:
+        """Returns the changes of the vocabulary of a group of tables."""
+        first, names = group[0], {table.name for table in group}
+        where = f"table {first.name!r}"
+        removed = _joined(
+            one.removed[name] for one in wanted for name in names & one.removed.keys()
+        )
+        placed = [one.placed[name] for one in wanted for name in names & one.placed.keys()]
+        ids, rows = (_joined(pair[at] for pair in placed) for at in (0, 1))
+        _check_rows(where, ids, rows, min(table.num_embeddings for table in group))
+        if (twice := repeated_row(ids, removed)) is not None:
+            raise InvalidModelError(
+                f"{where}: id {twice} is given twice: an id has one row, or is removed once"
+            )
+        left = self.rows_of(first.name, removed)
+        if (left < 0).any():
+            raise InvalidModelError(
+                f"{where}: id {removed[(left < 0).argmax()]} is removed, but is not in the "
+                "vocabulary"
+            )
+        if again is not None:
+            rest = ~np.isin(again.ids, np.concatenate([ids, removed]))
+            ids = np.concatenate([ids, again.ids[rest]])
+            rows = np.concatenate([rows, again.rows[rest]])
+        before = self.rows_of(first.name, ids)
+        is_changed = before != rows
+        ids, rows, before = ids[is_changed], rows[is_changed], before[is_changed]
+        new = np.unique(_joined(one.new[name] for one in wanted for name in names & one.new.keys()))
+        new_rows = np.zeros(0, np.int64)
+        if len(new):
+            left = np.concatenate([left, before[before >= 0]])
+            new_rows = self._free_rows(group).find(len(new), left, rows)
+        all_ids = np.concatenate([ids, new, removed])
+        all_rows = np.concatenate([rows, new_rows, np.full(len(removed), REMOVED, np.int64)])
+        order = np.argsort(all_ids, kind="stable")
+        return ChangedIds(first, all_ids[order], all_rows[order])
+
+    def _free_rows(self, group: tuple[TableSpec, ...]) -> _FreeRows:
+        name = group[0].name
+        if name not in self._free:
+            self._free[name] = _FreeRows(group, self._id_maps[name], self._changed.get(name))
+        return self._free[name]
+
+
+class _FreeRows:
+    """Rows of a group of tables that no id has, in the order in which new ids get them: ascending,
+    and then those of ids that are removed meanwhile, the longest unused first."""
+
+    def __init__(
+        self, group: tuple[TableSpec, ...], id_map: IdMap, changed: ChangedIds | None
+    ) -> None:
+        self._where = f"table {group[0].name!r}"
+        count = min(table.num_embeddings for table in group)
+        self._ids_of = np.zeros(count, np.uint32)
+        """Number of ids of each row."""
+        for start in range(0, len(id_map), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            rows = id_map.rows[block].astype(np.int64)
+            if changed is not None:
+                rows = changed.rows_of(id_map.ids[block], rows)
+            np.add.at(self._ids_of, rows[rows >= 0], 1)
+        if changed is not None:
+            is_added = (changed.rows >= 0) & (id_map.rows_of(changed.ids) < 0)
+            np.add.at(self._ids_of, changed.rows[is_added], 1)
+        # The row that unknown ids get is nobody's.
+        self._reserved = {t.ids.default_row for t in group if t.ids.unknown == "row"}
+        self._is_waiting = self._ids_of == 0
+        self._waiting = np.flatnonzero(self._is_waiting)
+        """Rows without an id, each once, and some that have one by now."""
+
+    def find(self, count: int, left: Ids, placed: Ids) -> Ids:
+        """Returns ``count`` rows that no id has.
+
+        Args:
+            left: rows of ids that are removed, or move to another row, at the same time; each as
+                often as an id leaves it.
+            placed: rows that other ids get at the same time.
+
+        Raises:
+            InvalidModelError: there are fewer.
+        """
+        rows, leaving = np.unique(left, return_counts=True)
+        emptied = rows[self._ids_of[rows] == leaving]
+        taken = np.concatenate([placed, np.array([*self._reserved], np.int64)])
+        found = [np.zeros(0, np.int64)]
+        missing = count
+        for block in (*self._waiting_blocks(), emptied):
+            free = block[~np.isin(block, taken)][:missing]
+            found.append(free)
+            missing -= len(free)
+            if not missing:
+                break
+        if missing:
+            raise InvalidModelError(
+                f"{self._where}: {count} new ids, but only {count - missing} rows without an id: "
+                "remove ids, or publish the model with more rows"
+            )
+        return np.concatenate(found)
+
+    def advance(self, before: Ids, after: Ids) -> None:
+        """Counts the ids that had the rows ``before`` and have the rows ``after`` [n]; negative
+        for an id without a row."""
+        np.subtract.at(self._ids_of, before[before >= 0], 1)
+        np.add.at(self._ids_of, after[after >= 0], 1)
+        emptied = np.unique(before[before >= 0])
+        emptied = emptied[(self._ids_of[emptied] == 0) & ~self._is_waiting[emptied]]
+        block = self._waiting[:_BLOCK_ROWS]
+        while len(block) and self._ids_of[block].all():
+            self._drop(len(block))
+            block = self._waiting[:_BLOCK_ROWS]
+        self._drop(int((self._ids_of[block] == 0).argmax()) if len(block) else 0)
+        self._is_waiting[emptied] = True
+        self._waiting = np.concatenate([self._waiting, emptied])
+
+    def _drop(self, count: int) -> None:
+        """Drops the first rows that wait: each has an id."""
+        self._is_waiting[self._waiting[:count]] = False
+        self._waiting = self._waiting[count:]
+
+    def _waiting_blocks(self) -> Iterator[Ids]:
+        """Yields the rows that wait, without those that have an id by now."""
+        for start in range(0, len(self._waiting), _BLOCK_ROWS):
+            block = self._waiting[start : start + _BLOCK_ROWS]
+            yield block[self._ids_of[block] == 0]
+
+
+def _joined(arrays: Iterable[Ids]) -> Ids:
+    return np.concatenate([np.zeros(0, np.int64), *arrays])
+
+
+def _check_rows(where: str, ids: Ids, rows: Ids, count: int) -> None:
+    outside = np.flatnonzero((rows < 0) | (rows >= count))
+    if len(outside):
+        at = outside[0]
+        raise InvalidModelError(
+            f"{where}: id {ids[at]} has row {rows[at]}, the table has {count} rows"
+        )

@@ -16,7 +16,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -52,14 +52,39 @@ _SIGNATURE_PATTERN = re.compile(r"[0-9a-f]{128}")
 
 
 @dataclass(frozen=True)
+class IdCounts:
+    """Numbers of changed ids of a table's vocabulary."""
+
+    new: int = 0
+    """Ids that have a row from now on: new ones, and those that move to another row."""
+    removed: int = 0
+
+    def __add__(self, other: IdCounts) -> IdCounts:
+        return IdCounts(self.new + other.new, self.removed + other.removed)
+
+
+@dataclass(frozen=True)
 class DeltaFile:
-    """File with rows of one or more tables."""
+    """File with rows, or with ids, of one or more tables."""
 
     name: str
     nbytes: int
     sha256: str
     rows: Mapping[str, int]
     """Number of rows of each table, in the order of the file."""
+    ids: Mapping[str, IdCounts] = field(default_factory=dict)
+    """Numbers of changed ids of each table, in the order of the file, which then has no rows."""
+
+    def to_json(self) -> dict[str, Any]:
+        data = {
+            "name": self.name,
+            "bytes": self.nbytes,
+            "sha256": self.sha256,
+            "rows": dict(self.rows),
+        }
+        if self.ids:
+            data["ids"] = {name: [one.new, one.removed] for name, one in self.ids.items()}
+        return data
 
 
 @dataclass(frozen=True)
@@ -101,6 +126,15 @@ class DeltaManifest:
         return dict(rows)
 
     @property
+    def ids(self) -> dict[str, IdCounts]:
+        """Returns the numbers of changed ids of each table that has some."""
+        ids: dict[str, IdCounts] = {}
+        for file in self.files:
+            for table, counts in file.ids.items():
+                ids[table] = ids.get(table, IdCounts()) + counts
+        return ids
+
+    @property
     def nbytes(self) -> int:
         return sum(file.nbytes for file in self.files)
 
@@ -119,15 +153,7 @@ class DeltaManifest:
                 "token": self.token,
                 "step": self.step,
                 "as_of": self.as_of,
-                "files": [
-                    {
-                        "name": file.name,
-                        "bytes": file.nbytes,
-                        "sha256": file.sha256,
-                        "rows": dict(file.rows),
-                    }
-                    for file in self.files
-                ],
+                "files": [file.to_json() for file in self.files],
                 **undo,
                 **goldens,
                 **signature,
@@ -265,15 +291,23 @@ def parse_delta(text: bytes, model: str, line: int, seq: int, where: str) -> Del
 
 
 def check_tables(delta: DeltaManifest, base: Manifest, where: str) -> None:
-    """Raises StoreError unless every table of ``delta`` is one of ``base``, with no more rows, and
-    its goldens fit these tables."""
+    """Raises StoreError unless every table of ``delta`` is one of ``base``, with no more rows, ids
+    change in vocabularies only, and its goldens fit these tables."""
     tables = {table.name: table for table in base.tables}
-    for name, rows in delta.rows.items():
+    counts = delta.rows
+    for name in (*counts, *delta.ids):
         if name not in tables:
             raise StoreError(
                 f"{where}: table {name!r} is not one of version {base.version}; tables are "
                 f"{', '.join(tables)}"
             )
+    for name in delta.ids:
+        if tables[name].ids.rule != "map":
+            raise StoreError(
+                f"{where}: table {name!r}: ids change, but the table has no vocabulary: its ids "
+                f"have the rule {tables[name].ids.rule!r}"
+            )
+    for name, rows in counts.items():
         if rows > tables[name].num_embeddings:
             raise StoreError(
                 f"{where}: table {name!r}: {rows} rows, the table has {tables[name].num_embeddings}"
@@ -289,7 +323,7 @@ def _check_undo(delta: DeltaManifest, where: str) -> None:
             f"{where}: reverts_to is {delta.reverts_to}, expected 0 to {delta.seq - 2}"
         )
     if delta.files:
-        raise StoreError(f"{where}: reverts to delta {delta.reverts_to}, and has files of rows")
+        raise StoreError(f"{where}: reverts to delta {delta.reverts_to}, and has files")
     if delta.goldens is not None:
         raise StoreError(f"{where}: reverts to delta {delta.reverts_to}, and has goldens")
 
@@ -307,7 +341,21 @@ def _file(data: Any, seq: int, where: str) -> DeltaFile:
     for table in rows:
         if typed(rows, table, int, f"{where}: rows") < 1:
             raise StoreError(f"{where}: rows: {table} is {rows[table]}, expected 1 or more")
-    return DeltaFile(name, nbytes, _sha256(data, "sha256", where), rows)
+    ids = _id_counts(data, where) if "ids" in data else {}
+    if rows and ids:
+        raise StoreError(f"{where}: has both rows and ids, expected one of them")
+    return DeltaFile(name, nbytes, _sha256(data, "sha256", where), rows, ids)
+
+
+def _id_counts(data: dict[str, Any], where: str) -> dict[str, IdCounts]:
+    found = typed(data, "ids", dict, where)
+    for table, counts in found.items():
+        is_pair = isinstance(counts, list) and len(counts) == 2
+        if not is_pair or not all(type(one) is int and one >= 0 for one in counts):
+            raise StoreError(
+                f"{where}: ids: {table} is {counts!r:.80}, expected two counts: new and removed ids"
+            )
+    return {table: IdCounts(*counts) for table, counts in found.items()}
 
 
 def _signature(data: dict[str, Any], where: str) -> str:

@@ -7,7 +7,7 @@ Never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.ids.id_index import IdIndex
 from embedserve_store.ids.id_map import IdMap
+
+ChangeRows = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,25 @@ class IdTranslator:
         self._offsets = np.array([rule.offset for rule in rules], np.int64)
         self._groups = _group_maps(manifest, id_maps)
 
-    def translate(self, ids: NDArray[np.int64], ids_per_feature: NDArray[Any]) -> Translation:
+    def translate(
+        self,
+        ids: NDArray[np.int64],
+        ids_per_feature: NDArray[Any],
+        change: ChangeRows | None = None,
+    ) -> Translation:
         """Returns the rows of ``ids`` [n], which are feature-major and are not modified.
 
-        ``ids_per_feature`` [features] has the number of ids of each feature, n in total.
+        Args:
+            ids_per_feature: number of ids of each feature [features], n in total.
+            change: writes other rows [n] over those of ids that have changed since publishing; -1
+                for an id that has been removed.
         """
         rows = ids.copy()
         if self._has_modulo:
             self._take_remainders(rows, ids_per_feature)
         self._look_up(rows, ids_per_feature)
+        if change is not None:
+            change(ids, rows, ids_per_feature)
         # Read as unsigned, a negative value exceeds every limit. This includes the -1 of an id that
         # a map does not have.
         unknown = rows.view(np.uint64) >= np.repeat(self.limits, ids_per_feature)

@@ -108,6 +108,10 @@ class Deltas(BaseModel):
         description="Rows that differ from those of the version. A row of tables that share "
         "features counts once."
     )
+    ids_changed: int = Field(
+        description="Ids of vocabularies that are new, have another row or are removed since the "
+        "version."
+    )
     memory_bytes: int = Field(description="Bytes of memory that changed rows take.")
     undo_from: int = Field(description="First delta to which an undo needs no store.")
 

@@ -19,18 +19,18 @@ from time import perf_counter
 import numpy as np
 
 from embedserve.batching.join import join
-from embedserve.batching.lookup_engine import LookupEngine
+from embedserve.batching.lookup_engine import LookupEngine, begin_view, changed_ids, end_view
 from embedserve.batching.lookup_executor import FAILED, LookedUp, LookupExecutor
 from embedserve.batching.pending_request import NO_REQUEST, BatchTicket, PendingRequest
 from embedserve.batching.request_queue import RequestQueue, work_bytes
 from embedserve.batching.shadow import Shadow
-from embedserve.batching.split import select_output_keys, split
 from embedserve.batching.validation import find_invalid
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, OverloadedError
-from embedserve.lookup_types import Batch, LookupRequest, LookupResult
+from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_info import ModelInfo
+from embedserve_store.ids.translate import ChangeRows
 
 AT_ONCE = 2
 """Maximum number of batches in flight for each replica of an engine that waits for its device.
@@ -261,15 +261,20 @@ class Batcher:
 
     def _run(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue) -> None:
         taken = self._take(queue)
+        engine = self._lookups.engine
+        view = begin_view(engine)
         try:
-            taken, batch = self._join(taken)
+            taken, batch = self._join(taken, changed_ids(engine, view))
         except Exception:
+            end_view(engine, view)
             self._lookups.log_failure(f"joining {len(taken)} requests")
             self._fail(taken, EngineError(FAILED))
             return
         if batch is None:
+            end_view(engine, view)
             self.on_batch_done()
         else:
+            batch.view = view  # ends with the lookup
             self._work(loop, queue, taken, batch)
 
     def _take(self, queue: RequestQueue) -> list[PendingRequest]:
@@ -290,20 +295,22 @@ class Batcher:
         if queue.try_reopen():
             self.on_room()
 
-    def _join(self, taken: list[PendingRequest]) -> tuple[list[PendingRequest], Batch | None]:
+    def _join(
+        self, taken: list[PendingRequest], change: ChangeRows | None
+    ) -> tuple[list[PendingRequest], Batch | None]:
         """Returns the valid requests and their batch; rejects the invalid requests."""
         if not taken:
             return [], None
         requests = [pending.request for pending in taken]
-        batch = join(requests, self.model)
+        batch = join(requests, self.model, change)
         if batch is not None:
             return taken, batch
-        errors = find_invalid(requests, self.model)
+        errors = find_invalid(requests, self.model, change)
         if not errors:
             raise AssertionError("a batch is invalid, but none of its requests")
         for i, error in errors.items():
             taken[i].reject(error)
-        return self._join([pending for i, pending in enumerate(taken) if i not in errors])
+        return self._join([one for i, one in enumerate(taken) if i not in errors], change)
 
     def _work(
         self,
@@ -354,7 +361,8 @@ class Batcher:
                 return
             pieces.append(values)
         try:
-            results = self._split(taken, batch, pieces)
+            requests = [pending.request for pending in taken]
+            results = self._lookups.split(requests, batch, pieces)
         except Exception:
             self._lookups.log_failure(f"splitting the batch of {len(taken)} requests")
             self._fail(taken, EngineError(FAILED))
@@ -367,7 +375,6 @@ class Batcher:
                 pending.complete(result)
         self.on_batch_done()
         if self.shadow is not None and pieces[0].dtype == np.float32:
-            requests = [pending.request for pending in taken]
             self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
 
     def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:
@@ -377,18 +384,6 @@ class Batcher:
         """
         self._counts.shadow.begin(served.version)
         return Shadow(self._lookups.engine, self.model, percent, self._counts.shadow, executor)
-
-    def _split(
-        self, taken: Sequence[PendingRequest], batch: Batch, pieces: Sequence[np.ndarray]
-    ) -> list[LookupResult]:
-        results = split(pieces, batch, [pending.request for pending in taken], self.model)
-        for pending, result in zip(taken, results, strict=True):
-            request = pending.request
-            if request.output is not None:
-                select_output_keys(result, request.output)
-            if request.output_dtype == "float16":
-                self._lookups.round(result)
-        return results
 
     def _fail(self, taken: Sequence[PendingRequest], error: EmbedServeError) -> None:
         for pending in taken:

@@ -19,6 +19,7 @@ from embedserve.errors import InvalidRequestError
 from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve.request_checks import check_lengths
+from embedserve_store.ids.translate import ChangeRows
 
 CACHED_BAGS_MAX = 4096
 """Maximum number of bags of a batch whose shape is cached.
@@ -83,10 +84,16 @@ def adapt_to_model(
     )
 
 
-def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
+def join(
+    requests: Sequence[LookupRequest], model: ModelInfo, change: ChangeRows | None = None
+) -> Batch | None:
     """Returns the batch of ``requests``, each in the model's order, one after the other.
 
     Returns None if a request is invalid; ``find_invalid`` then returns the errors.
+
+    Args:
+        change: writes the rows of ids that have changed since publishing, as in
+            IdTranslator.translate.
     """
     lengths = _concatenate([request.lengths for request in requests])
     ids = _concatenate([request.ids for request in requests])
@@ -105,7 +112,7 @@ def join(requests: Sequence[LookupRequest], model: ModelInfo) -> Batch | None:
     batch.ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
     if model.translator.is_identity:
         return batch if _ids_are_rows(batch, model) else None
-    return batch if translate(batch, model) else None
+    return batch if translate(batch, model, change) else None
 
 
 class _Shape:

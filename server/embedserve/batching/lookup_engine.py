@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.lookup_types import Batch
+from embedserve_store.ids.translate import ChangeRows
+
+View = tuple[int, int]
+"""Number of a view of the rows, and the seq of the last delta in it."""
 
 
 class LookupEngine(Protocol):
@@ -40,10 +45,28 @@ class LookupEngine(Protocol):
     def check(self) -> None: ...
 
 
-def begin_view(engine: LookupEngine, batch: Batch) -> None:
-    """Gives ``batch`` the newest view of the rows: its ids become row numbers of that view.
+def begin_view(engine: LookupEngine) -> View | None:
+    """Returns the newest view of the rows, in which a batch is joined and looked up; None where no
+    row ever changes. ``end_view`` must be called with it."""
+    return None if engine.rows is None else engine.rows.begin()
 
-    ``end_view`` must be called after the lookup.
+
+def end_view(engine: LookupEngine, view: View | None) -> None:
+    """Ends the use of a view; does nothing for None."""
+    if engine.rows is not None and view is not None:
+        engine.rows.end(view[0])
+
+
+def changed_ids(engine: LookupEngine, view: View | None) -> ChangeRows | None:
+    """Returns the function that writes the rows that ids have in ``view``, for ``join``; None if no
+    id ever changes."""
+    if engine.rows is None or view is None or not engine.rows.has_ids:
+        return None
+    return partial(engine.rows.with_changed_ids, view[0])
+
+
+def find_rows(engine: LookupEngine, batch: Batch) -> None:
+    """Replaces the ids of ``batch``, row numbers, by those of the newest rows in its view.
 
     Raises:
         StoreError: as RowsReader.newest.
@@ -51,14 +74,8 @@ def begin_view(engine: LookupEngine, batch: Batch) -> None:
     rows = engine.rows
     if rows is None:
         return
-    batch.view = rows.begin()
+    assert batch.view is not None
     counts = batch.ids_per_feature
     if batch.unknown_counts is not None:  # skipped ids may be gone
         counts = batch.lengths.reshape(len(counts), -1).sum(axis=1)
     batch.ids = rows.newest(batch.ids, counts, batch.view[0])
-
-
-def end_view(engine: LookupEngine, batch: Batch) -> None:
-    """Ends the use of the batch's view; does nothing if it has none."""
-    if engine.rows is not None and batch.view is not None:
-        engine.rows.end(batch.view[0])

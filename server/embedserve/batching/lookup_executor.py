@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from time import perf_counter
 
 import numpy as np
 
-from embedserve.batching.lookup_engine import LookupEngine, begin_view, end_view
-from embedserve.batching.split import in_request_order, split_by_examples
+from embedserve.batching.lookup_engine import LookupEngine, end_view, find_rows
+from embedserve.batching.split import (
+    in_request_order,
+    select_output_keys,
+    split,
+    split_by_examples,
+)
 from embedserve.errors import EmbedServeError, EngineError
-from embedserve.lookup_types import Batch, LookupResult
+from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.model_info import ModelInfo
 from embedserve_store.errors import StoreError
@@ -56,16 +61,16 @@ class LookupExecutor:
         self._log = RateLimitedLogger(logger)
 
     def run(self, batch: Batch) -> LookedUp:
-        """Looks ``batch`` up on the calling thread, in the newest view of the rows."""
+        """Looks ``batch`` up on the calling thread, and ends its view."""
         start_s = perf_counter()
         try:
-            begin_view(self.engine, batch)
+            find_rows(self.engine, batch)
             return self._look_up(batch)
         except Exception:
             self.log_failure(f"finding the rows of {batch.ids.size} ids")
             return EngineError(FAILED), perf_counter() - start_s
         finally:
-            end_view(self.engine, batch)
+            end_view(self.engine, batch.view)
 
     def _look_up(self, batch: Batch, as_float16: bool = False) -> LookedUp:
         """Looks up a batch that has its view; with ``as_float16`` float16 values suffice."""
@@ -86,22 +91,22 @@ class LookupExecutor:
         as_float16: bool,
         finish: Callable[[list[LookedUp]], None],
     ) -> None:
-        """Looks ``batch`` up in threads, in the newest view of the rows: one chunk for each thread,
-        as a kernel call uses one.
+        """Looks ``batch`` up in threads, and ends its view: one chunk for each thread, as a kernel
+        call uses one.
 
         ``finish`` is called on the event loop with the results of all chunks.
 
         Raises:
             RuntimeError: the executor has been shut down.
-            StoreError: as begin_view.
+            StoreError: as find_rows.
         """
 
         def end(done: asyncio.Future[list[LookedUp]]) -> None:
-            end_view(self.engine, batch)
+            end_view(self.engine, batch.view)
             finish(done.result())
 
         try:
-            begin_view(self.engine, batch)
+            find_rows(self.engine, batch)
             pieces = split_by_examples(batch, len(self._model.features), self._pieces)
             looking_up = asyncio.gather(
                 *(
@@ -110,11 +115,28 @@ class LookupExecutor:
                 )
             )
         except Exception:
-            end_view(self.engine, batch)
+            end_view(self.engine, batch.view)
             raise
         looking_up.add_done_callback(end)
 
-    def round(self, result: LookupResult) -> None:
+    def split(
+        self, requests: Sequence[LookupRequest], batch: Batch, pieces: Sequence[np.ndarray]
+    ) -> list[LookupResult]:
+        """Returns the result of each request of ``batch``, with the keys and in the dtype that it
+        asks for.
+
+        Args:
+            pieces: values of the batch in request order, in chunks.
+        """
+        results = split(pieces, batch, requests, self._model)
+        for request, result in zip(requests, results, strict=True):
+            if request.output is not None:
+                select_output_keys(result, request.output)
+            if request.output_dtype == "float16":
+                self._round(result)
+        return results
+
+    def _round(self, result: LookupResult) -> None:
         """Converts the values of ``result`` to float16."""
         result.values = self.engine.to_float16(result.values)
         result.extra_chunks = [self.engine.to_float16(piece) for piece in result.extra_chunks]

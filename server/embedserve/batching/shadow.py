@@ -18,7 +18,13 @@ from random import random
 import numpy as np
 
 from embedserve.batching.join import adapt_to_model, join
-from embedserve.batching.lookup_engine import LookupEngine, begin_view, end_view
+from embedserve.batching.lookup_engine import (
+    LookupEngine,
+    begin_view,
+    changed_ids,
+    end_view,
+    find_rows,
+)
 from embedserve.batching.split import in_request_order
 from embedserve.batching.validation import find_invalid
 from embedserve.errors import InvalidRequestError
@@ -26,6 +32,7 @@ from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.shadow_metrics import KEY_SUMS, Differences, ShadowMetrics
 from embedserve.model_info import ModelInfo
+from embedserve_store.ids.translate import ChangeRows
 
 logger = logging.getLogger(__name__)
 
@@ -135,14 +142,17 @@ def compare(
                 f"key {key!r} has {width} columns, and {widths[key]} in the version that answers: "
                 "only versions of one layout are compared"
             )
-    batch, requested = _joined(requests, model)
+    view = begin_view(engine)
+    try:
+        batch, requested = _joined(requests, model, changed_ids(engine, view))
+        if batch is not None:
+            batch.view = view
+            find_rows(engine, batch)
+            ours = engine.lookup(batch.ids, batch.lengths, batch.weights)
+    finally:
+        end_view(engine, view)
     sums = np.zeros((len(KEY_SUMS), len(keys)))
     if batch is not None:
-        try:
-            begin_view(engine, batch)
-            ours = engine.lookup(batch.ids, batch.lengths, batch.weights)
-        finally:
-            end_view(engine, batch)
         ours = in_request_order(ours, batch, model)
         theirs = (
             values[_rows(requests, requested, served)] if len(requested) < len(requests) else values
@@ -163,7 +173,7 @@ def compare(
 
 
 def _joined(
-    requests: Sequence[LookupRequest], model: ModelInfo
+    requests: Sequence[LookupRequest], model: ModelInfo, change: ChangeRows | None
 ) -> tuple[Batch | None, dict[int, LookupRequest]]:
     """Returns the batch of the requests that ``model`` accepts, None if there are none.
 
@@ -173,11 +183,11 @@ def _joined(
     for i, request in enumerate(requests):
         with contextlib.suppress(InvalidRequestError):
             requested[i] = adapt_to_model(request, model, is_lenient=True)
-    batch = join(list(requested.values()), model) if requested else None
+    batch = join(list(requested.values()), model, change) if requested else None
     if requested and batch is None:
-        wrong = find_invalid(list(requested.values()), model)
+        wrong = find_invalid(list(requested.values()), model, change)
         requested = {i: one for at, (i, one) in enumerate(requested.items()) if at not in wrong}
-        batch = join(list(requested.values()), model) if requested else None
+        batch = join(list(requested.values()), model, change) if requested else None
     return batch, requested
 
 

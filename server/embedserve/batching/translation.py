@@ -12,11 +12,16 @@ import numpy as np
 
 from embedserve.lookup_types import Batch
 from embedserve.model_info import ModelInfo
+from embedserve_store.ids.translate import ChangeRows
 
 
-def translate(batch: Batch, model: ModelInfo) -> bool:
-    """Replaces the ids of ``batch`` by row numbers; returns False if an unknown id is rejected."""
-    translation = model.translator.translate(batch.ids, batch.ids_per_feature)
+def translate(batch: Batch, model: ModelInfo, change: ChangeRows | None = None) -> bool:
+    """Replaces the ids of ``batch`` by row numbers; returns False if an unknown id is rejected.
+
+    Args:
+        change: as in IdTranslator.translate.
+    """
+    translation = model.translator.translate(batch.ids, batch.ids_per_feature, change)
     batch.ids = translation.rows
     if translation.unknown is None:
         return True

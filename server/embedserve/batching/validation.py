@@ -17,6 +17,7 @@ from embedserve.errors import InvalidRequestError
 from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.request_checks import check_lengths, find_bag
+from embedserve_store.ids.translate import ChangeRows
 
 QUOTED_CHARACTERS_MAX = 60
 
@@ -150,24 +151,24 @@ def _shown(request: LookupRequest, position: int, is_string: bool) -> str:
 
 
 def find_invalid(
-    requests: Sequence[LookupRequest], model: ModelInfo
+    requests: Sequence[LookupRequest], model: ModelInfo, change: ChangeRows | None = None
 ) -> dict[int, InvalidRequestError]:
-    """Returns the errors of the invalid ``requests`` by position."""
+    """Returns the errors of the invalid ``requests`` by position; ``change`` is as in ``join``."""
     errors: dict[int, InvalidRequestError] = {}
     for i, request in enumerate(requests):
         try:
             check_lengths(request.lengths, request.ids.size)
-            check_ids(request, model)
+            check_ids(request, model, change)
             check_weights(request)
         except InvalidRequestError as error:
             errors[i] = error
     return errors
 
 
-def check_ids(request: LookupRequest, model: ModelInfo) -> None:
+def check_ids(request: LookupRequest, model: ModelInfo, change: ChangeRows | None = None) -> None:
     """Raises InvalidRequestError for an id without a row if its table rejects unknown ids."""
     ids_per_feature = request.lengths.reshape(len(model.features), -1).sum(axis=1)
-    unknown = model.translator.translate(request.ids, ids_per_feature).unknown
+    unknown = model.translator.translate(request.ids, ids_per_feature, change).unknown
     if unknown is None:
         return
     wrong = unknown & np.repeat(model.rejects_unknown, ids_per_feature)
@@ -190,6 +191,8 @@ def _ids_said(model: ModelInfo, feature: int) -> str:
     """Returns the end of an error message: the ids that ``feature`` accepts."""
     name = model.features[feature]
     rule = model.manifest.rule_per_feature[feature]
+    if rule.rule == "map" and model.deltas is not None:
+        return f"not one of the ids of {name!r}, as of delta {model.deltas.live.seq}"
     if rule.rule == "map":
         return f"not one of the {rule.entries:,} ids of {name!r}"
     last_row = model.manifest.rows_per_feature[feature] - 1

@@ -17,7 +17,8 @@ from datetime import datetime
 from functools import partial
 from typing import cast
 
-from embedserve.deltas.live_rows import RowsFullError
+from embedserve.deltas.live_rows import Change
+from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.merge_changes import merged
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens
@@ -83,8 +84,8 @@ class DeltaFollower:
         self._name = name
         self._line = line
         self._check_on_device = check_on_device
-        self._rows = RowsWriter(followed.live)
-        self._published, self._manifest = followed.live.tables, followed.live.version.manifest
+        self._live, self._rows = followed.live, RowsWriter(followed.live)
+        self._manifest = followed.live.version.manifest
         self._status, self._hold = followed.status, followed.hold
         self._goldens = followed.goldens
         self._step_bytes = min(STEP_BYTES_MAX, memory_bytes)
@@ -243,15 +244,15 @@ class DeltaFollower:
 
     def _read(
         self, waiting: Sequence[Waiting]
-    ) -> tuple[list[tuple[list[Waiting], list[ChangedRows]]], StoreError | None]:
-        """Reads the rows of those ``waiting`` that are not undone by another of them.
+    ) -> tuple[list[tuple[list[Waiting], list[Change]]], StoreError | None]:
+        """Reads the rows and ids of those ``waiting`` that are not undone by another of them.
 
         Returns:
             The deltas before the first whose rows cannot be read, in parts, and the error. A part
             is a delta and its rows, or undone deltas and undos without rows.
         """
         manifests = {one.delta.seq: one.delta for one in waiting}
-        read: dict[int, list[ChangedRows]] = {}
+        read: dict[int, list[Change]] = {}
         error, last = None, waiting[-1].delta.seq
         while True:
             wanted = [*kept(last, self._position.seq, manifests.__getitem__)][::-1]
@@ -262,7 +263,7 @@ class DeltaFollower:
                 break
             except StoreError as caught:
                 error, last = caught, delta.seq - 1
-        parts: list[tuple[list[Waiting], list[ChangedRows]]] = []
+        parts: list[tuple[list[Waiting], list[Change]]] = []
         rest = [one for one in waiting if one.delta.seq <= last]
         for delta in wanted:
             count = next(i for i, one in enumerate(rest) if one.delta is delta)
@@ -270,22 +271,22 @@ class DeltaFollower:
             rest = rest[count + 1 :]
         return [part for part in (*parts, (rest, [])) if part[0]], error
 
-    def _checked(self, delta: DeltaManifest) -> list[ChangedRows]:
-        """Returns the rows of a delta. Raises StoreError if they cannot be read or served."""
+    def _checked(self, delta: DeltaManifest) -> list[Change]:
+        """Returns the changes of a delta. Raises StoreError if they cannot be read or served."""
         rows = [one for file in self._line.rows(delta) for one in file]
         if self._check_on_device is not None:
             for one in rows:
                 self._check_on_device(one)
-        return rows
+        return [*rows, *self._line.ids(delta).values()]
 
     def _apply_once(
-        self, waiting: Sequence[Waiting], changes: list[ChangedRows], start_s: float
+        self, waiting: Sequence[Waiting], changes: Sequence[Change], start_s: float
     ) -> None:
         last = waiting[-1]
         self._announce(last)
         try:
             check = partial(self._check_goldens, last.delta)
-            self._rows.apply(last.end.seq, merged(changes), check)
+            self._rows.apply(last.end.seq, merged(self._live.as_rows(changes)), check)
         except GoldensError:
             self._refused_seq = last.end.seq
             raise
@@ -312,7 +313,9 @@ class DeltaFollower:
         self._announce(undo)
         if not self._rows.revert(target, seq):
             numbers = self._line.rows_between(self._position.seq, target)
-            self._rows.apply(seq, [*self._line.rows_at(target, numbers, self._published)])
+            rows = self._line.rows_at(target, numbers, self._live.tables)
+            ids = self._line.ids_between(self._position.seq, target)
+            self._rows.apply(seq, self._live.as_rows([*rows, *ids.values()]))
         self._advance([undo], start_s)
         self._rows.finish_undo()
         why = " ".join(undo.delta.why.split())
@@ -378,6 +381,7 @@ class DeltaFollower:
                 looked_at=time.time(),
                 is_looked=before.is_looked or not has_more,
                 rows_changed=self._rows.rows_changed,
+                ids_changed=self._rows.ids_changed,
                 memory_bytes=self._rows.memory_bytes,
                 undo_from=self._rows.undo_from,
             )

@@ -12,6 +12,9 @@ features, directly or through other tables, are therefore a group with common ro
 row is a row of each table of the group, and a row that changes in one table is copied in the
 others.
 
+Ids of a vocabulary change in the same way: their entries (live_ids.py) are the rows of one more
+table, which no kernel reads.
+
 A view is the state of all tables after a delta. The committed view and its seq are one word, so
 that one store makes a delta visible in all tables and processes at once. Each reading process has a
 cell with the oldest and the newest view that its lookups use. The writer frees only what no cell
@@ -26,6 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from embedserve.deltas.live_ids import LiveIds
 from embedserve.deltas.region import (
     FileRange,
     make_read_only,
@@ -34,6 +38,8 @@ from embedserve.deltas.region import (
 )
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
+from embedserve_store.format.changed_ids import ChangedIds
+from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import position_of
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import Progress, TablesFile, header_bytes
@@ -55,13 +61,10 @@ _CACHE_LINE = 8
 """Words of a cache line. Each word that processes write is alone on one."""
 
 
-class RowsFullError(Exception):
-    """The changed rows do not fit into the memory that was given for them."""
-
-
 @dataclass(frozen=True)
 class SpareRows:
-    """The spare rows of a group of tables. Each is a row of all of its tables.
+    """The spare rows of a group of tables, or of the entries of changed ids. Each is a row of all
+    tables of the group.
 
     Attributes:
         tables: the tables.
@@ -96,6 +99,9 @@ class SpareRows:
         return f"table {names[0]}" if len(names) == 1 else f"tables {', '.join(names)}"
 
 
+Change = ChangedRows | ChangedIds
+
+
 class LiveRows:
     """Changed rows of a version, in memory that processes share.
 
@@ -105,7 +111,8 @@ class LiveRows:
         start: position of the version in its line of deltas.
         memory_max: bytes that changed rows may take.
         undo: number of deltas whose former rows are kept, as far as the memory allows.
-        spares: spare rows of each group of tables.
+        spares: spare rows of each group of tables, then those of ``ids``.
+        ids: changed ids of the vocabularies.
         rows: uint8 [count, row_bytes] for each table, by its name: the spare rows themselves.
         newest, views, before: uint32 arrays, described above.
         peaks: uint64 [groups], number of spare rows of each group that were ever used.
@@ -120,6 +127,7 @@ class LiveRows:
         readers: int,
         undo: int = 0,
         memory: VersionMemory | None = None,
+        new_ids_percent: float = 0.0,
     ) -> None:
         """
         Args:
@@ -129,6 +137,7 @@ class LiveRows:
             undo: number of deltas that can be taken back at once.
             memory: memory that all processes share; with that of another process the rows are as
                 that one has left them. Default: new memory for processes that are forked later.
+            new_ids_percent: ids of each vocabulary that may change, in percent of its ids.
 
         Raises:
             StoreError: the version's deltas cannot be served.
@@ -137,7 +146,10 @@ class LiveRows:
         manifest = version.manifest
         groups = manifest.table_groups
         self.memory_max, self.undo = memory_max, undo
-        counts = _spare_counts(groups, memory_max, undo)
+        vocabularies = [group for group in groups if group[0].ids.rule == "map"]
+        self.ids = LiveIds(vocabularies, new_ids_percent, memory)
+        all_groups = [*groups, (self.ids.entries,)]
+        counts = _spare_counts(all_groups, memory_max, undo)
         count = sum(counts) + 1
         if count > NUMBER_MAX:
             raise StoreError(
@@ -145,11 +157,13 @@ class LiveRows:
                 f"than {NUMBER_MAX}: give less memory"
             )
         ranges = _file_ranges(version.tables)
-        self.spares = tuple(_spare_rows(groups, counts, ranges))
-        with_room = _with_room(ranges, self.spares)
+        self.spares = tuple(_spare_rows(all_groups, counts, ranges))
+        with_room = _with_room(ranges, self.table_spares)
         self._memory, offsets = map_with_room(memory, version.tables.path, with_room)
         version.tables.check_unchanged()
-        self.rows = dict(_rows(self._memory, offsets, self.spares))
+        self.rows = dict(_rows(self._memory, offsets, self.table_spares))
+        rows_of_ids = memory.take(self.id_spares.count * self.ids.entries.row_bytes)
+        self.rows[self.ids.entries.name] = rows_of_ids.reshape(self.id_spares.count, -1)
         data = self._memory.view()
         data.flags.writeable = False
         plan = version.plan.with_whole_rows(groups)
@@ -198,6 +212,30 @@ class LiveRows:
         return self.version.tables
 
     @property
+    def table_spares(self) -> tuple[SpareRows, ...]:
+        """Returns the spare rows of the groups of tables, without those of ids."""
+        return self.spares[:-1]
+
+    @property
+    def id_spares(self) -> SpareRows:
+        """Returns the spare rows of ``ids``."""
+        return self.spares[-1]
+
+    def as_rows(self, changes: Sequence[Change]) -> list[ChangedRows]:
+        """Returns ``changes`` as rows: those of changed ids are rows of their entries.
+
+        Raises:
+            RowsFullError: there is no room for the ids.
+        """
+        rows = [one for one in changes if isinstance(one, ChangedRows)]
+        ids = [one for one in changes if isinstance(one, ChangedIds)]
+        return [*rows, self.ids.as_rows(ids)] if ids else rows
+
+    def newest_of(self, spare: SpareRows) -> NDArray[np.uint32]:
+        """Returns the part of ``newest`` of a group's rows."""
+        return self.newest[spare.row_start : spare.row_start + spare.row_count]
+
+    @property
     def committed(self) -> tuple[int, int]:
         """Returns the committed view and its seq, read in one load."""
         return divmod(int(self._committed[0]), 1 << 32)
@@ -234,7 +272,7 @@ class LiveRows:
     def written_since(self, view: int) -> Iterator[tuple[SpareRows, NDArray[np.int64]]]:
         """Yields each group with spare rows that were written after ``view``, and the positions of
         these rows among its spare rows. Some may be of a later view than the committed one."""
-        for spare, peak in zip(self.spares, self.peaks, strict=True):
+        for spare, peak in zip(self.table_spares, self.peaks, strict=False):
             written = np.flatnonzero(self.views[spare.start : spare.start + int(peak)] > view)
             if len(written):
                 yield spare, written
@@ -290,10 +328,12 @@ def _file_ranges(tables: TablesFile) -> dict[str, FileRange]:
 def _spare_rows(
     groups: Sequence[tuple[TableSpec, ...]], counts: Sequence[int], ranges: Mapping[str, FileRange]
 ) -> Iterator[SpareRows]:
-    """Yields the spare rows of each group. They begin where all of its tables have room."""
+    """Yields the spare rows of each group. They begin where all of its tables have room. Entries of
+    ids, which have no range of a file, get no row numbers of kernels."""
     row_start, start = 0, 1
     for group, count in zip(groups, counts, strict=True):
-        first_row = max(_rows_of_file(table, ranges[table.name]) for table in group) + RANKS_MAX
+        in_file = [_rows_of_file(one, ranges[one.name]) for one in group if one.name in ranges]
+        first_row = max(in_file, default=0) + RANKS_MAX
         yield SpareRows(group, row_start, _row_count(group), start, count, first_row)
         row_start += _row_count(group)
         start += count

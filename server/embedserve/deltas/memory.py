@@ -5,6 +5,11 @@ from __future__ import annotations
 from embedserve.config import MIB, ServeSettings
 from embedserve_store.model_version import ModelVersion
 
+
+class RowsFullError(Exception):
+    """The changed rows or ids do not fit into the memory that was given for them."""
+
+
 BYTES_MIN = 256 * MIB
 SHARE = 10
 """A tenth of a version's tables may change by default."""

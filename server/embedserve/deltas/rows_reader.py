@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from embedserve.deltas import membarrier
 from embedserve.deltas.live_rows import LiveRows, SpareRows
 from embedserve_store.errors import StoreError
+from embedserve_store.format.changed_ids import AS_PUBLISHED
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan
 
@@ -48,12 +49,13 @@ class RowsReader:
         self._views: list[int] = []
         self._upload = upload
         found: dict[str, tuple[int, int, int, int]] = {}
-        for spare in live.spares:
+        for spare in live.table_spares:
             numbers = (spare.row_start, spare.first_row - spare.start, *_blocks(plan, spare))
             found |= dict.fromkeys(spare.features, numbers)
         columns = np.array([found[feature] for feature in live.version.manifest.features]).T
         self._row_starts, self._shifts, self._ranks, self._rank_rows = columns.copy()
         self._is_row_wise = bool((self._ranks > 1).any())
+        self._owners = live.ids.owners_of(live.version.manifest.features)
         if upload is not None:
             live.uploaded = self._begin_committed()
             upload(live.uploaded[0])
@@ -62,6 +64,11 @@ class RowsReader:
     def is_uploaded(self) -> bool:
         """Returns whether lookups run on a device that ``advance`` uploads rows to."""
         return self._upload is not None
+
+    @property
+    def has_ids(self) -> bool:
+        """Returns whether a table has a vocabulary, whose ids may change."""
+        return bool(self._owners.any())
 
     def begin(self) -> tuple[int, int]:
         """Returns the view of a lookup that begins, and its seq.
@@ -151,6 +158,41 @@ class RowsReader:
         result = ids.copy()
         result[changed] = rows
         return result
+
+    def with_changed_ids(
+        self,
+        view: int,
+        ids: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        ids_per_feature: NDArray[np.int64],
+    ) -> None:
+        """Writes the rows that changed ids have in ``view`` over the published rows.
+
+        Args:
+            ids: int64 [n], ids of all features, feature-major.
+            rows: int64 [n], published rows of the ids; -1 for an id that is not in a vocabulary.
+            ids_per_feature: int64 [F].
+
+        Raises:
+            StoreError: as ``newest``.
+        """
+        live = self._live
+        if live.ids.is_empty:
+            return
+        owners = self._owners.repeat(ids_per_feature)
+        entries = live.ids.entries_of(ids, owners)
+        changed = np.flatnonzero(entries >= 0)
+        if not len(changed):
+            return
+        spare = live.id_spares
+        spares = live.newest_of(spare)[entries[changed]].astype(np.int64)
+        if live.written > view:
+            self._go_back(spares, view)
+        are_of_view = spares.astype(bool)
+        spares, changed = spares[are_of_view], changed[are_of_view]
+        known = live.rows[live.ids.entries.name].view(np.int64)[spares - spare.start, 0]
+        is_changed = known != AS_PUBLISHED
+        rows[changed[is_changed]] = known[is_changed]
 
     def _go_back(self, spares: NDArray[np.int64], view: int) -> None:
         """Replaces the spare rows that are newer than ``view`` by the rows before them, 0 for the

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import LiveRows, RowsFullError, SpareRows
+from embedserve.deltas.live_rows import LiveRows, SpareRows
+from embedserve.deltas.memory import RowsFullError
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.format.table_spec import TableSpec
@@ -57,12 +58,7 @@ class _GroupChange:
 
 
 class RowsWriter:
-    """Writer of the shared rows of one version.
-
-    Attributes:
-        rows_changed: number of rows that differ from those of the version. A row of tables that
-            share features counts once.
-    """
+    """Writer of the shared rows of one version."""
 
     def __init__(self, live: LiveRows) -> None:
         """Takes over from a writer that was killed, at whatever instruction.
@@ -79,7 +75,23 @@ class RowsWriter:
         self._has_undone_rows = False
         self._take_out_later_rows()
         self._taken_out.append((live.committed[0], self._unused()))
-        self.rows_changed = int(np.count_nonzero(live.newest))
+        self._count_changed()
+        live.ids.count_again()
+
+    @property
+    def rows_changed(self) -> int:
+        """Returns the number of rows that differ from those of the version. A row of tables that
+        share features counts once."""
+        return sum(self._changed[:-1])
+
+    @property
+    def ids_changed(self) -> int:
+        """Returns the number of ids that differ from those of the version."""
+        return self._changed[-1]
+
+    def _count_changed(self) -> None:
+        newest = map(self._live.newest_of, self._live.spares)
+        self._changed = [int(np.count_nonzero(one)) for one in newest]
 
     @property
     def undo_from(self) -> int:
@@ -123,11 +135,11 @@ class RowsWriter:
         membarrier.barrier()  # a reader that finds a spare row finds all of the above, too
         replaced = {}
         for change, numbers in written:
-            newest = self._newest(change.free.spare)
+            newest = live.newest_of(change.free.spare)
             before = newest[change.rows]
             newest[change.rows] = numbers
             replaced[change.free.index] = before[before != 0]
-            self.rows_changed += int(np.count_nonzero(before == 0))
+            self._changed[change.free.index] += int(np.count_nonzero(before == 0))
         membarrier.barrier()
         live.commit(view, seq)
         self._kept.append((view, seq))
@@ -165,7 +177,7 @@ class RowsWriter:
             return
         undone = self._take_out_later_rows()
         self._taken_out.append((self._live.committed[0], self._split(undone)))
-        self.rows_changed = int(np.count_nonzero(self._live.newest))
+        self._count_changed()
         self._has_undone_rows = False
 
     def _by_group(self, changes: Sequence[ChangedRows]) -> Iterator[_GroupChange]:
@@ -182,7 +194,7 @@ class RowsWriter:
         """Writes rows that no lookup reads yet; returns the numbers of their spare rows."""
         free = change.free
         numbers = self._allocate(free, len(change.rows))
-        before = self._newest(free.spare)[change.rows]
+        before = self._live.newest_of(free.spare)[change.rows]
         for table in free.spare.tables:
             self._write_table(table, change, numbers, before)
         self._live.views[numbers] = view
@@ -215,7 +227,7 @@ class RowsWriter:
                 visible yet.
         """
         group = next(one for one in self._free if table in one.spare.tables)
-        spares = self._newest(group.spare)[wanted]
+        spares = self._live.newest_of(group.spare)[wanted]
         if group.index in written:
             changed, numbers = written[group.index]
             at = np.minimum(np.searchsorted(changed, wanted), len(changed) - 1)
@@ -250,9 +262,6 @@ class RowsWriter:
         published = self._live.tables.rows(table.name)
         rows[places[is_published]] = published[change.rows[is_published]]
         rows[places[is_spare]] = rows[before[is_spare] - change.free.spare.start]
-
-    def _newest(self, spare: SpareRows) -> Numbers:
-        return self._live.newest[spare.row_start : spare.row_start + spare.row_count]
 
     def _allocate(self, free: _Free, count: int) -> Numbers:
         """Returns the numbers of ``count`` free rows, first those that were used before."""

@@ -32,7 +32,7 @@ BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 
 _POSITION = "Qd32s"
 _DURATIONS = f"{len(BUCKETS_S) + 1}Qd"
-_RECORD = struct.Struct(f"<QB?QddQQQQQQQ{_POSITION}{_POSITION}{_DURATIONS}{_DURATIONS}H500s")
+_RECORD = struct.Struct(f"<QB?QddQQQQQQQQ{_POSITION}{_POSITION}{_DURATIONS}{_DURATIONS}H500s")
 _CHECKSUM = struct.Struct("<I")
 _SLOT_BYTES = _RECORD.size + _CHECKSUM.size
 
@@ -98,6 +98,7 @@ class DeltaState:
     refused: int = 0
     """Number of times that no further delta was applied, each reason counted once."""
     rows_changed: int = 0
+    ids_changed: int = 0
     memory_bytes: int = 0
     undos: int = 0
     """Number of undos that were applied."""
@@ -177,6 +178,7 @@ class DeltaStatus:
             "state": now.state,
             "reason": now.reason,
             "rows_changed": now.rows_changed,
+            "ids_changed": now.ids_changed,
             "memory_bytes": now.memory_bytes,
             "undo_from": now.undo_from,
         }
@@ -205,18 +207,24 @@ class FollowedModel:
 
     @classmethod
     def of(
-        cls, version: ModelVersion, memory_max: int, readers: int, undo: int, memory: VersionMemory
+        cls,
+        version: ModelVersion,
+        memory_max: int,
+        readers: int,
+        undo: int,
+        memory: VersionMemory,
+        new_ids_percent: float = 0.0,
     ) -> FollowedModel:
         """Returns ``version`` in ``memory``, new or as another process has left it.
 
         Args:
-            memory_max, readers, undo: as in LiveRows, and the same in all processes.
+            memory_max, readers, undo, new_ids_percent: as in LiveRows, the same in all processes.
 
         Raises:
             StoreError: the version's deltas cannot be served.
             OSError: the address space is too small.
         """
-        live = LiveRows(version, memory_max, readers, undo, memory)
+        live = LiveRows(version, memory_max, readers, undo, memory, new_ids_percent)
         status, hold = DeltaStatus(live.start, memory), DeltaHold(memory)
         return cls(live, status, hold, SharedGoldens(memory))
 
@@ -236,6 +244,7 @@ def _packed(number: int, state: DeltaState) -> bytes:
     values: list[Any] = [number, STATES.index(state.state), state.is_looked, state.wanted_seq]
     values += [state.waiting_since, state.looked_at, state.rows, state.nbytes, state.refused]
     values += [state.rows_changed, state.memory_bytes, state.undos, state.undo_from]
+    values.append(state.ids_changed)
     for one in (state.applied, state.applying):
         values += [one.seq, one.as_of, bytes.fromhex(one.checksum)]
     for durations in (state.apply_seconds, state.freshness_seconds):
@@ -245,10 +254,10 @@ def _packed(number: int, state: DeltaState) -> bytes:
 
 def _unpacked(record: bytes) -> DeltaState:
     *plain, length, reason = _RECORD.unpack(record)
-    applied, applying = (Applied(plain[i], plain[i + 1], plain[i + 2].hex()) for i in (13, 16))
+    applied, applying = (Applied(plain[i], plain[i + 1], plain[i + 2].hex()) for i in (14, 17))
     buckets = len(BUCKETS_S) + 1
     apply_seconds, freshness_seconds = (
-        Durations(tuple(plain[i : i + buckets]), plain[i + buckets]) for i in (19, 20 + buckets)
+        Durations(tuple(plain[i : i + buckets]), plain[i + buckets]) for i in (20, 21 + buckets)
     )
     return DeltaState(
         applied,
@@ -266,6 +275,7 @@ def _unpacked(record: bytes) -> DeltaState:
         memory_bytes=plain[10],
         undos=plain[11],
         undo_from=plain[12],
+        ids_changed=plain[13],
         apply_seconds=apply_seconds,
         freshness_seconds=freshness_seconds,
     )

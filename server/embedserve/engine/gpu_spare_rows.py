@@ -52,7 +52,7 @@ class GpuSpareRows:
         """
         self._live = live
         self._device = device
-        for spare in live.spares:
+        for spare in live.table_spares:
             _check_numbers(spare)
         self._pages = GpuPages(device)
         _check_room(live, device, self._pages.page_bytes)
@@ -94,7 +94,9 @@ class GpuSpareRows:
 
     def _with_spares(self, config: Any) -> list[tuple[TableSpec, SpareRows]]:
         """Returns the tables of a kernel, each with the spare rows of its group."""
-        found = {table.name: (table, one) for one in self._live.spares for table in one.tables}
+        found = {
+            table.name: (table, one) for one in self._live.table_spares for table in one.tables
+        }
         return [found[one.name] for one in config.embedding_tables]
 
     def upload(self, view: int) -> None:
@@ -142,8 +144,8 @@ def _copy(rows: NDArray[np.uint8], target: torch.Tensor, positions: NDArray[np.i
 def spare_bytes(live: LiveRows, page_bytes: int) -> int:
     """Returns the bytes of a GPU that all changed rows may take: those of this host's memory, with
     each row padded, and up to two pages more for each table."""
-    padded = max(sum(map(pitch_of, one.tables)) / one.nbytes_each for one in live.spares)
-    tables = sum(len(one.tables) for one in live.spares)
+    padded = max(sum(map(pitch_of, one.tables)) / one.nbytes_each for one in live.table_spares)
+    tables = sum(len(one.tables) for one in live.table_spares)
     return int(live.memory_max * padded) + 2 * page_bytes * tables
 
 
@@ -162,7 +164,7 @@ def _check_numbers(spare: SpareRows) -> None:
 
 
 def _check_room(live: LiveRows, device: torch.device, page_bytes: int) -> None:
-    tables = [table for spare in live.spares for table in spare.tables]
+    tables = [table for spare in live.table_spares for table in spare.tables]
     nbytes = sum(_whole(pitch_of(one) * one.num_embeddings, page_bytes) for one in tables)
     changed, free = spare_bytes(live, page_bytes), torch.cuda.mem_get_info(device)[0]
     if nbytes + changed + WORK_BYTES > free:

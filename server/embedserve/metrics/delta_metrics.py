@@ -28,6 +28,7 @@ def delta_samples(labels: Sequence[str], status: DeltaStatus) -> Iterator[Sample
         "full": now.state == FULL,
         "held": now.state == HELD,
         "rows_changed": now.rows_changed,
+        "ids_changed": now.ids_changed,
         "memory_bytes": now.memory_bytes,
         "rows": now.rows,
         "bytes": now.nbytes,

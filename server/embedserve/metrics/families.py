@@ -115,12 +115,14 @@ FAMILIES = (
            "1 if no delta is applied, because one is missing or damaged or the store does not "
            "respond. The log and /models state the reason."),
     Family("embedserve_delta_full", GAUGE, NAME, "",
-           "1 if no delta is applied, because the memory for changed rows is full."),
+           "1 if no delta is applied, because the memory for changed rows or ids is full."),
     Family("embedserve_delta_held", GAUGE, NAME, "",
            "1 if no delta is applied, because an administrator holds them."),
     Family("embedserve_delta_rows_changed", GAUGE, NAME, "rows",
            "Rows that differ from those of the version. A row of tables that share features counts "
            "once."),
+    Family("embedserve_delta_ids_changed", GAUGE, NAME, "",
+           "Ids of vocabularies that are new, have another row or are removed since the version."),
     Family("embedserve_delta_memory_bytes", GAUGE, NAME, "bytes",
            "Bytes of memory that changed rows take."),
     Family("embedserve_delta_rows", COUNTER, NAME, "rows",

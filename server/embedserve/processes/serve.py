@@ -295,7 +295,8 @@ def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
     deltas = {}
     for name, version in versions.items():
         room, memory = memory_bytes(settings, version), VersionMemory.create()
-        made = FollowedModel.of(version, room, settings.workers, settings.delta_undo, memory)
+        undo, percent = settings.delta_undo, settings.delta_new_ids_percent
+        made = FollowedModel.of(version, room, settings.workers, undo, memory, percent)
         live = made.live
         if divided := _divided(version, live.version):
             why = (

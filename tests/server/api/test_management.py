@@ -372,6 +372,7 @@ async def test_deltas_of_a_followed_model_are_described() -> None:
         "state": "stalled",
         "reason": "delta 5 is damaged",
         "rows_changed": 0,
+        "ids_changed": 0,
         "memory_bytes": 0,
         "undo_from": 4,
     }

@@ -25,7 +25,7 @@ from embedserve.errors import (
     OverloadedError,
 )
 from embedserve.metrics.model_metrics import ModelMetrics
-from embedserve_store.ids.translate import IdTranslator, Translation
+from embedserve_store.ids.translate import ChangeRows, IdTranslator, Translation
 
 INLINE = Limits()
 IN_THREAD = Limits(inline_bytes_max=0)
@@ -422,10 +422,12 @@ class FailingTranslator(IdTranslator):
         self.is_identity = False
         self.is_failing = True
 
-    def translate(self, ids: np.ndarray, ids_per_feature: np.ndarray) -> Translation:
+    def translate(
+        self, ids: np.ndarray, ids_per_feature: np.ndarray, change: ChangeRows | None = None
+    ) -> Translation:
         if self.is_failing:
             raise MemoryError("no room for the batch")
-        return super().translate(ids, ids_per_feature)
+        return super().translate(ids, ids_per_feature, change)
 
 
 async def test_a_failure_while_joining_still_answers_everyone(

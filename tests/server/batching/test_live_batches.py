@@ -28,7 +28,9 @@ NEXT: Bags = {"user": [[1, 2], [], [3]], "tag": [[1], [2], []]}
 
 
 class NextRows(RowsReader):
-    """Gives each row the number of the next; view n has seq 10 n."""
+    """Gives each row the number of the next; view n has seq 10 n, and id 5050505 the row n."""
+
+    has_ids = True
 
     def __init__(self) -> None:
         self.views: list[int] = []
@@ -42,6 +44,17 @@ class NextRows(RowsReader):
 
     def end(self, view: int) -> None:
         self.views.remove(view)
+
+    def with_changed_ids(
+        self,
+        view: int,
+        ids: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        ids_per_feature: NDArray[np.int64],
+    ) -> None:
+        assert view in self.views
+        assert ids_per_feature.sum() == ids.size
+        rows[ids == 5050505] = view
 
     def newest(
         self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64], view: int

@@ -13,7 +13,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.deltas.follower import CheckRows, DeltaFollower
 from embedserve.deltas.hold import DeltaHold
-from embedserve.deltas.live_rows import LiveRows, RowsFullError
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import SharedGoldens

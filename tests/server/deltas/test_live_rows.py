@@ -28,7 +28,8 @@ from server.deltas.tables import (
 )
 
 from embedserve.deltas import live_rows, membarrier
-from embedserve.deltas.live_rows import NUMBER_MAX, LiveRows, RowsFullError
+from embedserve.deltas.live_rows import NUMBER_MAX, LiveRows
+from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve_store import ModelVersion, StoreError
@@ -396,7 +397,7 @@ def test_spare_rows_for_undos_are_fewer_where_not_all_can_be_numbered(
     monkeypatch.setattr(live_rows, "NUMBER_MAX", 10 * rows)
     live = LiveRows(version, 1 << 30, 1, undo=64)
     assert 9.9 * rows < len(live.views) <= 10 * rows
-    assert all(one.count > 9 * one.row_count for one in live.spares)
+    assert all(one.count > 9 * one.row_count for one in live.table_spares)
 
 
 def test_the_next_writer_keeps_no_former_rows(live: LiveRows) -> None:
@@ -506,14 +507,14 @@ def test_lookups_keep_their_view_while_an_upload_fails(
 def test_spare_rows_of_a_group_are_rows_of_all_its_tables(shared: ModelVersion) -> None:
     live = LiveRows(shared, 1 << 20, 1)
     movie, user, title, maker = SHARED_SPECS
-    assert [one.tables for one in live.spares] == [(movie, title, maker), (user,)]
+    assert [one.tables for one in live.table_spares] == [(movie, title, maker), (user,)]
     assert len(live.newest) == movie.num_embeddings + user.num_embeddings
     for number, rows in enumerate(live.rows.values(), 1):
         rows[:] = number
     for number, rows in enumerate(live.rows.values(), 1):
         assert (rows == number).all()
     assert same(state_of(live.version), state_of(shared))
-    for spare in live.spares:
+    for spare in live.table_spares:
         for spec in spare.tables:
             start = live.tables.offsets[spec.name] + spare.first_row * spec.row_bytes
             rows = live.tables.data[start:][: spare.count * spec.row_bytes]

@@ -35,6 +35,7 @@ def test_a_state_is_read_as_it_was_written() -> None:
         nbytes=11,
         refused=12,
         rows_changed=13,
+        ids_changed=17,
         memory_bytes=14,
         undos=15,
         undo_from=16,
@@ -92,6 +93,7 @@ def test_a_dead_applier_stalls() -> None:
         "state": "stalled",
         "reason": "it was ended",
         "rows_changed": 0,
+        "ids_changed": 0,
         "memory_bytes": 0,
         "undo_from": 4,
     }

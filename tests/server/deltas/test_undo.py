@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from server.deltas.followed import ROWS, Followed
 
-from embedserve.deltas.live_rows import RowsFullError
+from embedserve.deltas.memory import RowsFullError
 from embedserve_store import compact_deltas, undo_deltas
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import ChangedRows

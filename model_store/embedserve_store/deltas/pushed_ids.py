@@ -1,0 +1,170 @@
+"""Finds the changes of vocabularies that a push makes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from embedserve_store.deltas.encode_changes import Ids, KeyedChanges, RowsOfIds, keys_of
+from embedserve_store.deltas.line_appender import LineAppender
+from embedserve_store.deltas.rank_calls import RankCalls
+from embedserve_store.deltas.ranks import Ranks
+from embedserve_store.deltas.vocabularies import Vocabularies, WantedIds
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.changed_ids import REMOVED, ChangedIds
+from embedserve_store.format.table_spec import TableSpec
+
+PlacedIds = Mapping[str, tuple[Ids, Any]]
+"""Ids, and the row that each has in training, by table."""
+RemovedIds = Mapping[str, Ids]
+"""Ids that have no row any more, by table."""
+
+
+class PushedIds:
+    """The vocabularies of a line, as one training job changes them; the same on all ranks.
+
+    They are read when they are first needed: the version's own, and the ids of all deltas since.
+    """
+
+    def __init__(self, line: LineAppender, ranks: Ranks) -> None:
+        self._line, self._ranks, self._calls = line, ranks, RankCalls(ranks)
+        self._tables = {table.name: table for table in line.base.tables}
+        self._has_any = any(table.ids.rule == "map" for table in line.base.tables)
+        self._opened: Vocabularies | None = None
+        self._undone: dict[str, ChangedIds] = {}
+
+    def of_rows(
+        self, changes: KeyedChanges, removed: Callable[[], RemovedIds]
+    ) -> dict[str, ChangedIds]:
+        """Returns the changes for the ids of pushed rows, new ones among them; a collective.
+
+        Args:
+            removed: returns the removed ids of this rank.
+
+        Raises:
+            InvalidModelError: on all ranks, as Vocabularies.find_changes. Or an id is pushed and
+                removed at once, or a table has no vocabulary.
+        """
+        return self._find(lambda: self._of_rows(changes, removed()))
+
+    def placed(self, own: Callable[[], tuple[PlacedIds, RemovedIds]]) -> dict[str, ChangedIds]:
+        """Returns the changes for ids whose rows training has chosen; a collective.
+
+        Args:
+            own: returns the new ids with their rows, and the removed ids, of this rank.
+
+        Raises:
+            InvalidModelError: on all ranks, as Vocabularies.find_changes. Or a table has no
+                vocabulary.
+        """
+        return self._find(lambda: self._placed(*own()))
+
+    def after(self, changes: Mapping[str, ChangedIds]) -> dict[str, RowsOfIds]:
+        """Returns functions by table that return the rows of ids after ``changes``; -1 for an id
+        without a row. A collective."""
+        vocabularies = self._open()
+        if vocabularies is None:
+            return {}
+        return {
+            name: partial(vocabularies.rows_after, changes, name)
+            for name, table in self._tables.items()
+            if table.ids.rule == "map"
+        }
+
+    def advance(self, changes: Mapping[str, ChangedIds]) -> None:
+        """Makes ``changes`` part of the vocabularies: their delta is written."""
+        self._undone = {}
+        if self._opened is not None:
+            self._opened.advance(changes)
+
+    def take_again(self, undone: Mapping[str, ChangedIds]) -> None:
+        """Continues after an undo: the next push has the undone changes again.
+
+        Args:
+            undone: ids that the undo changed, by table, with the rows that they had before it.
+        """
+        self._opened = None
+        for name, change in undone.items():
+            before = self._undone.get(name)
+            self._undone[name] = change if before is None else before.then(change)
+
+    def _find(self, wanted: Callable[[], WantedIds]) -> dict[str, ChangedIds]:
+        if not self._has_any:
+            self._calls.on_all(wanted)  # raises for ids of a table without a vocabulary
+            return {}
+        self._open()
+        every = self._ranks.from_all(self._calls.on_all(wanted))
+        if not any(every) and not self._undone:
+            return {}
+        undone = self._undone
+        return self._calls.on_first(lambda: self._vocabularies.find_changes(every, undone))
+
+    def _open(self) -> Vocabularies | None:
+        """Returns the vocabularies, None if the version has none; a collective."""
+        if self._has_any and self._opened is None:
+            changed = self._calls.on_first(self._line.changed_ids)
+            id_maps = self._calls.on_all(self._line.id_maps)
+            self._opened = Vocabularies(self._line.base, id_maps, changed)
+            self._undone = {name: self._published(change) for name, change in self._undone.items()}
+        return self._opened
+
+    @property
+    def _vocabularies(self) -> Vocabularies:
+        assert self._opened is not None
+        return self._opened
+
+    def _published(self, change: ChangedIds) -> ChangedIds:
+        """Returns ``change`` with the rows of the version for ids that are as published."""
+        rows = self._vocabularies.published(change.table.name, change.ids)
+        return replace(change, rows=np.where(change.rows < REMOVED, rows, change.rows))
+
+    def _of_rows(self, changes: KeyedChanges, removed: RemovedIds) -> WantedIds:
+        gone = self._removed(removed)
+        new = {}
+        for name, (keys, _) in changes.items():
+            if self._tables[name].ids.rule != "map":
+                continue
+            both = np.flatnonzero(np.isin(keys, gone.get(name, keys[:0])))
+            if len(both):
+                at = both[0]
+                raise InvalidModelError(
+                    f"table {name!r}: ids[{at}] is {keys[at]}, which is removed in the same delta"
+                )
+            unknown = keys[self._vocabularies.rows_of(name, keys) < 0]
+            if len(unknown):
+                new[name] = unknown
+        return WantedIds(new=new, removed=gone)
+
+    def _placed(self, vocabulary: PlacedIds, removed: RemovedIds) -> WantedIds:
+        placed = {}
+        for name, (ids, rows) in vocabulary.items():
+            keys = keys_of(self._table(name), ids)
+            numbers = np.asarray(rows.cpu() if hasattr(rows, "cpu") else rows)
+            if numbers.shape != keys.shape or (numbers.size and numbers.dtype.kind not in "iu"):
+                raise InvalidModelError(
+                    f"table {name!r}: vocabulary: rows are {numbers.dtype} {list(numbers.shape)}, "
+                    f"expected integers [{len(keys)}], one for each id"
+                )
+            placed[name] = keys, numbers.astype(np.int64)
+        return WantedIds(placed=placed, removed=self._removed(removed))
+
+    def _removed(self, removed: RemovedIds) -> dict[str, Any]:
+        return {name: keys_of(self._table(name), ids) for name, ids in removed.items()}
+
+    def _table(self, name: str) -> TableSpec:
+        """Returns a table with a vocabulary. Raises InvalidModelError for any other name."""
+        if name not in self._tables:
+            raise InvalidModelError(
+                f"table {name!r} is not in the model; tables are {', '.join(self._tables)}"
+            )
+        table = self._tables[name]
+        if table.ids.rule != "map":
+            raise InvalidModelError(
+                f"table {name!r} has no vocabulary (its ids have the rule {table.ids.rule!r}): its "
+                "ids cannot be added or removed"
+            )
+        return table

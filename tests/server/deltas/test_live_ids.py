@@ -1,0 +1,337 @@
+"""Ids that deltas add and remove: each lookup finds the ids of one delta, with their rows."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.live_ids import LiveIds
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.memory import RowsFullError
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve.deltas.version_memory import VersionMemory
+from embedserve_store import (
+    DeltaLine,
+    DeltaWriter,
+    IdRule,
+    ModelStore,
+    ModelVersion,
+    compact_deltas,
+    publish,
+    undo_deltas,
+)
+from embedserve_store.format.changed_ids import REMOVED, ChangedIds
+from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.ids.id_index import mixed
+
+ROWS = 12
+IDS = [10 * n for n in range(-4, 4)]
+WORDS = [f"word {n}" for n in range(8)]
+State = dict[int, float]
+"""Value of each id that has a row."""
+
+
+def publish_two(folder: Path) -> None:
+    """Publishes a table of integers, whose feature "f" reads a further one, too, and one of
+    strings."""
+    tables = [
+        EmbeddingBagConfig(num_embeddings=rows, embedding_dim=4, name=name, feature_names=names)
+        for name, rows, names in (("t", ROWS, ["f"]), ("u", ROWS + 3, ["f", "g"]), ("w", 9, ["s"]))
+    ]
+    ebc = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
+    with torch.no_grad():
+        for one in ebc.embedding_bags.values():
+            one.weight[:] = torch.arange(1.0, 1 + len(one.weight))[:, None]
+    rules = {"t": IdRule("map"), "u": IdRule("map"), "w": IdRule("map", id_type="string")}
+    vocabularies: dict[str, Any] = {"t": IDS, "u": IDS, "w": WORDS}
+    publish(ebc, folder, model="m", dtype="float32", ids=rules, vocabularies=vocabularies)
+
+
+class Model:
+    """A store with one model, its training job, and the follower of its deltas."""
+
+    def __init__(self, folder: Path, undo: int = 3, percent: float = 10.0) -> None:
+        publish_two(folder)
+        self.folder = folder
+        self.writer = DeltaWriter(folder, model="m")
+        self.models = ModelStore(folder)
+        version = self.models.load("m")
+        self.line = DeltaLine(self.models, version.manifest)
+        self.live = LiveRows(version, 1 << 20, 1, undo, new_ids_percent=percent)
+        self.reader = RowsReader(self.live, 0, self.live.version.plan)
+        self.status = DeltaStatus(self.line.start)
+        self.follower = self.started()
+
+    def started(self) -> DeltaFollower:
+        return DeltaFollower("m", self.line, FollowedModel(self.live, self.status), 1 << 20)
+
+    def push(self, values: Mapping[str, Mapping[Any, float]], removed: Mapping[str, Any]) -> int:
+        rows = {
+            name: ([*state], np.repeat(np.array([*state.values()], np.float32)[:, None], 4, 1))
+            for name, state in values.items()
+        }
+        return self.writer.push_rows(rows, removed=removed)
+
+    def begin(self) -> int:
+        return self.reader.begin()[0]
+
+    def values(self, view: int, feature: int, ids: np.ndarray, table: str) -> list[float | None]:
+        """Returns the values of ``ids`` of a feature as a lookup in ``view`` finds them; None for
+        an unknown id."""
+        counts = np.zeros(3, np.int64)
+        counts[feature] = len(ids)
+        change = partial(self.reader.with_changed_ids, view)
+        found = self.live.version.translator.translate(ids, counts, change)
+        numbers = self.reader.newest(found.rows, counts, view)
+        start, size = self.live.tables.offsets[table], self.live.tables.tables[table].row_bytes
+        data = self.live.tables.data
+        values = [float(data[start + size * n :][:4].view(np.float32)[0]) for n in numbers]
+        unknown = np.zeros(len(ids), bool) if found.unknown is None else found.unknown
+        return [None if missing else v for v, missing in zip(values, unknown, strict=True)]
+
+
+def of_version(version: ModelVersion, table: str) -> dict[int, float]:
+    """Returns the value of each id of a version."""
+    one, rows = version.id_maps[table], version.tables.rows(table).view(np.float32)[:, 0]
+    return dict(zip(one.ids.tolist(), rows[one.rows].tolist(), strict=True))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Model]:
+    made = Model(tmp_path)
+    yield made
+    made.writer.close()
+
+
+ASKED = np.array([*IDS, 1, 2, 3])
+
+
+def test_ids_are_new_and_gone_from_their_delta_on(model: Model) -> None:
+    before = model.begin()
+    model.push({"t": {1: 51.0, 10: 52.0}}, {"t": [20, -40]})
+    model.follower.look()
+    after = model.begin()
+    assert model.values(before, 0, ASKED, "t") == [*range(1, 9), None, None, None]
+    assert model.values(after, 0, ASKED, "t") == [None, 2, 3, 4, 5, 52, None, 8, 51, None, None]
+    # the other table of the feature has the id, too, with the row as it was published
+    assert model.values(after, 1, ASKED, "u") == [None, 2, 3, 4, 5, 6, None, 8, 9, None, None]
+    now = model.status.read()
+    assert (now.rows_changed, now.ids_changed) == (2, 3)
+
+
+def test_a_row_gets_the_next_id_without_an_answer_of_the_former(model: Model) -> None:
+    """A batch that began before has the former id with the former values."""
+    gone = [*IDS[:4]]
+    model.push({"t": {n: 100.0 + n for n in (101, 102, 103, 104)}}, {})  # the rows without an id
+    model.follower.look()
+    before = model.begin()
+    model.push({"t": {105: 205.0}}, {"t": gone})
+    model.follower.look()
+    asked = np.array([*gone, 105])
+    assert model.values(before, 0, asked, "t") == [1, 2, 3, 4, None]
+    assert model.values(model.begin(), 0, asked, "t") == [None, None, None, None, 205]
+
+
+def test_strings_are_ids_as_well(model: Model) -> None:
+    from embedserve_store.ids.string_hashes import hash_strings
+
+    model.push({"w": {"new": 7.5}}, {"w": ["word 3"]})
+    model.follower.look()
+    asked = hash_strings(["word 2", "word 3", "new", "other"])
+    assert model.values(model.begin(), 2, asked, "w") == [3, None, 7.5, None]
+
+
+def test_no_more_ids_change_than_there_is_room_for(tmp_path: Path) -> None:
+    model = Model(tmp_path, percent=0)
+    model.push({"t": {10: 1.0}}, {})
+    model.push({"t": {1: 1.0}}, {})
+    model.follower.look()
+    now = model.status.read()
+    assert (now.state, now.applied.seq) == ("full", 1)
+    assert now.reason.startswith("table 't': 0 ids of the vocabulary have changed, 1 more are")
+    assert model.values(model.begin(), 0, ASKED[:6], "t") == [1, 2, 3, 4, 5, 1]
+
+
+def test_a_damaged_delta_of_ids_is_not_applied(model: Model) -> None:
+    model.push({"t": {1: 51.0}}, {})
+    paths = [*model.folder.glob(f"m/deltas/1/{1:020d}.*.safetensors")]
+    assert len(paths) == 2
+    for path in paths:
+        whole = path.read_bytes()
+        path.unlink()
+        path.write_bytes(whole[:-1] + b"!")
+        model.follower.look()
+        assert model.status.read().state == "stalled"
+        assert path.name in model.status.read().reason
+        path.write_bytes(whole)
+    model.follower.look()
+    assert model.values(model.begin(), 0, ASKED[-3:], "t") == [51, None, None]
+
+
+def test_a_compacted_version_has_the_vocabulary(model: Model) -> None:
+    model.push({"t": {1: 51.0, 10: 52.0}, "w": {"new": 7.5}}, {"t": [20], "w": WORDS[:4]})
+    made = compact_deltas(model.folder, "m")
+    version = model.models.load("m", made.version)
+    kept = {one: 1.0 + n for n, one in enumerate(IDS) if one != 20}
+    assert of_version(version, "t") == kept | {1: 51.0, 10: 52.0}
+    tables = {table.name: table for table in made.manifest.tables}
+    assert [tables[name].ids.entries for name in "tuw"] == [8, 8, 5]
+    assert tables["w"].ids.examples == ()  # the first four words are gone
+    version.goldens()  # no id of its bags is unknown
+    with DeltaWriter(model.folder, model="m") as writer:  # continues with the compacted version
+        assert writer.push_rows({"t": ([2], np.full((1, 4), 9.0, np.float32))}) == 2
+    assert (
+        of_version(model.models.load("m", compact_deltas(model.folder, "m").version), "t")[2] == 9
+    )
+
+
+SPECS = [
+    TableSpec(name, 9, 4, (name,), "sum", "float32", ids=IdRule("map", entries=20_000))
+    for name in "ab"
+]
+OWNERS = {"a": 1, "b": 2}
+
+
+@pytest.fixture
+def live_ids() -> LiveIds:
+    """Room for 2,000 ids of each of two vocabularies."""
+    return LiveIds([(one,) for one in SPECS], 10, VersionMemory.create())
+
+
+def entries_of(live_ids: LiveIds, table: str, ids: np.ndarray) -> list[int]:
+    found: list[int] = live_ids.entries_of(
+        ids, np.full(len(ids), OWNERS[table], np.uint32)
+    ).tolist()
+    return found
+
+
+def test_each_id_of_each_vocabulary_has_an_entry_of_its_own(live_ids: LiveIds) -> None:
+    random = np.random.default_rng(3)
+    known: dict[str, dict[int, int]] = {"a": {}, "b": {}}
+    for count in (1, 500, 1400, 98):
+        ids = np.unique(random.integers(-(2**63), 2**63 - 1, count))
+        changes = [ChangedIds(one, ids, n + 2 * np.arange(count)) for n, one in enumerate(SPECS)]
+        found = live_ids.as_rows(changes)
+        by_row = dict(zip(found.values.view(np.int64)[:, 0].tolist(), found.numbers, strict=True))
+        for n, table in enumerate("ab"):
+            known[table] |= {int(one): int(by_row[n + 2 * i]) for i, one in enumerate(ids)}
+    assert len({*known["a"].values(), *known["b"].values()}) == 2 * 1999
+    for table, entries in known.items():
+        asked = np.array([*entries, 5])
+        assert entries_of(live_ids, table, asked) == [*entries.values(), -1]
+    assert live_ids.used == [1999, 1999]
+    more = ChangedIds(SPECS[1], np.arange(2), np.full(2, REMOVED))
+    with pytest.raises(RowsFullError, match=r"table 'b': 1999 ids .* 2 more .* the limit is 2000"):
+        live_ids.as_rows([more])
+    assert entries_of(live_ids, "b", np.arange(2)) == [-1, -1]
+    live_ids.count_again()
+    assert live_ids.used == [1999, 1999]
+
+
+def test_of_an_id_that_changes_twice_the_last_row_counts(live_ids: LiveIds) -> None:
+    changes = [
+        ChangedIds(SPECS[0], np.array([3, 4]), np.array([1, 2])),
+        ChangedIds(SPECS[0], np.array([4, 5]), np.array([REMOVED, 3])),
+    ]
+    found = live_ids.as_rows(changes)
+    rows = dict(zip(found.numbers.tolist(), found.values.view(np.int64)[:, 0], strict=True))
+    entries = entries_of(live_ids, "a", np.array([3, 4, 5]))
+    assert [rows[entry] for entry in entries] == [1, REMOVED, 3]
+
+
+def test_ids_cannot_be_chosen_to_meet_in_one_slot(live_ids: LiveIds) -> None:
+    """Or each lookup would pass over all of them, on the event loop."""
+    slots = live_ids.entries.num_embeddings
+    ids = np.arange(1 << 22)
+    ids = ids[mixed(ids) >> np.uint64(64 - (slots - 1).bit_length()) == 3]
+    assert len(ids) > 300
+    entries = live_ids.as_rows([ChangedIds(SPECS[0], ids, np.arange(len(ids)))]).numbers
+    assert np.ptp(entries) > slots / 2
+
+
+class LiveIdsMachine(RuleBasedStateMachine):
+    """Any order of pushes, undos, looks, restarts and lookups, against dicts by seq."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.model = Model(Path(self.folder.name), undo=2)
+        self.states: list[State] = [{one: 1.0 + n for n, one in enumerate(IDS)}]
+        self.views: list[tuple[int, int]] = []
+        self.random = np.random.default_rng(0)
+
+    @rule(
+        gone=st.lists(st.sampled_from([*IDS, 1, 2, 3]), unique=True, max_size=3),
+        pushed=st.lists(st.sampled_from([*IDS, 1, 2, 3, 4]), unique=True, max_size=3),
+    )
+    def push(self, gone: list[int], pushed: list[int]) -> None:
+        state = self.states[-1]
+        gone = [one for one in gone if one in state]
+        values = {one: float(self.random.integers(100, 200)) for one in pushed if one not in gone}
+        if len({one for one in state if one not in gone} | {*values}) > ROWS:
+            return
+        seq = self.model.push({"t": values}, {"t": gone})
+        assert seq == len(self.states)
+        self.states.append({k: v for k, v in state.items() if k not in gone} | values)
+
+    @rule(back=st.integers(1, 6))
+    def undo(self, back: int) -> None:
+        to = len(self.states) - 1 - back
+        if to < 0:
+            return
+        undo_deltas(self.model.folder, "m", to=to, why="")
+        self.states.append(self.states[to])
+        self.model.writer.resume()
+
+    @rule()
+    def look(self) -> None:
+        self.model.follower.look()
+        assert not self.model.status.read().reason
+
+    @rule()
+    def restart(self) -> None:
+        self.model.follower = self.model.started()
+
+    @rule()
+    def begin(self) -> None:
+        if len(self.views) < 3:
+            self.views.append(self.model.reader.begin())
+
+    @rule()
+    def end(self) -> None:
+        if self.views:
+            view, _ = self.views.pop(0)
+            self.model.reader.end(view)
+
+    @invariant()
+    def lookups_find_the_ids_of_their_delta(self) -> None:
+        asked = np.array([*IDS, 1, 2, 3, 4])
+        for view, seq in self.views:
+            expected = [self.states[seq].get(one) for one in asked.tolist()]
+            assert self.model.values(view, 0, asked, "t") == expected
+
+    def teardown(self) -> None:
+        self.model.follower.look()
+        last = self.states[-1]
+        if len(self.states) > 1:
+            made = compact_deltas(self.model.folder, "m")
+            assert of_version(self.model.models.load("m", made.version), "t") == last
+        self.model.writer.close()
+        self.folder.cleanup()
+
+
+TestLiveIds = LiveIdsMachine.TestCase
+TestLiveIds.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
