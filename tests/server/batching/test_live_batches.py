@@ -17,7 +17,7 @@ from embedserve.batching.join import adapt_to_model
 from embedserve.batching.shadow import compare
 from embedserve.config import Limits
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve.errors import EngineError
+from embedserve.errors import EngineError, InvalidRequestError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve_store import StoreError
 
@@ -28,7 +28,7 @@ NEXT: Bags = {"user": [[1, 2], [], [3]], "tag": [[1], [2], []]}
 
 
 class NextRows(RowsReader):
-    """Gives each row the number of the next; view n has seq 10 n, and id 5050505 the row n."""
+    """Gives each row the number of the next; view n has seq 10 n, and id 5050505 the row n - 1."""
 
     has_ids = True
 
@@ -36,6 +36,7 @@ class NextRows(RowsReader):
         self.views: list[int] = []
         self.begun = 0
         self.failure: Exception | None = None
+        self.id_failure: Exception | None = None
 
     def begin(self) -> tuple[int, int]:
         self.begun += 1
@@ -54,7 +55,9 @@ class NextRows(RowsReader):
     ) -> None:
         assert view in self.views
         assert ids_per_feature.sum() == ids.size
-        rows[ids == 5050505] = view
+        if self.id_failure is not None:
+            raise self.id_failure
+        rows[ids == 5050505] = view - 1
 
     def newest(
         self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64], view: int
@@ -122,6 +125,37 @@ async def test_ids_that_are_skipped_shift_no_feature(executor: ThreadPoolExecuto
     engine.rows = NextRows()
     request = engine.request({"user": [[7, 4040404]], "day": [[2]]})
     assert (await submit(batcher_of(engine, INLINE, executor), request)).seq == 10
+
+
+@pytest.mark.parametrize("ids", [[[6]], [[4040404]], [[5050505]]])
+async def test_ids_are_those_of_the_view(
+    ids: list[list[int]], executor: ThreadPoolExecutor
+) -> None:
+    """An id that is not in the vocabulary has a row in the view; a view ends with unknown ids."""
+    engine = FakeEngine(ruled_info())
+    rows = engine.rows = NextRows()
+    batcher = batcher_of(engine, INLINE, executor)
+    await submit(batcher, engine.request({"day": [[1]]}))
+    request = engine.request({"shelf": ids})
+    if ids == [[5050505]]:
+        result = await submit(batcher, request)
+        assert result.seq == 20
+    else:
+        with pytest.raises(InvalidRequestError, match=f"shelf.* is {ids[0][0]}: not one of the"):
+            await submit(batcher, request)
+    assert rows.begun == 2
+    assert not rows.views
+
+
+async def test_a_view_ends_with_a_batch_that_cannot_be_joined(executor: ThreadPoolExecutor) -> None:
+    engine = FakeEngine(ruled_info())
+    rows = engine.rows = NextRows()
+    rows.id_failure = MemoryError()
+    batcher = batcher_of(engine, INLINE, executor)
+    with pytest.raises(EngineError, match="the lookup failed"):
+        await submit(batcher, engine.request({"day": [[1]]}))
+    assert rows.begun
+    assert not rows.views
 
 
 async def test_rows_that_never_change_have_no_seq(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -164,6 +168,15 @@ def test_an_id_that_no_vocabulary_has_is_named_with_place_and_value(
     assert error.field == field
     assert error.message == f"{field} is {message}"
     assert join([request], RULED) is None
+
+
+def test_an_unknown_id_of_a_vocabulary_that_changes_is_named_with_the_delta() -> None:
+    deltas: Any = SimpleNamespace(live=SimpleNamespace(seq=5))
+    model = replace(RULED, deltas=deltas)
+    error = find_invalid([ordered({"shelf": [[12]]}, model=model)], model)[0]
+    assert error.message == (
+        "features.shelf[0][0] is 12: not one of the ids of 'shelf', as of delta 5"
+    )
 
 
 def test_ids_that_may_be_unknown_are_not_wrong() -> None:
