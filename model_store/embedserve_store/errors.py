@@ -5,6 +5,9 @@ Each message is one line for that person. It names the file or table, and the re
 
 from collections.abc import Iterable
 
+NO_ACCESS = "no access to the store"
+"""Begins the message of an error after which nothing is known to be wrong in the store."""
+
 
 class StoreError(Exception):
     """A store, model or version cannot be used, or a publish cannot be done.
@@ -59,7 +62,7 @@ class RevertedError(StoreError):
 
 def described(error: Exception) -> str:
     """Returns the message of ``error``, which for a store that cannot be reached says so first."""
-    return f"no access to the store: {error}" if isinstance(error, UnreachableError) else str(error)
+    return f"{NO_ACCESS}: {error}" if isinstance(error, UnreachableError) else str(error)
 
 
 def missing_model(where: object, model: str, models: Iterable[str]) -> StoreError:

@@ -195,7 +195,7 @@ class ServeSettings:
     deltas: str = setting(
         "none",
         "none: rows are those of the versions; follow: rows that training pushes as deltas are "
-        "applied while the server runs, whose versions are fixed.",
+        "applied while the server runs.",
     )
     delta_poll_s: float = setting(
         0.0,

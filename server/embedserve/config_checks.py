@@ -48,12 +48,11 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
             "the tables go to GPUs, where a version that comes would have to fit beside the one "
             "that answers, which is not seen to yet: use none"
         )
-    if settings.deltas != "none":
-        return "the rows of the served versions follow their deltas: use --deltas none"
-    if settings.workers > 1 and settings.tables == "resident":
+    if settings.is_supervised and settings.tables == "resident":
+        way_out = "" if settings.deltas != "none" else ", or --workers 1"
         return (
             "a version that comes while workers run cannot be copied into memory that they share: "
-            "use --tables mapped, or --workers 1"
+            f"use --tables mapped{way_out}"
         )
     return ""
 

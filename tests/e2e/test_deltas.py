@@ -91,7 +91,9 @@ class Callers:
 
     def __init__(self, server: Running) -> None:
         self.wrong: list[str] = []
+        self.failures: list[str] = []
         self.seqs: set[int] = set()
+        self.last_seq = 0
         self._stop = threading.Event()
         clients = [EmbedClient(server.http, retries=5), GrpcEmbedClient(server.grpc, retries=5)]
         self._threads = [threading.Thread(target=self._ask, args=(one,)) for one in clients]
@@ -104,7 +106,8 @@ class Callers:
             while not self._stop.is_set():
                 try:
                     result = client.embed(BAGS)
-                except EmbedServeClientError:  # the connection of a worker that was killed
+                except EmbedServeClientError as error:  # that of a worker that was killed
+                    self.failures.append(repr(error))
                     continue
                 seq = result.seq
                 expected = np.repeat(COUNTS * value_of(seq or 0), DIM, axis=1)
@@ -112,6 +115,7 @@ class Callers:
                     self.wrong.append(f"seq {seq}: {result.values.tolist()}")
                     continue
                 self.seqs.add(seq)
+                self.last_seq = max(self.last_seq, seq)
                 if seq < last:
                     self.wrong.append(f"seq {seq} after {last}")
                 last = seq
@@ -374,7 +378,10 @@ def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> No
         ("--model", "wide", "--strict-plan"): "so that rows cannot change: refused, as strict_plan",
         ("--model", "mixed", "--strict-plan"): "the plan divides 't' by columns, or unlike tables",
         ("--devices", "cuda", "--workers", "2"): "workers is 2, but the tables go to GPUs",
-        ("--follow", "latest"): "follow is 'latest', but the rows of the served versions follow",
+        ("--follow", "latest", "--tables", "resident"): (
+            "follow is 'latest', but a version that comes while workers run cannot be copied into "
+            "memory that they share: use --tables mapped\n"
+        ),
         ("--delta-poll-s", "0.001"): "delta_poll_s is 0.001, expected 0.01 to 3600",
         ("--delta-key", garbage): f"delta key {garbage}: has 0 public keys in PEM, expected 1 to",
     }

@@ -30,6 +30,7 @@ from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes import applier
 from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.rollout.followed_versions import FollowedVersions
 from embedserve.processes.serve import set_up_logging
 from embedserve.processes.startup.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
@@ -136,7 +137,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
             end_startup_server=end_startup_server,
             on_stop=ports.remove_files,
             applier_main=applier_main if mode.exists() else None,
-            deltas={"m": FollowedModel(live, status)},
+            followed=FollowedVersions(settings, {"m": FollowedModel(live, status)}),
         ).run()
     except WorkerFailedError as error:
         sys.exit(f"failed: {error}")

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
 from fastapi import Depends, FastAPI, Request
 from pydantic import BaseModel, Field
@@ -49,19 +51,22 @@ def add_delta_hold(app: FastAPI, served: ModelRegistry) -> None:
     """Adds the routes to ``app``. The routes do not check roles; AuthMiddleware does."""
     json_only = [Depends(check_json)]
 
-    async def switch(name: str, request: Request, *, is_held: bool) -> DeltaProgress:
-        model = served.model(name)
-        followed = model.deltas
+    def followed_model(name: str) -> FollowedModel:
+        followed = served.model(name).deltas
         if followed is None:
             raise InvalidRequestError(
                 f"model is {name!r}, which follows no deltas (serve --deltas follow)", "model"
             )
+        return followed
+
+    async def switch(name: str, request: Request, *, is_held: bool) -> DeltaProgress:
+        model, _ = served.model(name), followed_model(name)
         caller = request.scope.get(CLIENT)
         by = f" by {caller.grant.name!r}" if caller is not None else ""
         action = "hold" if is_held else "go-on"
         logger.info("%s: deltas %s, as requested%s", model.served_as, action, by)
-        await _switch(followed, is_held=is_held)
-        now = followed.status.read()
+        await _switch(partial(followed_model, name), is_held=is_held)
+        now = followed_model(name).status.read()
         return DeltaProgress(model=model.served_as, state=now.state, seq=now.applied.seq)
 
     @app.post(
@@ -87,17 +92,23 @@ def add_delta_hold(app: FastAPI, served: ModelRegistry) -> None:
         return await switch(name.model, request, is_held=False)
 
 
-async def _switch(followed: FollowedModel, *, is_held: bool) -> None:
+async def _switch(find: Callable[[], FollowedModel], *, is_held: bool) -> None:
     """Sets or ends a hold, and waits until the applier has looked at the store with it, or until
-    somebody reverses it."""
+    somebody reverses it.
+
+    Args:
+        find: returns the served version. If it is another one meanwhile, that gets the hold.
+    """
     requested_at = time.time()
-    followed.hold.set(is_held)
-
-    def is_effective() -> bool:
-        now = followed.status.read()
-        return now.looked_at >= requested_at and (now.state == HELD) == is_held
-
+    before: FollowedModel | None = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(EFFECT_S_MAX):
-            while followed.hold.is_set == is_held and not is_effective():  # noqa: ASYNC110
+            while True:
+                if (followed := find()) is not before:
+                    followed.hold.set(is_held)
+                    before = followed
+                now = followed.status.read()
+                is_effective = now.looked_at >= requested_at and (now.state == HELD) == is_held
+                if is_effective or followed.hold.is_set != is_held:
+                    return
                 await asyncio.sleep(CHECK_S)

@@ -1,4 +1,4 @@
-"""Loop of the applier: looks for deltas of all followed models, in a process of its own.
+"""Loop of the applier: looks for deltas of all followed versions, in a process of its own.
 
 It may be killed at any instruction. Its successor continues after the last committed delta. It
 sends the supervisor heartbeats: while it waits, and after each file that it reads.
@@ -12,17 +12,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
+from embedserve.deltas.followed_lines import BoundedLine, FollowedLines, LastSeq
+from embedserve.deltas.followed_version import FollowedVersion, from_bytes, open_followed
 from embedserve.deltas.follower import CheckRows, DeltaFollower
 from embedserve.deltas.memory import memory_bytes
 from embedserve.deltas.status import DeltaStatus, FollowedModel
-from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
@@ -40,45 +40,87 @@ processes once in a second."""
 
 def run_applier(
     settings: ServeSettings,
-    versions: Mapping[str, ModelVersion],
-    deltas: Mapping[str, FollowedModel],
+    followed: dict[FollowedVersion, FollowedModel],
+    open_version: Callable[[str], ModelVersion],
     supervisor: socket.socket,
     check_on_device: CheckRows | None = None,
     keys: TrustedKeys | None = None,
 ) -> None:
     """Applies deltas until SIGTERM, or until the supervisor is gone.
 
-    Sends a heartbeat at once when every model has looked for the first time.
+    Sends a heartbeat at once when every served version has looked for the first time, and when a
+    next version may serve. The supervisor sends which versions are followed, when that changes.
 
     Args:
-        versions, deltas: versions and their memory, by served name.
+        followed: versions at the start, and their memory. It is emptied, so that memory is given
+            back once a version is not followed any more.
+        open_version: opens the version in a folder.
         check_on_device: as in DeltaFollower.
         keys: public keys that may have signed a delta; None if no signature is needed.
     """
     with suppress(OSError):  # ps shows which process it is
         Path("/proc/self/comm").write_text(PROCESS_NAME)
-    threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
-    heartbeat = Heartbeat(supervisor)
+    inbox = Inbox(supervisor)
+    heartbeat = Heartbeat(supervisor, inbox.arrived)
     models = BeatingStore(settings, heartbeat)
 
-    def follower(name: str) -> DeltaFollower:
-        line = DeltaLine(models, versions[name].manifest, keys)
-        room = memory_bytes(settings, versions[name])
-        return DeltaFollower(name, line, deltas[name], room, check_on_device)
+    def make_poll(version: FollowedVersion, model: FollowedModel, last_seq: LastSeq) -> Poll:
+        published = model.live.version
 
-    polls = [
-        Poll(partial(follower, name), followed.status, delta_poll_s(settings))
-        for name, followed in deltas.items()
-    ]
+        def follower() -> DeltaFollower:
+            line = BoundedLine(models, published.manifest, keys, last_seq)
+            room = memory_bytes(settings, published)
+            return DeltaFollower(version.name, line, model, room, check_on_device)
+
+        return Poll(follower, model.status, delta_poll_s(settings))
+
+    def open_model(version: FollowedVersion) -> FollowedModel:
+        return open_followed(
+            settings, open_version(version.path), version.memory, version.generation
+        )
+
+    versions = [*followed]
+    models_at_start = {one.key: followed.pop(one) for one in versions}
+    lines = FollowedLines(make_poll, open_model, models_at_start)
+    lines.follow(versions)
     is_told = False
     while True:
-        for poll in polls:
-            poll.look_if_due()
-        if not is_told and all(one.status.read().is_looked for one in deltas.values()):
+        if (wanted := inbox.take()) is not None:
+            lines.follow(wanted)
+        due_s = lines.look()
+        if (not is_told and lines.are_looked()) or lines.find_caught_up():
             is_told = True
             heartbeat.send()
         heartbeat.beat()
-        heartbeat.wait(min(poll.due_s for poll in polls) - time.monotonic())
+        heartbeat.wait(due_s - time.monotonic())
+
+
+class Inbox:
+    """Messages of the supervisor; only the newest counts. Ends this process when the
+    supervisor's end of the channel is closed.
+
+    Attributes:
+        arrived: set while there is a message to take.
+    """
+
+    def __init__(self, supervisor: socket.socket) -> None:
+        self.arrived = threading.Event()
+        self._newest = b""
+        threading.Thread(target=self._read, args=(supervisor,), daemon=True).start()
+
+    def take(self) -> list[FollowedVersion] | None:
+        """Returns the versions to follow from now on; None if no message came since."""
+        if not self.arrived.is_set():
+            return None
+        self.arrived.clear()
+        return from_bytes(self._newest)
+
+    def _read(self, supervisor: socket.socket) -> None:
+        with suppress(OSError), supervisor.makefile("rb") as lines:
+            for line in lines:
+                self._newest = line
+                self.arrived.set()
+        os._exit(0)
 
 
 class Poll:
@@ -123,8 +165,13 @@ class Poll:
 class Heartbeat:
     """Heartbeats of the applier, each a byte on the channel to the supervisor."""
 
-    def __init__(self, supervisor: socket.socket) -> None:
+    def __init__(self, supervisor: socket.socket, arrived: threading.Event | None = None) -> None:
+        """
+        Args:
+            arrived: ends a wait.
+        """
         self._supervisor = supervisor
+        self._arrived = arrived or threading.Event()
         self._sent_s = 0.0
 
     def beat(self) -> None:
@@ -139,10 +186,11 @@ class Heartbeat:
             self._supervisor.send(b"\n", socket.MSG_DONTWAIT)
 
     def wait(self, seconds: float) -> None:
-        """Sends heartbeats for ``seconds``."""
+        """Sends heartbeats for ``seconds``, or until a message has arrived."""
         ends_s = time.monotonic() + seconds
         while (left_s := ends_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, BEAT_S))
+            if self._arrived.wait(min(left_s, BEAT_S)):
+                return
             self.beat()
 
 
@@ -159,9 +207,3 @@ class BeatingStore(ModelStore):
         data = super().read_beside(model, what, path, bytes_max)
         self._heartbeat.beat()
         return data
-
-
-def _end_with(supervisor: socket.socket) -> None:
-    """Ends this process when the supervisor's end of the channel is closed."""
-    supervisor.recv(1)
-    os._exit(0)

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
-from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.format.delta_manifest import LinePosition
@@ -197,13 +197,22 @@ class DeltaStatus:
 
 @dataclass(frozen=True)
 class FollowedModel:
-    """Changed rows, status, hold and goldens of a served model, in memory that its processes
-    share."""
+    """Changed rows, status and goldens of a version, in memory that its processes share.
+
+    Attributes:
+        hold: request of an administrator that no further delta is applied. Any worker sets it, and
+            the applier reads it at each look.
+        caught_up: whether a version that is prepared beside the served one may serve. Set by the
+            applier.
+        memory: the memory itself; other processes can open it while this one has it.
+    """
 
     live: LiveRows
     status: DeltaStatus
-    hold: DeltaHold = field(default_factory=DeltaHold)
+    hold: SharedFlag = field(default_factory=SharedFlag)
     goldens: SharedGoldens = field(default_factory=SharedGoldens)
+    caught_up: SharedFlag = field(default_factory=SharedFlag)
+    memory: VersionMemory = field(default_factory=VersionMemory.create)
 
     @classmethod
     def of(
@@ -225,8 +234,8 @@ class FollowedModel:
             OSError: the address space is too small.
         """
         live = LiveRows(version, memory_max, readers, undo, memory, new_ids_percent)
-        status, hold = DeltaStatus(live.start, memory), DeltaHold(memory)
-        return cls(live, status, hold, SharedGoldens(memory))
+        status, hold = DeltaStatus(live.start, memory), SharedFlag(memory)
+        return cls(live, status, hold, SharedGoldens(memory), SharedFlag(memory), memory)
 
 
 def _age_s(since: float) -> float:

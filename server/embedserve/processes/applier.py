@@ -9,13 +9,12 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
+from embedserve.deltas.followed_version import to_bytes
+from embedserve.processes.channel import SupervisorChannel
 from embedserve.processes.forked import LAST_WORDS_S, described, ended, fork, restart_delay_s
-
-if TYPE_CHECKING:
-    from embedserve.deltas.status import FollowedModel
+from embedserve.processes.rollout.followed_versions import FollowedVersions
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +34,24 @@ class Applier:
     def __init__(
         self,
         main: Callable[[socket.socket], int],
-        deltas: Mapping[str, FollowedModel],
+        followed: FollowedVersions,
         selector: selectors.BaseSelector,
         close_inherited: Callable[[], None],
     ) -> None:
         """
         Args:
             main: applies deltas until the supervisor is gone.
-            deltas: followed models by served name.
-            selector: wakes the supervisor at each heartbeat. One comes when the first look is done.
+            followed: versions whose deltas are applied. Other versions are sent to the process.
+            selector: wakes the supervisor at each heartbeat. One comes when the first look is done,
+                and when a next version may serve.
             close_inherited: closes in the forked process what belongs to the supervisor.
         """
         self.pid = 0
         self.restart_at_s = 0.0
-        self._main, self._deltas = main, deltas
+        self._main, self._followed = main, followed
+        followed.tell = self._tell
         self._selector, self._close_inherited = selector, close_inherited
-        self._channel: socket.socket | None = None
+        self._channel: SupervisorChannel | None = None
         self._failures, self._started_s = 0, 0.0
         self._silent_s = 0.0
         self._kill_at_s: float | None = None
@@ -60,7 +61,7 @@ class Applier:
         time, or the applier has failed too often to wait for it."""
         if self._failures >= FAILURES_MAX:
             return True
-        return all(followed.status.read().is_looked for followed in self._deltas.values())
+        return all(one.status.read().is_looked for one in self._followed.served.values())
 
     def check(self) -> None:
         """Starts the applier if it is due, and notices its end."""
@@ -99,8 +100,8 @@ class Applier:
 
     def clear_reader(self, worker: int) -> None:
         """Frees the rows that a worker which has ended was reading."""
-        for followed in self._deltas.values():
-            followed.live.clear_cell(worker)
+        for one in self._followed.models():
+            one.live.clear_cell(worker)
 
     def signal(self, number: signal.Signals) -> None:
         if self.pid:
@@ -114,24 +115,24 @@ class Applier:
 
     def _start(self) -> None:
         self._started_s, self._silent_s, self._kill_at_s = time.monotonic(), 0.0, None
-        self.pid, self._channel = fork(self._main, self._close_inherited)
-        self._channel.setblocking(False)
-        self._selector.register(self._channel, selectors.EVENT_READ, self._receive)
+        self.pid, ours = fork(self._main, self._close_inherited)
+        self._channel = SupervisorChannel(ours, self._selector, self._receive)
 
-    def _receive(self, events: int) -> None:
+    def _tell(self) -> None:
+        """Sends the process which versions it is to follow. One that starts later knows them."""
+        if self._channel is not None:
+            self._channel.send(to_bytes([*self._followed.followed()]))
+
+    def _receive(self) -> None:
         assert self._channel is not None
-        try:
-            read = self._channel.recv(64)
-        except OSError:
-            read = b""
         self._silent_s = 0.0
-        if not read:  # it exits; SIGCHLD reports the exit
+        if self._channel.receive() is None:  # it exits; SIGCHLD reports the exit
             self._end_channel()
 
     def _end_channel(self) -> None:
         if self._channel is not None:
-            self._selector.unregister(self._channel)
-            self.close()
+            self._channel.end()
+            self._channel = None
 
     def _reap(self, how: str) -> None:
         was_ready = self.is_looked()
@@ -141,8 +142,8 @@ class Applier:
         self._failures += 1
         self.restart_at_s = time.monotonic() + delay_s
         self._end_channel()
-        for followed in self._deltas.values():
-            followed.status.stall(f"the process that applies deltas {how}")
+        for one in self._followed.models():
+            one.status.stall(f"the process that applies deltas {how}")
         pid, self.pid = self.pid, 0
         when = f"restarted in {delay_s:g} s" if delay_s else "restarted"
         logger.error("the applier of deltas (process %d) %s: %s", pid, how, when)

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from embedserve.config import ServeSettings, uds_mode
 from embedserve.config_checks import check_settings
+from embedserve.deltas.followed_version import make_followed
 from embedserve.metrics.log_stream import LogHandler, unblock_output
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
@@ -47,6 +48,7 @@ from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.log_lines import JsonLines, TextLines
 from embedserve.processes.model_loading import make_resident_and_verify, open_folder
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.rollout.followed_versions import FollowedVersions
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.row_uploads import uploading
 from embedserve.processes.startup.loading import (
@@ -188,7 +190,8 @@ def _loaded(
 ) -> Iterator[tuple[RequestPipeline, VersionManager]]:
     """Loads the models into this process. Yields the pipeline that serves them, and the manager
     that switches their versions. A worker has ``counters``, which have room for ``names`` models of
-    up to ``columns_max`` features or keys. ``deltas`` are the followed models."""
+    up to ``columns_max`` features or keys. ``deltas`` are the followed models; it is emptied, so
+    that their memory is given back once others are served."""
     from embedserve.processes import server
 
     is_shown = counters is None or counters.worker == 0
@@ -200,10 +203,12 @@ def _loaded(
             engines, settings, executor, counters, names, columns_max, deltas or {}
         )
         version_manager = server.build_version_manager(
-            pipeline, engines, versions, settings, executor
+            pipeline, engines, versions, settings, executor, counters.worker if counters else 0
         )
-        readers = [engine.rows for engine in engines.values()]
+        readers = [engine.rows for engine in engines.values() if engine.spare_rows is not None]
         del engines  # the version manager and the batchers release them
+        if deltas is not None:
+            deltas.clear()
         with uploading(readers):
             yield pipeline, version_manager
 
@@ -221,10 +226,11 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         stack.callback(ports.close)
         end_startup_server = stack.enter_context(serve_health_while_loading(settings, ports))
         opened = opened_in_time(settings, open_versions_to_fork)
-        deltas = _followed(settings, opened)
+        followed = _followed(settings, opened)
         # In this process only adopt changes the dict. Each worker is forked with a copy, and its
         # VersionManager changes that.
-        versions = make_resident_and_verify(settings, opened, deltas)
+        versions = make_resident_and_verify(settings, opened, followed.served)
+        del opened
         names = len(versions)
         columns_max = columns_most(version.manifest for version in versions.values())
         slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
@@ -240,8 +246,9 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         def adopt(name: str, path: str | None) -> None:
             if path is None:
                 versions.pop(name, None)
+                followed.remove(name)
             else:
-                versions[name] = open_folder(path)
+                versions[name] = followed.activate(name) or open_folder(path)
 
         def on_stop() -> None:
             notify("STOPPING=1")
@@ -250,20 +257,30 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         served = {name: RolloutVersion.of(one) for name, one in versions.items()}
         supervisor = Supervisor(
             partial(
-                _worker_main, settings, versions, deltas, ports, start_s, slots, names, columns_max
+                _worker_main,
+                settings,
+                versions,
+                followed,
+                ports,
+                start_s,
+                slots,
+                names,
+                columns_max,
             ),
             slots,
             settings.drain_s,
             settings.worker_hang_s,
-            RolloutCoordinator(served, adopt),
+            RolloutCoordinator(served, adopt, followed),
             find_damage,
             end_startup_server=end_startup_server,
             on_ready=partial(notify, "READY=1"),
             on_stop=on_stop,
             applier_main=(
-                partial(_applier_main, settings, versions, deltas, keys) if deltas else None
+                partial(_applier_main, settings, versions, followed, keys)
+                if settings.deltas != "none"
+                else None
             ),
-            deltas=deltas,
+            followed=followed,
         )
         supervisor.run()
 
@@ -278,51 +295,26 @@ def _trusted_keys(settings: ServeSettings) -> TrustedKeys | None:
     return trusted_keys(settings.delta_key)
 
 
-def _followed(settings: ServeSettings, versions: Versions) -> Deltas:
-    """Returns shared memory for the changed rows of each version; empty without --deltas. The
-    versions' tables are replaced by those with room for changed rows.
+def _followed(settings: ServeSettings, versions: Versions) -> FollowedVersions:
+    """Returns the versions that are followed; none without --deltas. The tables of ``versions`` are
+    replaced by those with room for changed rows.
 
     Raises:
         StoreError: there is no memory for the changed rows, or the rows of a stored plan cannot
             change and settings.strict_plan is set.
     """
     if settings.deltas == "none":
-        return {}
-    from embedserve.deltas.memory import memory_bytes
-    from embedserve.deltas.status import FollowedModel
-    from embedserve.deltas.version_memory import VersionMemory
-
-    deltas = {}
-    for name, version in versions.items():
-        room, memory = memory_bytes(settings, version), VersionMemory.create()
-        undo, percent = settings.delta_undo, settings.delta_new_ids_percent
-        made = FollowedModel.of(version, room, settings.workers, undo, memory, percent)
-        live = made.live
-        if divided := _divided(version, live.version):
-            why = (
-                f"{version.path}: the plan divides {divided} by columns, or unlike tables with "
-                "shared features, so that rows cannot change"
-            )
-            if settings.strict_plan:
-                raise StoreError(f"{why}: refused, as strict_plan asks")
-            logger.warning("%s: they are served whole", why)
-        deltas[name] = made
-        versions[name] = live.version
-    return deltas
-
-
-def _divided(stored: ModelVersion, followed: ModelVersion) -> str:
-    """Returns the names of tables that the stored plan divides and the followed version does
-    not."""
-    served = followed.plan.tables
-    tables = stored.plan.tables.items()
-    return ", ".join(repr(name) for name, plan in tables if served[name].shards != plan.shards)
+        return FollowedVersions(settings, {})
+    deltas = {name: make_followed(settings, version) for name, version in versions.items()}
+    for name, followed in deltas.items():
+        versions[name] = followed.live.version
+    return FollowedVersions(settings, deltas)
 
 
 def _applier_main(
     settings: ServeSettings,
     versions: Versions,
-    deltas: Deltas,
+    followed: FollowedVersions,
     keys: TrustedKeys | None,
     supervisor: socket.socket,
 ) -> int:
@@ -334,8 +326,9 @@ def _applier_main(
         from embedserve.engine.cuda_limits import check_changed_rows
 
         check_on_device = check_changed_rows
+    versions.clear()  # in this process, so that the memory of versions is given back
     try:
-        run_applier(settings, versions, deltas, supervisor, check_on_device, keys)
+        run_applier(settings, followed.take(), open_folder, supervisor, check_on_device, keys)
     except StoreError as error:
         logger.error("%s", error)
     return 1
@@ -344,7 +337,7 @@ def _applier_main(
 def _worker_main(
     settings: ServeSettings,
     versions: Versions,
-    deltas: Deltas,
+    followed: FollowedVersions,
     ports: SharedPorts,
     start_s: float,
     slots: SharedCounters,
@@ -358,6 +351,7 @@ def _worker_main(
 
     counters = WorkerCounters(slots, index)
     try:
+        deltas = {one.name: has for one, has in followed.take().items() if not one.is_next}
         with _loaded(settings, versions, counters, names, columns_max, deltas) as (
             pipeline,
             manager,

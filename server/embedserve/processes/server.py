@@ -24,6 +24,7 @@ from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
+from embedserve.deltas.followed_version import open_followed
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.deltas.status import FollowedModel
@@ -39,6 +40,7 @@ from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.example_request import example_features
 from embedserve.processes.model_loading import check_may_switch, restore_one
+from embedserve.processes.rollout.messages import Target
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.startup.ports import Ports
 from embedserve.processes.watchdog import watched
@@ -116,12 +118,7 @@ def build_pipeline(
         StoreError: the rows of a followed model cannot change in its plan.
     """
     for name, followed in deltas.items():
-        worker = 0 if counters is None else counters.worker
-        engine, spare_rows = engines[name], engines[name].spare_rows
-        upload = None if spare_rows is None else spare_rows.upload
-        engine.rows = RowsReader(followed.live, worker, engine.plan, upload)
-        if not engine.rounds_codes:
-            engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, engine.manifest)
+        _read_changed_rows(engines[name], followed, 0 if counters is None else counters.worker)
     infos = {name: model_info(engine, name, deltas.get(name)) for name, engine in engines.items()}
     metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {
@@ -142,6 +139,18 @@ def build_pipeline(
     return RequestPipeline(served, metrics, access, telemetry, shared, addresses)
 
 
+def _read_changed_rows(engine: Engine, followed: FollowedModel, worker: int) -> None:
+    """Makes lookups of ``engine`` in this worker read the rows that change.
+
+    Raises:
+        StoreError: they cannot change in its plan.
+    """
+    upload = None if engine.spare_rows is None else engine.spare_rows.upload
+    engine.rows = RowsReader(followed.live, worker, engine.plan, upload)
+    if not engine.rounds_codes:
+        engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, engine.manifest)
+
+
 def _traces(settings: ServeSettings) -> OtlpTraces | None:
     """Returns the exporter of traces. Without an endpoint it returns None, and OpenTelemetry is not
     imported."""
@@ -158,9 +167,11 @@ def build_version_manager(
     versions: dict[str, ModelVersion],
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
+    worker: int = 0,
 ) -> VersionManager:
     """Returns the manager that switches the versions of ``pipeline``. ``versions`` and ``engines``
-    are the current ones, by served name; the manager replaces entries of ``versions``."""
+    are the current ones, by served name; the manager replaces entries of ``versions``. ``worker``
+    is the number of this process among the workers."""
 
     from embedserve.engine.programs import Programs
 
@@ -169,17 +180,24 @@ def build_version_manager(
     def restored(
         name: str,
         version: ModelVersion,
+        target: Target,
         say_warming: Callable[[], None],
     ) -> Restored:
         for one in version_manager.engines.values():
             check_may_switch(settings, cast("Engine", one).device_type)
         populate(version, available_bytes())
+        followed = None
+        if target.memory:
+            followed = open_followed(settings, version, target.memory, target.generation)
+            version = followed.live.version
         beside = [cast("Engine", one) for one in version_manager.engines.values()]
         engine = restore_one(settings, version, programs, beside, on_warming=say_warming)
+        if followed is not None:
+            _read_changed_rows(engine, followed, worker)
         if programs.add(engine):
             # Exceptions that torch caught hold its callers' frames, and all objects in these.
             gc.collect()
-        return engine, model_info(engine, name)
+        return version, engine, model_info(engine, name, followed)
 
     def make_batcher(engine: LookupEngine, info: ModelInfo) -> Batcher:
         return _batcher(engine, info, settings, pipeline.metrics, executor)

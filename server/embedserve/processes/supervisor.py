@@ -12,16 +12,16 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.applier import Applier
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
 from embedserve.processes.forked import LAST_WORDS_S, described, ended, fork, restart_delay_s
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.rollout.followed_versions import FollowedVersions
 from embedserve.processes.rollout.messages import (
     START,
     Desired,
@@ -32,9 +32,6 @@ from embedserve.processes.rollout.messages import (
     report_from_bytes,
 )
 from embedserve.processes.signals import wake_on_signals
-
-if TYPE_CHECKING:
-    from embedserve.deltas.status import FollowedModel
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +96,7 @@ class Supervisor:
         on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
         applier_main: Callable[[socket.socket], int] | None = None,
-        deltas: Mapping[str, FollowedModel] | None = None,
+        followed: FollowedVersions | None = None,
     ) -> None:
         """
         Args:
@@ -113,8 +110,8 @@ class Supervisor:
                 before the call returns.
             on_ready: called once, when all workers listen for the first time.
             on_stop: called before the workers are stopped.
-            applier_main: applies the deltas of ``deltas``, in a process of its own; None: no
-                deltas are applied.
+            applier_main: applies the deltas of the versions ``followed``, in a process of its own;
+                None: no deltas are applied.
         """
         self._end_startup_server = end_startup_server
         self._on_ready, self._on_stop = on_ready, on_stop
@@ -128,9 +125,9 @@ class Supervisor:
         self._looked_s = time.monotonic()
         self._workers = [_Worker(index) for index in range(len(shared_counters.rows))]
         self._selector = selectors.DefaultSelector()
-        self._applier = applier_main and Applier(
-            applier_main, deltas or {}, self._selector, self._close_inherited
-        )
+        self._applier = None
+        if applier_main is not None and followed is not None:
+            self._applier = Applier(applier_main, followed, self._selector, self._close_inherited)
         self._are_released = False
         self._were_ready = False
         self._is_stopping = self._is_hurried = self._is_reload_requested = False
@@ -170,7 +167,7 @@ class Supervisor:
             self._applier.check()
         self._release_workers()
         self._check_heartbeats()
-        self._coordinator.check_timeouts()
+        self._coordinator.check_rollout()
         for worker in self._workers:
             if worker.pid and (status := ended(worker.pid)) is not None:
                 self._reap(worker, status)

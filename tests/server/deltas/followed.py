@@ -12,11 +12,11 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.deltas.follower import CheckRows, DeltaFollower
-from embedserve.deltas.hold import DeltaHold
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
 from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store import DeltaLine, DeltaWriter, ModelStore, publish
@@ -75,7 +75,7 @@ class Followed:
         self.published = version.tables.rows("t").view(np.float32)[:, 0].copy()
         self._reader = RowsReader(self.live, 0, version.plan)
         self.status = DeltaStatus(self.line.start)
-        self.hold = DeltaHold()
+        self.hold = SharedFlag()
         self.goldens = SharedGoldens()
         self.follower = self.started()
 

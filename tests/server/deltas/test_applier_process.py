@@ -16,7 +16,9 @@ from server.deltas.followed import Followed
 from embedserve.config import ServeSettings
 from embedserve.deltas import applier_process
 from embedserve.deltas.applier_process import BeatingStore, Heartbeat, run_applier
+from embedserve.deltas.followed_version import FollowedVersion
 from embedserve.deltas.status import FollowedModel
+from embedserve.processes.model_loading import open_folder
 from embedserve_store import DeltaLine
 
 WAIT_S_MAX = 30
@@ -32,7 +34,7 @@ class Process:
             self.supervisor.close()
             settings = ServeSettings(store=str(store), deltas="follow", delta_poll_s=poll_s)
             model = FollowedModel(followed.live, followed.status, followed.hold)
-            run_applier(settings, {"m": followed.models.load("m")}, {"m": model}, theirs)
+            run_applier(settings, {FollowedVersion("m", "", "", 0): model}, open_folder, theirs)
         theirs.close()
         self.supervisor.settimeout(WAIT_S_MAX)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from server.deltas.followed import Followed
 
-from embedserve.deltas.hold import DeltaHold
+from embedserve.deltas.shared_flag import SharedFlag
 from embedserve_store import undo_deltas
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import ChangedRows
@@ -47,7 +47,7 @@ def read_nothing(delta: DeltaManifest) -> None:
 
 
 def test_a_process_that_was_forked_shares_the_hold() -> None:
-    hold = DeltaHold()
+    hold = SharedFlag()
     assert not hold.is_set
     for is_set in (True, True, False):
         if not (child := os.fork()):

@@ -16,7 +16,9 @@ from server.deltas.followed import Followed
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.applier_process import run_applier
+from embedserve.deltas.followed_version import FollowedVersion
 from embedserve.deltas.status import FollowedModel
+from embedserve.processes.model_loading import open_folder
 from embedserve_store import DeltaLine, DeltaWriter, undo_deltas
 from embedserve_store.deltas.signing import trusted_keys
 from embedserve_store.format.delta_manifest import manifest_name
@@ -131,8 +133,8 @@ def test_the_applier_verifies_with_its_keys(
         ours.close()
         settings = ServeSettings(store=str(tmp_path / "store"), deltas="follow", delta_poll_s=0.01)
         model = FollowedModel(followed.live, followed.status, followed.hold)
-        versions = {"m": followed.models.load("m")}
-        run_applier(settings, versions, {"m": model}, theirs, keys=trusted_keys(pair.public))
+        versions = {FollowedVersion("m", "", "", 0): model}
+        run_applier(settings, versions, open_folder, theirs, keys=trusted_keys(pair.public))
     theirs.close()
     ours.settimeout(30)
     try:

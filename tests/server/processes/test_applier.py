@@ -14,7 +14,9 @@ import pytest
 from server.processes.test_supervisor import start, supervised
 from server.waiting import WAIT_S_MAX, until
 
+from embedserve.config import ServeSettings
 from embedserve.processes.applier import HANG_S_MIN, Applier
+from embedserve.processes.rollout.followed_versions import FollowedVersions
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -102,7 +104,9 @@ def forked() -> Iterator[tuple[Applier, Callable[[], None]]]:
         ((key, events),) = selector.select(WAIT_S_MAX)
         key.data(events)
 
-    applier = Applier(main, {}, selector, lambda: os.close(write))
+    applier = Applier(
+        main, FollowedVersions(ServeSettings(store=""), {}), selector, lambda: os.close(write)
+    )
     applier.check()
     yield applier, beat
     applier.signal(signal.SIGKILL)

@@ -3,8 +3,8 @@
 A rollout has two phases. All processes load the new version while the current one serves. Once all
 have loaded it, all activate it. If one fails, none does. One version is rolled out at a time. A
 process that starts meanwhile receives the desired state like the others. The coordinator runs in
-the supervisor, or in a server's only process. It has no I/O except through ``adopt``, which opens
-the files of a version in the supervisor.
+the supervisor, or in a server's only process. It has no I/O except through ``adopt`` and
+``FollowedVersions``, which open the files of a version in the supervisor.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from time import monotonic
 
+from embedserve.config import ServeSettings
+from embedserve.processes.rollout.followed_versions import HELD, FollowedVersions
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     AdminCommand,
@@ -30,6 +33,7 @@ from embedserve.processes.rollout.messages import (
     is_news,
 )
 from embedserve.processes.rollout.served_name import Rollout, RolloutVersion, ServedName
+from embedserve_store import StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -57,17 +61,22 @@ class RolloutCoordinator:
     """
 
     def __init__(
-        self, served: Mapping[str, RolloutVersion], adopt: Callable[[str, str | None], None]
+        self,
+        served: Mapping[str, RolloutVersion],
+        adopt: Callable[[str, str | None], None],
+        followed: FollowedVersions | None = None,
     ) -> None:
         """
         Args:
             served: versions that workers start with, by served name.
             adopt: called with (name, path) of the version that workers start with from now on; path
                 None for no version.
+            followed: versions whose deltas the server follows. Default: none.
         """
         self.send: Callable[[int, Desired], None] = lambda worker, desired: None
         self.end: Callable[[int], None] = lambda worker: None
         self._adopt = adopt
+        self._followed = followed or FollowedVersions(ServeSettings(store=""), {})
         self._names = {name: ServedName(one, one.number) for name, one in served.items()}
         self._generations = itertools.count(1)
         self._rollout: Rollout | None = None
@@ -120,16 +129,23 @@ class RolloutCoordinator:
             self._on_command(report)
         self._advance()
 
-    def check_timeouts(self) -> None:
-        """Rejects the version of a rollout that takes too long."""
+    def check_rollout(self) -> None:
+        """Rejects the version of a rollout that takes too long, or whose deltas cannot be applied.
+        Activates one that has got its deltas."""
         rollout = self._rollout
-        if rollout is not None and monotonic() > rollout.until_s:
+        if rollout is None:
+            return
+        if self._followed.is_held(rollout.name):
+            self._fail(rollout.name, rollout.version.number, HELD, is_final=False)
+        elif why := self._followed.why_stalled():
+            self._reject(rollout, why)
+        elif monotonic() > rollout.until_s:
             participants = self._participants().items()
             slow = [one for one, has in participants if not rollout.is_prepared(has)]
             workers = ", ".join(map(str, sorted(slow)))
             who = f"workers {workers} have not loaded" if slow else "no worker has run to load"
             self._reject(rollout, f"{who} it in {ROLLOUT_S_MAX:g} s")
-            self._advance()
+        self._advance()
 
     def is_preparing(self, worker: int) -> bool:
         """Returns whether a worker is loading a version, during which it may seem to hang."""
@@ -285,9 +301,11 @@ class RolloutCoordinator:
         """Activates the version that all have prepared, begins the next rollout, and sends the
         workers what has changed."""
         rollout, reports = self._rollout, self._participants().values()
-        if rollout is not None and reports and all(map(rollout.is_prepared, reports)):
+        is_prepared = rollout is not None and reports and all(map(rollout.is_prepared, reports))
+        if rollout is not None and is_prepared and self._followed.may_switch():
             self._activate(rollout)
         if self._rollout is None:
+            self._followed.drop_next()
             self._begin_next()
         self._publish()
 
@@ -303,11 +321,21 @@ class RolloutCoordinator:
     def _begin_next(self) -> None:
         for name, one in self._names.items():
             candidate, one.candidate = one.candidate, None
-            if candidate is not None and candidate.number != one.number:
-                one.failure = None
-                version = RolloutVersion(candidate.number, candidate.path, next(self._generations))
-                self._rollout = Rollout(name, version, monotonic() + ROLLOUT_S_MAX)
-                return
+            if candidate is None or candidate.number == one.number:
+                continue
+            if self._followed.is_held(name):
+                self._fail(name, candidate.number, HELD, is_final=False)
+                continue
+            one.failure = None
+            version = replace(candidate, generation=next(self._generations))
+            try:
+                version = self._followed.prepare(name, version)
+            except Exception as error:  # any error: the workers keep serving
+                reason = str(error) if isinstance(error, StoreError) else repr(error)
+                self._fail(name, version.number, reason, is_final=True)
+                continue
+            self._rollout = Rollout(name, version, monotonic() + ROLLOUT_S_MAX)
+            return
 
     def _adopt_serving(self, name: str) -> None:
         """Adopts the served version if workers would start with another one."""

@@ -93,6 +93,7 @@ class Target:
         path: folder of the version.
         generation: number of the rollout; a repeated attempt has a new one.
         wanted: version that the store points to; 0 if that is not known.
+        memory: path of the memory of its changed rows; "" if it follows no deltas.
     """
 
     version: int
@@ -102,6 +103,7 @@ class Target:
     wanted: int = 0
     failure: Failure | None = None
     shares: Shares | None = None
+    memory: str = ""
 
 
 @dataclass(frozen=True)

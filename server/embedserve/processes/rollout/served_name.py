@@ -18,11 +18,17 @@ from embedserve_store import ModelVersion
 
 @dataclass(frozen=True)
 class RolloutVersion:
-    """A version, by its number and folder. Each rollout of it has its own generation."""
+    """A version, by its number and folder. Each rollout of it has its own generation.
+
+    Attributes:
+        memory: path of the memory of its changed rows; "" if it follows no deltas, or is one that
+            the server has started with.
+    """
 
     number: int
     path: str
     generation: int = 0
+    memory: str = ""
 
     @classmethod
     def of(cls, version: ModelVersion) -> RolloutVersion:
@@ -71,6 +77,7 @@ class ServedName:
             self.wanted,
             self.failure,
             self.shares,
+            version.memory,
         )
 
 
@@ -102,4 +109,5 @@ class Rollout:
             path=self.version.path,
             generation=self.version.generation,
             phase=TargetPhase.PREPARE,
+            memory=self.version.memory,
         )

@@ -39,10 +39,10 @@ from embedserve_store.memory.mapped_tables import drop_version_pages
 
 logger = logging.getLogger(__name__)
 
-Restored = tuple[LookupEngine, ModelInfo]
-Restore = Callable[[str, ModelVersion, Callable[[], None]], Restored]
-"""Returns the warm engine of a version for a name. Runs in a thread; calls back when it warms
-up."""
+Restored = tuple[ModelVersion, LookupEngine, ModelInfo]
+Restore = Callable[[str, ModelVersion, Target, Callable[[], None]], Restored]
+"""Returns the warm engine of the version of a target for a name, and the version as the engine
+reads it. Runs in a thread; calls back when it warms up."""
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,7 @@ class VersionManager:
         """Returns the loaded version of ``load``. Runs in a thread."""
         version = self.open_version(name, load.target)
         self._check_columns(version)
-        engine, info = self._restore(name, version, load.say_warming)
-        return _Prepared(version, engine, info)
+        return _Prepared(*self._restore(name, version, load.target, load.say_warming))
 
     def _check_columns(self, version: ModelVersion) -> None:
         columns, most = columns_of(version.manifest), self._metrics.columns_max

@@ -498,13 +498,13 @@ def test_a_move_that_takes_for_ever_is_given_up(
     workers.find(EIGHT)
     workers.load(0)
     assert [*map(workers.coordinator.is_preparing, (0, 1))] == [False, True]
-    workers.coordinator.check_timeouts()
+    workers.coordinator.check_rollout()
     assert workers.failures() == [(8, "workers 1 have not loaded it in -1 s")] * 2
     assert not workers.coordinator.is_preparing(1)
     workers.kill(1)
     workers.find(StoreEntry(9, path="/store/shop/9"))
     workers.kill(0)
-    workers.coordinator.check_timeouts()
+    workers.coordinator.check_rollout()
     workers.start(0)
     assert workers.failures() == [(9, "no worker has run to load it in -1 s")]
 

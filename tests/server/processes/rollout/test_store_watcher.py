@@ -104,7 +104,8 @@ class Serving:
         self.attempts: list[int] = []
         self.failures: dict[int, Exception] = {}
         self.before_restore: Callable[[], None] = lambda: None
-        engine, _ = self._restore(model, first, lambda: None)
+        target = Target(0, "", 0, TargetPhase.SERVE)
+        _, engine, _ = self._restore(model, first, target, lambda: None)
         self.attempts.clear()
         assert isinstance(engine, FakeEngine)
         self.pipeline = make_pipeline(engine, executor=executor)
@@ -119,6 +120,7 @@ class Serving:
         self,
         name: str,
         version: ModelVersion,
+        target: Target,
         say_warming: Callable[[], None],
     ) -> Restored:
         manifest = version.manifest
@@ -127,7 +129,7 @@ class Serving:
         if manifest.version in self.failures:
             raise self.failures[manifest.version]
         info = replace(served_of(manifest, version.translator), served_name=name)
-        return FakeEngine(info, seed=manifest.version), info
+        return version, FakeEngine(info, seed=manifest.version), info
 
     def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
         metrics = self.pipeline.metrics.models[info.served_as]

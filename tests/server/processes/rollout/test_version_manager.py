@@ -130,6 +130,7 @@ class Moving:
         self,
         name: str,
         version: ModelVersion,
+        target: Target,
         say_warming: Callable[[], None],
     ) -> Restored:
         assert threading.current_thread() is not threading.main_thread()
@@ -137,7 +138,7 @@ class Moving:
         self.restored(version.manifest.version)
         engine = self.engines[version.manifest.version]
         say_warming()
-        return engine, replace(engine.model, served_name=name)
+        return version, engine, replace(engine.model, served_name=name)
 
     def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
         metrics = self.pipeline.metrics.models[info.served_as]

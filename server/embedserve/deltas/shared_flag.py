@@ -1,4 +1,4 @@
-"""Hold of a followed line, in memory that all processes of a server share.
+"""Flag of a followed version, in memory that all processes of a server share.
 
 It is apart from the status, which only the applier writes.
 """
@@ -8,12 +8,8 @@ from __future__ import annotations
 from embedserve.deltas.version_memory import VersionMemory
 
 
-class DeltaHold:
-    """Request of an administrator that no further delta is applied.
-
-    Any worker sets it, and the applier reads it at each look. It is one byte, so that no lock is
-    needed. It outlives each process but the supervisor.
-    """
+class SharedFlag:
+    """One byte, so that no lock is needed. It outlives each process but the supervisor."""
 
     def __init__(self, memory: VersionMemory | None = None) -> None:
         """

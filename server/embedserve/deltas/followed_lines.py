@@ -1,0 +1,172 @@
+"""Follows the lines of all served versions in the applier, and those of versions that come next.
+
+A server moves to another version while deltas are applied. If both versions are of one line, no
+response may have older rows after the switch than before. So once all workers have prepared the
+next version, it gets each delta first: from the moment at which it has all deltas of the served
+version, that one is followed no further than the next one is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from embedserve.deltas.followed_version import FollowedVersion
+from embedserve.deltas.status import HELD, FollowedModel
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.signing import TrustedKeys
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.model_store import ModelStore
+
+if TYPE_CHECKING:
+    from embedserve.deltas.applier_process import Poll
+
+logger = logging.getLogger(__name__)
+
+OPEN_S = 1.0
+"""Seconds until the next try, where no version can be opened."""
+
+LastSeq = Callable[[], int | None]
+"""Returns the last seq that a version may have now; None: any."""
+MakePoll = Callable[[FollowedVersion, FollowedModel, LastSeq], "Poll"]
+
+
+class BoundedLine(DeltaLine):
+    """Line that shows no delta after the last one that a version may have."""
+
+    def __init__(
+        self,
+        models: ModelStore,
+        base: Manifest,
+        keys: TrustedKeys | None = None,
+        last_seq: LastSeq = lambda: None,
+    ) -> None:
+        super().__init__(models, base, keys)
+        self._last_seq = last_seq
+
+    def after(self, position: LinePosition) -> tuple[DeltaManifest, LinePosition] | None:
+        last = self._last_seq()
+        if last is not None and position.seq >= last:
+            return None
+        return super().after(position)
+
+
+@dataclass
+class _Followed:
+    version: FollowedVersion
+    model: FollowedModel
+    poll: Poll
+
+
+class FollowedLines:
+    """The lines that one applier follows."""
+
+    def __init__(
+        self,
+        make_poll: MakePoll,
+        open_model: Callable[[FollowedVersion], FollowedModel],
+        models: dict[tuple[str, int], FollowedModel],
+    ) -> None:
+        """
+        Args:
+            make_poll: makes the poll of a version, and may raise StoreError.
+            open_model: opens a version that came after the start; raises StoreError.
+            models: versions from before the start, by their keys. They are taken out as they are
+                followed.
+        """
+        self._make_poll, self._open_model = make_poll, open_model
+        self._inherited = models
+        self._followed: dict[tuple[str, int], _Followed] = {}
+        self._wanted: dict[tuple[str, int], FollowedVersion] = {}
+        self._unopened = ""
+
+    def follow(self, wanted: Sequence[FollowedVersion]) -> None:
+        """Follows the lines of ``wanted`` from now on, and no others. A version that serves in
+        place of another keeps its hold."""
+        self._wanted = {version.key: version for version in wanted}
+        gone = {*self._followed, *self._inherited} - self._wanted.keys()
+        held = {name for name, _ in gone if self._is_held(name)}
+        for key in gone:
+            self._followed.pop(key, None)
+            self._inherited.pop(key, None)
+        for key, version in self._wanted.items():
+            if key in self._followed:
+                self._followed[key].version = version
+                if version.name in held and not version.is_next:
+                    self._followed[key].model.hold.set(True)
+        self._open_wanted()
+
+    def look(self) -> float:
+        """Looks for deltas of each version that is due. Returns the time of the next look, on the
+        monotonic clock."""
+        if len(self._followed) < len(self._wanted):
+            self._open_wanted()
+        for one in self._followed.values():
+            one.poll.look_if_due()
+        due_s = [one.poll.due_s for one in self._followed.values()]
+        return min(due_s, default=time.monotonic() + OPEN_S)
+
+    def are_looked(self) -> bool:
+        """Returns whether all served versions have the deltas that were there at the start."""
+        served = (one for one in self._followed.values() if not one.version.is_next)
+        return all(one.model.status.read().is_looked for one in served)
+
+    def find_caught_up(self) -> bool:
+        """Marks next versions that may serve now. Returns whether there was one."""
+        found = [one for one in self._followed.values() if self._may_serve(one)]
+        for one in found:
+            one.model.caught_up.set(True)
+        return bool(found)
+
+    def _may_serve(self, one: _Followed) -> bool:
+        """Returns whether a next version has come to the rows that it needs to serve."""
+        if not one.version.is_switching or one.model.caught_up.is_set:
+            return False
+        now, served = one.model.status.read(), self._served(one.version.name)
+        if not now.is_looked:
+            return False
+        if served is not None and _are_of_one_line(served.model, one.model):
+            return one.model.live.seq >= served.model.live.seq
+        return not now.is_stopped and now.state != HELD
+
+    def _served(self, name: str) -> _Followed | None:
+        versions = self._followed.values()
+        return next((o for o in versions if o.version.name == name and not o.version.is_next), None)
+
+    def _is_held(self, name: str) -> bool:
+        served = self._served(name)
+        return served is not None and served.model.hold.is_set
+
+    def _last_seq(self, model: FollowedModel, name: str) -> int | None:
+        """Returns the seq of the next version of ``name``, once ``model`` may not be before it."""
+        for one in self._followed.values():
+            if one.version.name == name and one.version.is_next and one.model is not model:
+                is_bound = one.model.caught_up.is_set and _are_of_one_line(model, one.model)
+                return one.model.live.seq if is_bound else None
+        return None
+
+    def _open_wanted(self) -> None:
+        for key, version in self._wanted.items():
+            if key in self._followed:
+                continue
+            try:
+                model = self._inherited.get(key) or self._open_model(version)
+                last_seq = partial(self._last_seq, model, version.name)
+                poll = self._make_poll(version, model, last_seq)
+            except StoreError as error:  # it is tried again, or is not wanted any more
+                if str(error) != self._unopened:
+                    self._unopened = str(error)
+                    logger.error("%s: is not followed: %s", version.name, error)
+                continue
+            self._inherited.pop(key, None)
+            self._followed[key] = _Followed(version, model, poll)
+
+
+def _are_of_one_line(one: FollowedModel, other: FollowedModel) -> bool:
+    return one.live.start.line == other.live.start.line

@@ -1,0 +1,123 @@
+"""Names a version that a server follows to its processes, and makes or opens what they share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from embedserve.config import ServeSettings
+from embedserve.deltas.memory import memory_bytes
+from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.version_memory import VersionMemory
+from embedserve_store.errors import StoreError
+from embedserve_store.model_version import ModelVersion
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_ROW = 4
+"""Bytes that each row of the tables takes in the memory of a version, changed or not."""
+
+
+@dataclass(frozen=True)
+class FollowedVersion:
+    """A version whose line the applier follows.
+
+    Attributes:
+        name: served name.
+        path: folder of the version.
+        memory: path of its memory (VersionMemory.path).
+        generation: number of its rollout; 0 for a version that the server has started with.
+        is_next: whether it is prepared beside the served version of the name.
+        is_switching: whether all workers have prepared it, so that it serves as soon as it has the
+            deltas that it needs.
+    """
+
+    name: str
+    path: str
+    memory: str
+    generation: int
+    is_next: bool = False
+    is_switching: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Returns what tells it from all other versions that the server follows."""
+        return self.name, self.generation
+
+
+def to_bytes(versions: Sequence[FollowedVersion]) -> bytes:
+    return orjson.dumps(versions)
+
+
+def from_bytes(message: bytes) -> list[FollowedVersion]:
+    return [FollowedVersion(**fields) for fields in orjson.loads(message)]
+
+
+def make_followed(
+    settings: ServeSettings, version: ModelVersion, generation: int = 0
+) -> FollowedModel:
+    """Returns ``version`` with new memory for its changed rows.
+
+    Raises:
+        StoreError: there is no memory for the changed rows, or the rows of the stored plan cannot
+            change and settings.strict_plan is set.
+    """
+    try:
+        memory = VersionMemory.create(generation)
+        made = _followed(settings, version, memory)
+    except OSError as error:
+        raise StoreError(f"{version.path}: no memory for changed rows: {error}") from error
+    if divided := _divided(version, made.live.version):
+        why = (
+            f"{version.path}: the plan divides {divided} by columns, or unlike tables with shared "
+            "features, so that rows cannot change"
+        )
+        if settings.strict_plan:
+            raise StoreError(f"{why}: refused, as strict_plan asks")
+        logger.warning("%s: they are served whole", why)
+    return made
+
+
+def open_followed(
+    settings: ServeSettings, version: ModelVersion, memory: str, generation: int
+) -> FollowedModel:
+    """Returns ``version`` with the memory that the supervisor has made.
+
+    Raises:
+        StoreError: the memory cannot be opened, or is no more that of this rollout.
+    """
+    try:
+        return _followed(settings, version, VersionMemory.open(memory, generation))
+    except OSError as error:
+        raise StoreError(f"{version.path}: no memory for changed rows: {error}") from error
+
+
+def check_room(settings: ServeSettings, version: ModelVersion, available: int) -> None:
+    """Raises StoreError if the changed rows of another version may not fit into ``available``
+    bytes."""
+    rows = sum(table.num_embeddings for table in version.manifest.tables)
+    needed = memory_bytes(settings, version) + BYTES_PER_ROW * rows
+    if needed > available:
+        raise StoreError(
+            f"{version.path}: its changed rows may take {needed} bytes beside those of the served "
+            f"version, and {available} bytes of memory are available"
+        )
+
+
+def _followed(
+    settings: ServeSettings, version: ModelVersion, memory: VersionMemory
+) -> FollowedModel:
+    room, undo = memory_bytes(settings, version), settings.delta_undo
+    percent = settings.delta_new_ids_percent
+    return FollowedModel.of(version, room, settings.workers, undo, memory, percent)
+
+
+def _divided(stored: ModelVersion, followed: ModelVersion) -> str:
+    """Returns the names of tables that the stored plan divides and the followed version does
+    not."""
+    served = followed.plan.tables
+    tables = stored.plan.tables.items()
+    return ", ".join(repr(name) for name, plan in tables if served[name].shards != plan.shards)

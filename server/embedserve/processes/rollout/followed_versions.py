@@ -1,0 +1,150 @@
+"""The supervisor's side of deltas: the versions that the server follows, served and next.
+
+For a version that is prepared it makes the memory of changed rows, which the workers and the
+applier open, and sends the applier which versions to follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from time import monotonic
+
+from embedserve.config import ServeSettings
+from embedserve.deltas.followed_version import FollowedVersion, check_room, make_followed
+from embedserve.deltas.status import FollowedModel
+from embedserve.processes.model_loading import open_folder
+from embedserve.processes.rollout.served_name import RolloutVersion
+from embedserve_store import ModelVersion
+from embedserve_store.errors import NO_ACCESS
+from embedserve_store.memory.available_memory import available_bytes
+
+STALL_S_MAX = 30.0
+"""Seconds for which no delta of a next version can be applied before it is rejected. Its files may
+be on their way, and an applier that ended starts again."""
+HELD = "its deltas are held, and a move would change the rows: end the hold first"
+
+
+class FollowedVersions:
+    """Versions whose deltas a server follows, by served name; none without --deltas.
+
+    Attributes:
+        served: versions that workers start with.
+        tell: tells the applier that other versions are followed. Set by the Applier.
+    """
+
+    def __init__(self, settings: ServeSettings, served: dict[str, FollowedModel]) -> None:
+        self.served = served
+        self.tell: Callable[[], None] = lambda: None
+        self._settings = settings
+        self._generations = dict.fromkeys(served, 0)
+        self._next: FollowedModel | None = None
+        self._next_name, self._next_generation = "", 0
+        self._is_switching = False
+        self._stalled_s: float | None = None
+
+    def models(self) -> Iterator[FollowedModel]:
+        """Yields what the processes share of each version."""
+        yield from self.served.values()
+        if self._next is not None:
+            yield self._next
+
+    def followed(self) -> dict[FollowedVersion, FollowedModel]:
+        """Returns the versions that the applier is to follow."""
+        found = {
+            self._described(name, self._generations[name], model): model
+            for name, model in self.served.items()
+        }
+        if self._next is not None:
+            version = self._described(self._next_name, self._next_generation, self._next)
+            found[replace(version, is_next=True, is_switching=self._is_switching)] = self._next
+        return found
+
+    def take(self) -> dict[FollowedVersion, FollowedModel]:
+        """Returns ``followed``, and forgets it: in a forked process, so that its memory is given
+        back once that process has no more use for it."""
+        found = self.followed()
+        self.served.clear()
+        self._next = None
+        return found
+
+    def is_held(self, name: str) -> bool:
+        """Returns whether an administrator holds the rows of the served version."""
+        return name in self.served and self.served[name].hold.is_set
+
+    def prepare(self, name: str, version: RolloutVersion) -> RolloutVersion:
+        """Returns ``version`` with memory for its changed rows. Its line is followed from now on,
+        until ``activate`` or ``drop_next``.
+
+        Raises:
+            StoreError: it cannot be opened, there is no memory for its changed rows, or these
+                cannot change.
+        """
+        if self._settings.deltas == "none":
+            return version
+        opened = open_folder(version.path)
+        check_room(self._settings, opened, available_bytes())
+        made = make_followed(self._settings, opened, version.generation)
+        self._next, self._next_name, self._next_generation = made, name, version.generation
+        self._is_switching, self._stalled_s = False, None
+        self.tell()
+        return replace(version, memory=made.memory.path)
+
+    def may_switch(self) -> bool:
+        """Returns whether the next version, which all workers have prepared, may serve: it has the
+        deltas that the served version of its line has, and that is not held. True if it follows no
+        deltas."""
+        if self._next is None:
+            return True
+        if self.is_held(self._next_name):
+            return False
+        if not self._is_switching:
+            self._is_switching = True
+            self.tell()
+        return self._next.caught_up.is_set
+
+    def why_stalled(self) -> str:
+        """Returns why the next version does not get the deltas that it needs; "" while it may."""
+        if self._next is None:
+            return ""
+        now = self._next.status.read()
+        is_unknown = now.reason.startswith(NO_ACCESS) or self._next.caught_up.is_set
+        if not now.is_stopped or is_unknown or self._is_current(self._next):
+            self._stalled_s = None
+            return ""
+        self._stalled_s = self._stalled_s or monotonic()
+        return now.reason if monotonic() - self._stalled_s > STALL_S_MAX else ""
+
+    def _is_current(self, following: FollowedModel) -> bool:
+        """Returns whether a version has all deltas of the served version of its line."""
+        served = self.served.get(self._next_name)
+        if served is None or served.live.start.line != following.live.start.line:
+            return False
+        return following.live.seq >= served.live.seq
+
+    def activate(self, name: str) -> ModelVersion | None:
+        """Makes the next version the served one of ``name``. Returns the version that workers start
+        with from now on; None if it follows no deltas."""
+        if self._next is None:
+            return None
+        model = self.served[name] = self._next
+        self._generations[name] = self._next_generation
+        self._next = None
+        self.tell()
+        return model.live.version
+
+    def drop_next(self) -> None:
+        """Gives the memory of a version back that is not prepared any more."""
+        if self._next is not None:
+            self._next = None
+            self.tell()
+
+    def remove(self, name: str) -> None:
+        """Follows ``name`` no longer."""
+        if self.served.pop(name, None) is not None:
+            del self._generations[name]
+            self.tell()
+
+    def _described(self, name: str, generation: int, model: FollowedModel) -> FollowedVersion:
+        path = str(model.live.version.path)
+        return FollowedVersion(name, path, model.memory.path, generation)

@@ -1,0 +1,224 @@
+"""A server that follows deltas moves to other versions while it answers and deltas come."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from e2e.test_deltas import (
+    BAGS,
+    COUNTS,
+    DIM,
+    ROWS,
+    WAIT_S_MAX,
+    Callers,
+    children,
+    deltas,
+    push,
+    store,
+    until,
+)
+from running_servers import Running, free_port, running
+
+from embedserve_client import EmbedClient
+from embedserve_store import DeltaWriter, TableSpec, compact_deltas, publish, undo_deltas
+
+__all__ = ["store"]
+FOLLOW = ("--deltas", "follow", "--workers", "2", "--follow", "latest", "--follow-s", "0.1")
+PUSH_S = 0.05
+MEMORY = re.compile(r" (\d+) +/memfd:embedserve-deltas")
+
+
+class Trainer:
+    """A training job that pushes a delta every 50 ms, within its block."""
+
+    def __init__(self, store: Path) -> None:
+        self._writer = DeltaWriter(store, model="m")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._train)
+        self.seq = 0
+
+    def _train(self) -> None:
+        while not self._stop.wait(PUSH_S):
+            push(self._writer, self.seq + 1)
+            self.seq += 1
+
+    def __enter__(self) -> Trainer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S_MAX)
+        self._writer.close()
+
+
+@contextmanager
+def calling(server: Running) -> Iterator[Callers]:
+    callers = Callers(server)
+    try:
+        yield callers
+    finally:
+        callers.end()
+
+
+def described(url: str) -> dict[str, Any]:
+    (model,) = httpx.get(f"{url}/models").json()["models"]
+    found: dict[str, Any] = model
+    return found
+
+
+def version(server: Running) -> int:
+    return int(described(server.http)["version"])
+
+
+def memories(server: Running) -> list[set[str]]:
+    """Returns the inodes of the memory of versions that each process has mapped."""
+    pids = [server.process.pid, *children(server)]
+    return [set(MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())) for pid in pids]
+
+
+def compact_and_move(store: Path, server: Running, trainer: Trainer, callers: Callers) -> int:
+    """Publishes a compacted version, and waits until the server has rows after it."""
+    made = compact_deltas(store, "m").version
+    until(lambda: version(server) == made)
+    later = trainer.seq + 3
+    until(lambda: callers.last_seq >= later)
+    return made
+
+
+def test_every_answer_is_right_while_a_server_moves_between_compacted_versions(
+    store: Path, tmp_path: Path
+) -> None:
+    with (
+        Trainer(store) as trainer,
+        running(store, tmp_path / "log", *FOLLOW) as server,
+        calling(server) as callers,
+    ):
+        until(lambda: callers.last_seq > 3)
+        before = memories(server)
+        assert len(set.union(*before)) == 1
+        for number in (2, 3):
+            assert compact_and_move(store, server, trainer, callers) == number
+            until(lambda: all(len(one) == 1 for one in memories(server)))
+            (memory,) = set.union(*memories(server))
+            assert {memory} not in before
+            before += memories(server)
+        assert deltas(server.http)["line"] == 1
+        callers.end()
+        assert (callers.wrong, callers.failures) == ([], [])
+        assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("killed", ["applier", "worker"])
+def test_a_move_survives_a_killed_process(store: Path, tmp_path: Path, killed: str) -> None:
+    with (
+        Trainer(store) as trainer,
+        running(store, tmp_path / "log", *FOLLOW) as server,
+        calling(server) as callers,
+    ):
+        until(lambda: callers.last_seq > 3)
+        compact_deltas(store, "m")
+        until(lambda: {"next"} & {*described(server.http)} or version(server) == 2)
+        processes = children(server)
+        pid = processes[0 if killed == "applier" else 1]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: len(children(server)) == 3 and pid not in children(server))
+        until(lambda: version(server) == 2)
+        assert compact_and_move(store, server, trainer, callers) == 3
+        until(lambda: "is ready again" in server.log.read_text() or killed == "applier")
+        until(lambda: all(len(one) == 1 for one in memories(server)))
+        assert len(set.union(*memories(server))) == 1
+        callers.end()
+        assert callers.wrong == []
+        assert killed == "worker" or callers.failures == []
+
+
+def test_a_server_that_is_stalled_moves_past_the_damaged_delta(store: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    with DeltaWriter(store, model="m") as writer:
+        push(writer, 1)
+        push(writer, 2)
+        shutil.copytree(store, whole)
+        (rows,) = (store / "m/deltas/1").glob(f"{2:020d}.*.safetensors")
+        rows.unlink()
+        with (
+            running(store, tmp_path / "log", *FOLLOW) as server,
+            EmbedClient(server.http, retries=5) as client,
+        ):
+            until(lambda: deltas(server.http)["state"] == "stalled")
+            assert client.embed(BAGS).seq == 1
+            compact_deltas(whole, "m")
+            shutil.copytree(whole / "m/2", store / "m/.arriving")
+            (store / "m/.arriving").rename(store / "m/2")
+            until(lambda: version(server) == 2)
+            push(writer, 3)
+            until(lambda: deltas(server.http)["seq"] == 3)
+            result = client.embed(BAGS)
+            assert (result.version, result.seq) == (2, 3)
+            assert np.array_equal(result.values, np.repeat(3 * COUNTS, DIM, axis=1))
+            assert deltas(server.http)["state"] == "following"
+
+
+def publish_anew(store: Path, value: float) -> int:
+    """Publishes a version of another line, all of whose values are ``value``."""
+    weights = {
+        f"ebc.embedding_bags.{name}.weight": torch.full((rows, DIM), value, dtype=torch.float32)
+        for name, rows in ROWS.items()
+    }
+    tables = [TableSpec(name, rows, DIM, (name,), "sum", "float32") for name, rows in ROWS.items()]
+    return publish(
+        weights, store, model="m", tables=tables, sharding="row_wise", world_size=2
+    ).version
+
+
+def test_a_version_that_was_trained_anew_has_a_line_of_its_own(store: Path, tmp_path: Path) -> None:
+    management_port = free_port()
+    management = f"http://127.0.0.1:{management_port}"
+    options = ("--deltas", "follow", "--workers", "2")
+
+    def load(name: str) -> httpx.Response:
+        return httpx.post(f"{management}/admin/load", json={"model": name}, timeout=WAIT_S_MAX)
+
+    def hold(action: str) -> None:
+        done = httpx.post(f"{management}/admin/deltas/{action}", json={"model": "m"}, timeout=30)
+        assert done.status_code == 200
+
+    with (
+        running(store, tmp_path / "log", *options, management_port=management_port) as server,
+        EmbedClient(server.http, retries=5) as client,
+    ):
+        with DeltaWriter(store, model="m") as writer:
+            push(writer, 1)
+            push(writer, 2)
+        until(lambda: deltas(management)["seq"] == 2)
+        assert publish_anew(store, 5) == 2
+        with DeltaWriter(store, model="m", version=2) as writer:
+            push(writer, 1)
+        hold("hold")
+        refused = load("m")
+        assert (refused.status_code, "its deltas are held" in refused.text) == (409, True)
+        assert client.embed(BAGS).version == 1
+        hold("go-on")
+        assert load("m").status_code == 200
+        result = client.embed(BAGS)
+        assert (result.version, result.seq) == (2, 1)
+        ids = np.array([[len(bag) for bag in bags] for bags in BAGS.values()]).T
+        expected = COUNTS + 5 * (ids - COUNTS)
+        assert np.array_equal(result.values, np.repeat(expected, DIM, axis=1))
+        shown = deltas(management)
+        assert (shown["line"], shown["seq"], shown["state"]) == (2, 1, "following")
+        undo_deltas(store, "m", to=0, why="test", version=2)
+        until(lambda: client.embed(BAGS).seq == 2)
+        assert np.array_equal(client.embed(BAGS).values, np.repeat(5 * ids, DIM, axis=1))

@@ -1,0 +1,265 @@
+"""The applier follows the line of the served version, and that of the version that comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from server.deltas.followed import ROWS, Followed
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from embedserve.config import ServeSettings
+from embedserve.deltas.applier_process import Poll
+from embedserve.deltas.followed_lines import BoundedLine, FollowedLines, LastSeq
+from embedserve.deltas.followed_version import (
+    FollowedVersion,
+    check_room,
+    from_bytes,
+    make_followed,
+    open_followed,
+    to_bytes,
+)
+from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.status import FollowedModel
+from embedserve_store import compact_deltas, publish
+from embedserve_store.errors import StoreError
+
+
+class Moving:
+    """A store whose version 1 is served, and what is prepared beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = folder / "store"
+        self.training = Followed(self.store)
+        self.settings = ServeSettings(str(self.store), deltas="follow", delta_memory=1 << 20)
+        self.models: dict[int, FollowedModel] = {}
+        self.served = self.version(1, 0)
+        self.lines = self.started()
+        self.lines.follow([self.served])
+
+    def version(self, number: int, generation: int) -> FollowedVersion:
+        """Makes the memory of a version, as the supervisor does."""
+        version = self.training.models.load("m", number)
+        made = self.models[number] = make_followed(self.settings, version, generation)
+        return FollowedVersion("m", str(version.path), made.memory.path, generation)
+
+    def started(self) -> FollowedLines:
+        """An applier that has inherited nothing."""
+
+        def make(version: FollowedVersion, model: FollowedModel, last_seq: LastSeq) -> Poll:
+            def follower() -> DeltaFollower:
+                line = BoundedLine(
+                    self.training.models, model.live.version.manifest, None, last_seq
+                )
+                return DeltaFollower(version.name, line, model, 1 << 20)
+
+            return Poll(follower, model.status, 0.0)
+
+        return FollowedLines(make, self._open, {})
+
+    def _open(self, version: FollowedVersion) -> FollowedModel:
+        opened = self.training.models.load("m", int(Path(version.path).name))
+        return open_followed(self.settings, opened, version.memory, version.generation)
+
+    def prepare(self, number: int) -> FollowedVersion:
+        made = replace(self.version(number, number), is_next=True)
+        self.lines.follow([self.served, made])
+        return made
+
+    def switch(self, version: FollowedVersion) -> None:
+        """All workers have prepared it."""
+        self.lines.follow([self.served, replace(version, is_switching=True)])
+
+    def seqs(self) -> list[int]:
+        return [model.live.seq for model in self.models.values()]
+
+    def values(self, number: int) -> list[float]:
+        """The first value of each row, as a lookup reads it now."""
+        live = self.models[number].live
+        reader = RowsReader(live, 0, live.version.plan)
+        view, _ = reader.begin()
+        found = reader.newest(np.arange(ROWS), np.array([ROWS]), view)
+        start, size = live.tables.offsets["t"], live.tables.tables["t"].row_bytes
+        rows = [live.tables.data[start + size * row :][:4].view(np.float32)[0] for row in found]
+        reader.end(view)
+        return [float(value) for value in rows]
+
+    def until_looked(self) -> None:
+        for _ in range(10):
+            self.lines.look()
+
+
+@pytest.fixture
+def moving(tmp_path: Path) -> Iterator[Moving]:
+    made = Moving(tmp_path)
+    yield made
+    made.training.writer.close()
+
+
+def test_a_compacted_version_gets_what_came_after_it(moving: Moving) -> None:
+    moving.training.push(1, 2, value=3.0)
+    compact_deltas(moving.store, "m")
+    moving.training.push(2, value=4.0)
+    moving.until_looked()
+    two = moving.prepare(2)
+    assert moving.seqs() == [2, 1]
+    moving.until_looked()
+    assert moving.seqs() == [2, 2]
+    assert moving.values(1) == moving.values(2)
+    assert moving.values(2)[1:3] == [3.0, 4.0]
+    assert not moving.lines.find_caught_up()  # not all workers have prepared it
+    moving.switch(two)
+    assert moving.lines.find_caught_up()
+    assert moving.models[2].caught_up.is_set
+    assert not moving.lines.find_caught_up()  # only once
+
+
+def test_the_served_version_is_never_ahead_of_one_that_may_serve(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving.training.push(1)
+    compact_deltas(moving.store, "m")
+    two = moving.prepare(2)
+    moving.until_looked()
+    moving.switch(two)
+    assert moving.lines.find_caught_up()
+    look, seen = DeltaFollower.look, []
+
+    def looked(follower: DeltaFollower) -> bool:
+        has_more = look(follower)
+        seen.append(moving.seqs())
+        return has_more
+
+    monkeypatch.setattr(DeltaFollower, "look", looked)
+    for value in range(5):
+        moving.training.push(1, value=float(value))
+        moving.lines.look()
+    moving.until_looked()
+    assert moving.seqs() == [6, 6]
+    assert all(one <= two for one, two in seen)
+    assert any(one < two for one, two in seen)
+    # An applier that starts anew keeps to that.
+    moving.lines = moving.started()
+    moving.switch(two)
+    moving.training.push(1)
+    seen.clear()
+    moving.until_looked()
+    assert moving.seqs() == [7, 7]
+    assert seen[0] == [6, 6]
+    # Once it serves, the line goes on with it alone.
+    moving.lines.follow([replace(two, is_next=False)])
+    moving.training.push(1)
+    moving.until_looked()
+    assert moving.seqs() == [7, 8]
+
+
+def test_a_version_that_is_behind_does_not_serve(moving: Moving) -> None:
+    moving.training.push(1)
+    compact_deltas(moving.store, "m")
+    moving.training.push(2)
+    moving.until_looked()
+    repair = moving.training.damage(2)
+    moving.switch(moving.prepare(2))
+    moving.until_looked()
+    assert not moving.lines.find_caught_up()
+    assert moving.models[2].status.read().state == "stalled"
+    moving.training.push(3)
+    moving.until_looked()
+    assert moving.seqs() == [3, 1]  # the served version goes on
+    repair()
+    moving.lines.follow([moving.served])
+    moving.switch(moving.prepare(2))
+    moving.until_looked()
+    assert moving.lines.find_caught_up()
+    assert moving.seqs() == [3, 3]
+
+
+def test_a_version_past_the_damage_may_serve(moving: Moving) -> None:
+    moving.training.push(1)
+    moving.training.push(2)
+    compact_deltas(moving.store, "m")
+    moving.training.damage(2)
+    moving.until_looked()
+    assert moving.seqs() == [1]
+    moving.switch(moving.prepare(2))
+    moving.until_looked()
+    assert moving.lines.find_caught_up()
+    assert moving.seqs() == [1, 2]
+
+
+def test_of_another_line_all_that_was_there_is_applied_first(moving: Moving) -> None:
+    moving.training.push(1)
+    moving.until_looked()
+    publish_anew(moving.store)
+    two = moving.prepare(2)
+    moving.switch(two)
+    assert not moving.lines.find_caught_up()  # it has not looked
+    moving.models[1].hold.set(True)
+    moving.models[2].hold.set(True)
+    moving.until_looked()
+    assert not moving.lines.find_caught_up()  # it is held
+    moving.models[2].hold.set(False)
+    moving.until_looked()
+    assert moving.lines.find_caught_up()
+    assert moving.seqs() == [1, 0]
+    moving.models[1].hold.set(False)
+    moving.training.push(2)
+    moving.until_looked()
+    assert moving.seqs() == [2, 0]  # no seq of another line bounds it
+
+
+def test_a_hold_that_comes_with_the_switch_is_kept(moving: Moving) -> None:
+    moving.training.push(1)
+    compact_deltas(moving.store, "m")
+    two = moving.prepare(2)
+    moving.until_looked()
+    moving.models[1].hold.set(True)
+    moving.lines.follow([replace(two, is_next=False)])
+    moving.training.push(1)
+    moving.until_looked()
+    assert (moving.models[2].status.read().state, moving.seqs()) == ("held", [1, 1])
+
+
+def publish_anew(store: Path) -> None:
+    """Publishes version 2, which begins a line of its own."""
+    config = EmbeddingBagConfig(num_embeddings=ROWS, embedding_dim=4, name="t", feature_names=["f"])
+    ebc = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
+    assert publish(ebc, store, model="m", dtype="float32").version == 2
+
+
+def test_a_version_whose_memory_is_gone_is_not_followed(
+    moving: Moving, caplog: pytest.LogCaptureFixture
+) -> None:
+    moving.training.push(1)
+    compact_deltas(moving.store, "m")
+    gone = replace(moving.served, path=str(moving.store / "m/2"), generation=9, is_next=True)
+    moving.lines.follow([moving.served, gone])
+    moving.until_looked()
+    (message,) = caplog.messages
+    assert "m: is not followed: " in message
+    assert "is not the memory of rollout 9 any more" in message
+    assert moving.seqs() == [1]
+    moving.prepare(2)
+    moving.until_looked()
+    assert moving.seqs() == [1, 1]
+
+
+def test_messages_are_read_as_they_were_written(moving: Moving) -> None:
+    versions = [moving.served, replace(moving.served, generation=2, is_next=True)]
+    assert from_bytes(to_bytes(versions)) == versions
+
+
+def test_a_version_without_room_is_named(tmp_path: Path) -> None:
+    training = Followed(tmp_path / "store")
+    settings = ServeSettings(str(tmp_path), deltas="follow", delta_memory=1 << 20)
+    version = training.models.load("m")
+    needed = (1 << 20) + 4 * ROWS
+    check_room(settings, version, needed)
+    said = rf"m/1: its changed rows may take {needed} bytes .* and {needed - 1} bytes of memory"
+    with pytest.raises(StoreError, match=said):
+        check_room(settings, version, needed - 1)

@@ -1,0 +1,254 @@
+"""The supervisor gives a version that comes memory for its deltas, and waits until it has them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from server.deltas.followed import Followed
+
+from embedserve.config import ServeSettings
+from embedserve.deltas.followed_version import make_followed
+from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.version_memory import NAME
+from embedserve.processes.rollout import followed_versions
+from embedserve.processes.rollout.coordinator import RolloutCoordinator
+from embedserve.processes.rollout.followed_versions import STALL_S_MAX, FollowedVersions
+from embedserve.processes.rollout.messages import (
+    Desired,
+    Failure,
+    LoadState,
+    NameStatus,
+    StoreEntry,
+    StoreReport,
+    Target,
+    TargetPhase,
+    WorkerStatus,
+)
+from embedserve.processes.rollout.served_name import RolloutVersion
+from embedserve_store import compact_deltas
+from embedserve_store.errors import NO_ACCESS
+
+
+class Server:
+    """A supervisor whose only worker and applier do what the test says."""
+
+    def __init__(self, store: Path) -> None:
+        self.training = Followed(store)
+        settings = ServeSettings(str(store), deltas="follow", delta_memory=1 << 20)
+        one = make_followed(settings, self.training.models.load("m"))
+        self.followed = FollowedVersions(settings, {"m": one})
+        self.told = 0
+        self.followed.tell = self._tell
+        self.now_s = 0.0
+        self.target = Target(0, "", 0, TargetPhase.SERVE)
+        self.started_with: list[int] = []
+        served = {"m": RolloutVersion.of(one.live.version)}
+        self.coordinator = RolloutCoordinator(served, self._adopt, self.followed)
+        self.coordinator.send = self._send
+        self.coordinator.on_worker_start(0, WorkerStatus({"m": NameStatus(1)}))
+        self.training.push(1)
+        for number in (2, 3):
+            assert compact_deltas(store, "m").version == number
+            self.training.push(number)
+
+    def _tell(self) -> None:
+        self.told += 1
+
+    def _adopt(self, name: str, path: str | None) -> None:
+        version = self.followed.activate(name)
+        assert version is not None
+        assert str(version.path) == path
+        self.started_with.append(version.manifest.version)
+
+    def _send(self, worker: int, desired: Desired) -> None:
+        self.target = desired.names["m"]
+
+    def find(self, number: int) -> None:
+        path = str(self.training.deltas.parents[1] / str(number))
+        self.coordinator.on_report(0, StoreReport({"m": StoreEntry(number, path=path)}))
+
+    def prepared(self) -> None:
+        """The worker has prepared what it is to prepare."""
+        status = NameStatus(1, self.target.generation, LoadState.PREPARED)
+        self.coordinator.on_report(0, WorkerStatus({"m": status}))
+
+    @property
+    def next(self) -> FollowedModel:
+        return [*self.followed.models()][-1]
+
+    @property
+    def failure(self) -> Failure | None:
+        return self.target.failure
+
+    @property
+    def reason(self) -> str:
+        """Why the version stays out; "" while it does not."""
+        return self.failure.reason if self.failure is not None else ""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    made = Server(tmp_path / "store")
+    monkeypatch.setattr(followed_versions, "monotonic", lambda: made.now_s)
+    yield made
+    made.training.writer.close()
+
+
+def mapped() -> int:
+    gc.collect()
+    return len({line.split()[4] for line in _maps() if NAME in line})
+
+
+def _maps() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines()
+
+
+def test_all_switch_once_the_version_has_its_deltas(server: Server) -> None:
+    server.find(2)
+    assert (server.target.version, server.target.phase) == (2, TargetPhase.PREPARE)
+    assert server.target.memory == server.next.memory.path
+    assert [(one.is_next, one.is_switching) for one in server.followed.followed()] == [
+        (False, False),
+        (True, False),
+    ]
+    server.prepared()
+    assert [one.is_switching for one in server.followed.followed()] == [False, True]
+    server.coordinator.check_rollout()
+    assert server.target.phase is TargetPhase.PREPARE
+    told, two = server.told, server.next
+    two.caught_up.set(True)
+    server.coordinator.check_rollout()
+    assert (server.target.version, server.target.phase) == (2, TargetPhase.SERVE)
+    assert server.followed.served == {"m": two}
+    (following,) = server.followed.followed()
+    assert (following.key, following.is_next) == (("m", 1), False)
+    assert (server.started_with, server.told) == ([2], told + 1)
+
+
+def test_the_memory_of_the_former_version_is_given_back(server: Server) -> None:
+    before = mapped()
+    server.find(2)
+    assert mapped() == before + 1
+    server.next.caught_up.set(True)
+    server.prepared()
+    assert server.started_with == [2]
+    assert mapped() == before
+
+
+def test_another_version_takes_the_place_of_one_that_is_prepared(server: Server) -> None:
+    before = mapped()
+    server.find(2)
+    two = server.target
+    server.find(3)
+    assert (server.target.version, server.target.phase) == (3, TargetPhase.PREPARE)
+    assert server.target.generation != two.generation
+    assert server.next.live.version.manifest.version == 3
+    assert mapped() == before + 1
+    server.find(1)
+    assert len(server.followed.followed()) == 1
+    assert mapped() == before
+
+
+def test_a_held_model_stays_at_its_version(server: Server) -> None:
+    hold = server.followed.served["m"].hold
+    hold.set(True)
+    server.find(2)
+    assert server.failure is not None
+    assert "its deltas are held" in server.failure.reason
+    assert not server.failure.is_final
+    hold.set(False)
+    server.find(2)
+    assert len(server.followed.followed()) == 2
+    hold.set(True)  # while it is prepared
+    server.coordinator.check_rollout()
+    assert (server.target.version, "its deltas are held" in server.reason) == (1, True)
+    assert len(server.followed.followed()) == 1
+
+
+def test_a_hold_that_comes_before_the_switch_prevents_it(server: Server) -> None:
+    server.find(2)
+    server.next.caught_up.set(True)
+    server.followed.served["m"].hold.set(True)
+    server.prepared()
+    assert (server.target.phase, server.started_with) == (TargetPhase.PREPARE, [])
+
+
+def stall(server: Server, reason: str) -> None:
+    server.next.status.stall(reason)
+    server.coordinator.check_rollout()
+    server.now_s += STALL_S_MAX + 1
+    server.coordinator.check_rollout()
+
+
+def test_a_version_whose_line_is_damaged_stays_out(server: Server) -> None:
+    server.followed.served["m"].live.commit(2, 9)
+    server.find(2)
+    stall(server, f"{NO_ACCESS}: the host does not respond")  # nothing is known to be wrong
+    assert server.reason == ""
+    stall(server, "delta 4 is damaged")
+    assert server.reason == "delta 4 is damaged"
+    assert server.failure is not None
+    assert server.failure.is_final
+    assert len(server.followed.followed()) == 1
+
+
+def test_a_stall_that_ends_in_time_is_none(server: Server) -> None:
+    server.followed.served["m"].live.commit(2, 9)
+    server.find(2)
+    for _ in range(2):
+        server.next.status.stall("its files are on their way")
+        server.coordinator.check_rollout()
+        server.now_s += STALL_S_MAX
+        server.coordinator.check_rollout()
+        now = server.next.status.read()
+        server.next.status.write(replace(now, state="following", reason=""))
+        server.coordinator.check_rollout()
+    assert server.failure is None
+
+
+def test_a_version_that_stalls_where_the_served_one_does_may_serve(server: Server) -> None:
+    server.followed.served["m"].live.commit(2, 1)
+    server.find(2)  # it has the rows after delta 1
+    stall(server, "delta 2 is damaged")
+    assert (server.target.phase, server.failure) == (TargetPhase.PREPARE, None)
+
+
+def test_a_version_without_room_for_its_changed_rows_stays_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed_versions, "available_bytes", lambda: 1000)
+    server.find(2)
+    assert server.failure is not None
+    assert "and 1000 bytes of memory are available" in server.failure.reason
+    assert server.target.version == 1
+
+
+def test_a_forked_process_forgets_what_it_does_not_use(server: Server) -> None:
+    server.find(2)
+    assert [one.is_next for one in server.followed.take()] == [False, True]
+    assert (server.followed.served, [*server.followed.models()]) == ({}, [])
+
+
+def test_a_removed_name_is_followed_no_longer(server: Server) -> None:
+    told = server.told
+    server.followed.remove("m")
+    server.followed.remove("films")
+    assert (server.followed.followed(), server.told) == ({}, told + 1)
+
+
+def test_without_deltas_a_version_gets_no_memory() -> None:
+    followed = FollowedVersions(ServeSettings(store=""), {})
+    version = RolloutVersion(2, "/store/m/2", 1)
+    assert followed.prepare("m", version) is version
+    assert followed.may_switch()
+    assert followed.activate("m") is None
+
+
+def test_a_version_that_cannot_be_opened_stays_out(server: Server) -> None:
+    server.find(7)
+    assert server.failure is not None
+    assert "version 7 does not exist" in server.failure.reason
