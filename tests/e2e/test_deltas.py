@@ -22,7 +22,15 @@ from embedserve.commands.admin import ask_server
 from embedserve.commands.running_server import ServerClient
 from embedserve_client import EmbedClient, GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
-from embedserve_store import Bags, DeltaWriter, IdRule, TableSpec, publish, undo_deltas
+from embedserve_store import (
+    Bags,
+    DeltaWriter,
+    IdRule,
+    TableSpec,
+    compact_deltas,
+    publish,
+    undo_deltas,
+)
 from embedserve_store.format.delta_manifest import manifest_name
 
 ROWS = {"user": 1000, "item": 50}
@@ -325,8 +333,9 @@ def test_a_feature_of_two_tables_is_followed(tmp_path: Path) -> None:
 
 
 def test_each_answer_has_the_ids_of_one_delta(tmp_path: Path) -> None:
-    """Three ids at a time share four rows: delta n adds id n + 3 and removes id n."""
-    store, ids, pushes = tmp_path / "store", 3, 30
+    """Three ids at a time share four rows: delta n adds id n + 3 and removes id n. Meanwhile the
+    server moves to a compacted version, which has another vocabulary."""
+    store, ids, pushes, compacted = tmp_path / "store", 3, 30, 15
     weights = {"ebc.embedding_bags.user.weight": torch.arange(1.0, 5)[:, None].repeat(1, DIM)}
     rule = IdRule("map", unknown="skip")
     tables = [TableSpec("user", ids + 1, DIM, ("user",), "sum", "float32", ids=rule)]
@@ -344,7 +353,7 @@ def test_each_answer_has_the_ids_of_one_delta(tmp_path: Path) -> None:
                     wrong.append((result.seq, result.values[:, 0].tolist()))
                 seqs.add(result.seq)
 
-    options = ("--deltas", "follow", "--workers", "2")
+    options = ("--deltas", "follow", "--workers", "2", "--follow", "latest", "--follow-s", "0.1")
     with (
         DeltaWriter(store, model="m") as writer,
         running(store, tmp_path / "log", *options) as server,
@@ -359,12 +368,15 @@ def test_each_answer_has_the_ids_of_one_delta(tmp_path: Path) -> None:
                 writer.push_rows({"user": ([seq + ids], rows)}, removed={"user": [seq]})
                 if seq % 5 == 0:
                     until(lambda: max(seqs, default=0) == seq)  # noqa: B023
+                if seq == compacted:
+                    compact_deltas(store, "m")
+            until(lambda: httpx.get(f"{server.http}/models").json()["models"][0]["version"] == 2)
         finally:
             ended.set()
             for caller in callers:
                 caller.join(WAIT_S_MAX)
         assert not wrong
-        assert deltas(server.http)["ids_changed"] == pushes + ids
+        assert deltas(server.http)["ids_changed"] == pushes - compacted + ids
 
 
 def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> None:
