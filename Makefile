@@ -15,7 +15,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest image image-test test-gpu gpu-check hostile fuzz soak soak-deltas swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large clean
+.PHONY: install serve test lint types contracts pytest image image-test test-gpu gpu-check hostile fuzz soak soak-deltas swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large bench-copy clean
 
 install: $(INSTALLED)
 
@@ -149,6 +149,11 @@ $(VENV)/.installed-bench: $(INSTALLED)
 # Needs 30 GB of disk and some minutes.
 bench-large: install
 	$(BIN)/python -W ignore bench/large_table.py
+
+# A store of 10 GB copied and restored, beside cp, and killed; needs 30 GB of disk. Through an S3
+# server: COPY="--gigabytes 3 --s3".
+bench-copy: install
+	PYTHONPATH=server:model_store:clients:proto:tests $(BIN)/python -W ignore bench/copy_store.py $(COPY)
 
 clean:
 	rm -rf $(VENV) store dist build
