@@ -9,6 +9,7 @@
 set -euo pipefail
 
 usage="usage: build-image-env.sh [--dry-run] cpu|cuda PREFIX SOURCE"
+aws_services="s3|signin|sso|sso-oidc|sts"
 locks=$(cd "$(dirname "$0")/locks" && pwd -P)
 
 fail() {
@@ -52,16 +53,22 @@ install_wheels() {
     install --no-index --find-links "$tools/wheels" embedserve-client embedserve
 }
 
-# PyTorch's own tests, the headers to compile against it and the largest of others' tests (some
-# packages import their own) are not read by a server. What is left is seen to import.
+# PyTorch's own tests, the headers to compile against it, the largest of others' tests (some packages
+# import their own) and descriptions of AWS' services are not read by a server: a store needs S3, its
+# credentials the others that stay. What is left is seen to import.
 slim() {
     local site
     site=$(echo "$prefix"/lib/python3*/site-packages)
     run rm -rf "$site"/torch/{include,share,test}
     run find "$site" -path "$site/torch/bin/*" -type f ! -name torch_shm_manager -delete
     run find "$site"/{mpmath,networkx,numpy,sympy} -type d -name tests -prune -exec rm -rf "{}" +
+    run find "$site/botocore/data" -mindepth 1 -maxdepth 1 -type d \
+        -regextype egrep ! -regex ".*/($aws_services)" -exec rm -rf "{}" +
     check_torch
-    run "$prefix/bin/python" -c "import torchrec.distributed, s3fs"
+    run "$prefix/bin/python" -c "import botocore.session, cryptography.hazmat.primitives.serialization
+import s3fs, torchrec.distributed
+for service in '$aws_services'.split('|'):
+    botocore.session.get_session().create_client(service, region_name='eu-west-1')"
 }
 
 list_packages() {

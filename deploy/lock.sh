@@ -1,32 +1,37 @@
 #!/usr/bin/env bash
 # Writes deploy/locks/: every package of an image, with its version and the hashes of its files, as
-# build-image-env.sh installs them; the newest that the two pyproject.toml allow. It asks the index that uv
-# is set to. PyTorch's CPU build has an index of its own (UV_INDEX), or lies in a folder
-# (UV_FIND_LINKS); the CUDA build is the default index's.
+# build-image-env.sh installs them; the newest that the two pyproject.toml allow. KEEP=yes keeps the
+# versions of the locks that are there, and adds and removes packages only.
+#
+# It asks the index that uv is set to. PyTorch's CPU build has an index of its own (UV_INDEX), or lies
+# in a folder (UV_FIND_LINKS); the CUDA build is the default index's.
 #
 # UV names the program. Run from anywhere; needs nothing installed but uv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Writes the lock $1, with the versions that it has where it is there.
 compile() {
     "${UV:-uv}" pip compile --quiet --generate-hashes --no-header --no-annotate \
-        --no-emit-package embedserve-client \
-        --python-version 3.11 --python-platform x86_64-manylinux_2_28 "$@"
+        --no-emit-package embedserve-client --output-file "$made/$1.txt" \
+        --python-version 3.11 --python-platform x86_64-manylinux_2_28 "${@:2}"
 }
 
 locks=deploy/locks
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
-compile pyproject.toml --extra remote --extra cpu >"$made/cpu.txt"
+if [ "${KEEP:-no}" = yes ]; then cp $locks/{cpu,cuda,build}.txt "$made"; fi
+compile cpu pyproject.toml --extra remote --extra signatures --extra cpu
 grep -q '^torch==.*+cpu ' "$made/cpu.txt" || {
     echo "lock.sh: no CPU build of PyTorch was found: name its index by UV_INDEX" >&2
     exit 1
 }
 # Its wheel asks for fbgemm-gpu, the CUDA build; the cpu extra lists its other needs.
-echo "torchrec==1.8.0" | compile --no-deps - >>"$made/cpu.txt"
+echo "torchrec==1.8.0" | compile torchrec --no-deps -
+cat "$made/torchrec.txt" >>"$made/cpu.txt"
 unset UV_INDEX UV_FIND_LINKS # the others are of the default index
-compile pyproject.toml --extra remote --extra cuda >"$made/cuda.txt"
-compile $locks/build.in >"$made/build.txt"
+compile cuda pyproject.toml --extra remote --extra signatures --extra cuda
+compile build $locks/build.in
 for lock in cpu cuda build; do
     {
         echo "# Made by deploy/lock.sh (make lock): Python 3.11 on Linux, x86_64."

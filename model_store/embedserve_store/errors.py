@@ -65,6 +65,12 @@ def described(error: Exception) -> str:
     return f"{NO_ACCESS}: {error}" if isinstance(error, UnreachableError) else str(error)
 
 
+def failed_write(what: str, error: OSError) -> StoreError:
+    """Returns the error for ``what`` failed, with the reason and the file if it is known."""
+    file = f" ({error.filename})" if error.filename else ""
+    return StoreError(f"{what}: {error.strerror or error}{file}")
+
+
 def missing_model(where: object, model: str, models: Iterable[str]) -> StoreError:
     """Returns the error for a model that is not in the store at ``where``."""
     there = ", ".join(models) or "none"

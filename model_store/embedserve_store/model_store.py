@@ -194,9 +194,8 @@ class ModelStore:
 
         Raises:
             StoreError: the version does not exist. Or one of its files is missing, damaged, of
-                another format version, or contradicts another file. Rows are not read: see
-                verification.py.
-            OSError: the cache cannot be written.
+                another format version, or contradicts another file. Or the cache cannot be written.
+                Rows are not read: see verification.py.
         """
         store, number = self._store, self._number(model, version)
         if not isinstance(store, RemoteStore):

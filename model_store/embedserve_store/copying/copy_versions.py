@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedserve_store.copying.copy_deltas import copy_deltas
-from embedserve_store.errors import MissingFileError, StoreError
+from embedserve_store.errors import MissingFileError, StoreError, failed_write
 from embedserve_store.format import alias, note
 from embedserve_store.format.manifest import Manifest, parse_manifest
 from embedserve_store.model_store import ModelStore
@@ -138,8 +138,7 @@ def _copy_version(
             if place(version, staging, folder, progress):
                 return True
     except OSError as error:
-        file = f" ({error.filename})" if error.filename else ""
-        raise StoreError(f"{folder}: copying failed: {error.strerror}{file}") from error
+        raise failed_write(f"{folder}: copying failed", error) from error
     if not _is_there(version, target):
         raise StoreError(f"{folder}: exists, but has no {MANIFEST}")
     return False

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError
+from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError, failed_write
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.layout import layout_changes
 from embedserve_store.format.manifest import (
@@ -378,8 +378,6 @@ def as_store_error(folder: Path) -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise StoreError(f"{folder}: publishing was interrupted") from error
     except OSError as error:
-        file = f" ({error.filename})" if error.filename else ""
-        reason = error.strerror or error
-        raise StoreError(f"{folder}: publishing failed: {reason}{file}") from error
+        raise failed_write(f"{folder}: publishing failed", error) from error
     except Exception as error:
         raise StoreError(f"{folder}: publishing failed: {error!r}") from error

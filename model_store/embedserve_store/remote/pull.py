@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from embedserve_store.errors import failed_write
 from embedserve_store.local_store import LocalStore
 from embedserve_store.transfer.receive import TransferProgress, receive, reveal
 from embedserve_store.transfer.stored_version import StoredVersion
@@ -28,20 +29,22 @@ def pull(version: StoredVersion, folder: Path, progress: TransferProgress | None
     Does nothing if another process has made the copy meanwhile.
 
     Raises:
-        StoreError: there is too little disk space, or a file is damaged or changed during the
-            download.
+        StoreError: the cache cannot be written or has too little space, or a file is damaged or
+            changed during the download.
         UnreachableError: the store stopped responding.
-        OSError: the cache cannot be written.
     """
     cache = folder.parent.parent
     check_writable(cache)
-    with _lock(cache, version):
-        if folder.is_dir():
-            return
-        check_room(cache, version.nbytes)
-        with staging_folder(folder.parent) as staging:
-            # Without locks, another process may have pulled the version first.
-            place(version, staging, folder, progress)
+    try:
+        with _lock(cache, version):
+            if folder.is_dir():
+                return
+            check_room(cache, version.nbytes)
+            with staging_folder(folder.parent) as staging:
+                # Without locks, another process may have pulled the version first.
+                place(version, staging, folder, progress)
+    except OSError as error:
+        raise failed_write(f"{folder}: pulling failed", error) from error
 
 
 def place(
@@ -53,7 +56,8 @@ def place(
     right. Returns False if ``folder`` exists.
 
     Raises:
-        StoreError, UnreachableError, OSError: as ``pull``.
+        StoreError, UnreachableError: as ``pull``.
+        OSError: ``staging`` cannot be written.
     """
     staged = staging / version.path
     staged.mkdir(parents=True, exist_ok=True)

@@ -102,9 +102,8 @@ class RemoteStore:
 
         Raises:
             StoreError: the version does not exist, is damaged, or differs from the copy in the
-                cache.
+                cache; or the cache cannot be written.
             UnreachableError: the store cannot be reached.
-            OSError: the cache cannot be written.
         """
         try:
             wanted = self.stored(model, version)

@@ -54,6 +54,8 @@ def check_writable(folder: Path) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise StoreError(f"{folder}: cannot be written: {there} is not a folder")
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise StoreError(f"{folder}: cannot be written: {there} is on a read-only file system")
     if not os.access(there, os.W_OK | os.X_OK):
         raise StoreError(f"{folder}: cannot be written: no permission to write to {there}")
 

@@ -229,6 +229,14 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
         check_writable(tmp_path / "a")
 
 
+def test_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = list(os.statvfs(tmp_path))
+    flags[8] |= os.ST_RDONLY
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(flags))
+    with pytest.raises(StoreError, match=f"a: .*{tmp_path} is on a read-only file system$"):
+        check_writable(tmp_path / "a")
+
+
 RACER = """
 import sys
 from contextlib import suppress

@@ -1,0 +1,283 @@
+"""Caches that are full or read-only, or shared by servers: the fault is named, nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import s3fs
+from forkserver import WarmPopen
+from running_servers import Running, command, free_port
+from stalling_proxy import StallingProxy, stalling_proxy
+from store.remote.s3_server import environment, serve_s3
+from volumes import Volume, can_freeze, can_mount, disk_volume, memory_volume
+
+from embedserve_client import EmbedClient
+from embedserve_store import TableSpec, publish
+
+needs_mount = pytest.mark.skipif(not can_mount(), reason="only root may mount a volume")
+needs_disk = pytest.mark.skipif(not can_freeze(), reason="only root may mount a file")
+
+ROWS, DIM = 50_000, 16
+"""Of a version of 3.2 MB."""
+WAIT_S_MAX = 240
+COMMAND_S_MAX = 120
+TABLES_BYTES = ROWS * DIM * 4
+FULL = "size=2m,nr_inodes=1000"
+ROOMY = "size=32m,nr_inodes=1000"
+FEW_FILES = "size=32m,nr_inodes=4"
+
+
+def publish_next(store: Path, number: int) -> None:
+    """Version ``number`` of "m", in which every value of row r is r + ``number``."""
+    import torch
+
+    weight = (torch.arange(ROWS)[:, None] + number).repeat(1, DIM).float()
+    tables = [TableSpec("t", ROWS, DIM, ("t",), "sum", "float32")]
+    published = publish({"ebc.embedding_bags.t.weight": weight}, store, model="m", tables=tables)
+    assert published.version == number
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    publish_next(tmp_path / "store", 1)
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Iterator[Volume]:
+    with memory_volume(tmp_path / "cache", ROOMY) as volume:
+        yield volume
+
+
+@contextmanager
+def starting(
+    store: str, cache: Path, log: Path, *options: object, enter: tuple[str, ...] = ()
+) -> Iterator[Running]:
+    """`embedserve serve STORE --cache CACHE …`, not waited for; killed at the end."""
+    http_port, grpc_port = free_port(), free_port()
+    ports = ("--http-port", http_port, "--grpc-port", grpc_port)
+    words = [*enter, *command("serve", store, "--cache", cache, *ports, *options)]
+    with log.open("wb") as output:
+        # A forked process would not enter.
+        popen = subprocess.Popen if enter else WarmPopen
+        process = popen(words, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
+    finally:
+        process.kill()
+        process.wait(timeout=COMMAND_S_MAX)
+
+
+def status(url: str) -> int:
+    """0 where nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def until(is_so: Callable[[], bool], server: Running) -> None:
+    end = time.monotonic() + WAIT_S_MAX
+    while not is_so():
+        assert server.process.poll() is None, server.log.read_text()
+        assert time.monotonic() < end, server.log.read_text()
+        time.sleep(0.05)
+
+
+def until_logged(server: Running, *parts: str) -> None:
+    """Until one line of the log has all ``parts``."""
+
+    def is_logged() -> bool:
+        lines = server.log.read_text().splitlines()
+        return any(all(part in line for part in parts) for line in lines)
+
+    until(is_logged, server)
+
+
+def until_serving(server: Running, number: int) -> None:
+    """Until all rows that are asked for are those of version ``number``."""
+    until(lambda: status(f"{server.http}/health/ready") == 200, server)
+    with EmbedClient(server.http) as client:
+        ids = [[0], [7], [ROWS - 1]]
+        until(lambda: client.embed({"t": ids}).version == number, server)
+        values = client.embed({"t": ids}).values
+    expected = np.repeat(np.array(ids, np.float32) + number, DIM, axis=1)
+    np.testing.assert_array_equal(values, expected)
+
+
+def pulled(cache: Path) -> list[str]:
+    """Paths of all files in the cache but locks, below the folder of the store."""
+    found = (path.relative_to(cache) for path in cache.rglob("*") if path.is_file())
+    return sorted("/".join(path.parts[1:]) for path in found if path.suffix != ".lock")
+
+
+def is_whole(cache: Path, *numbers: int) -> bool:
+    """Whether the cache has these versions and no rest of a pull."""
+    names = ("goldens.safetensors", "manifest.json", "plan.json", "tables.safetensors")
+    return pulled(cache) == [f"m/{number}/{name}" for number in numbers for name in names]
+
+
+@needs_mount
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (FULL, "the version needs "),
+        (FEW_FILES, "No space left on device"),
+        ("ro", "read-only file system"),
+    ],
+)
+def test_a_start_on_a_cache_without_room_is_one_line(
+    store: Path, volume: Volume, options: str, message: str
+) -> None:
+    volume.remount(options)
+    words = command("serve", store.as_uri(), "--cache", volume.folder, "--http-port", 0)
+    done = subprocess.run(
+        [*volume.enter, *words, "--grpc-port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_S_MAX,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    assert done.returncode == 1, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"embedserve: {volume.folder}")
+    assert message in line
+    volume.remount(f"rw,{ROOMY}")
+    assert pulled(volume.files) == []
+
+
+@needs_mount
+def test_a_server_that_waits_names_each_fault_and_starts_once_there_is_room(
+    store: Path, volume: Volume, tmp_path: Path
+) -> None:
+    volume.remount("ro")
+    where = str(volume.folder)
+    with starting(
+        store.as_uri(), volume.folder, tmp_path / "log", "--wait", enter=volume.enter
+    ) as server:
+        until_logged(server, "waiting", where, "read-only file system")
+        assert status(f"{server.http}/health/live") == 200
+        assert status(f"{server.http}/health/ready") == 503
+        volume.remount(f"rw,{FULL}")
+        until_logged(server, "waiting", where, "the version needs")
+        volume.remount(FEW_FILES)
+        until_logged(server, "waiting", where, "No space left on device")
+        volume.remount(ROOMY)
+        until_serving(server, 1)
+    assert is_whole(volume.files, 1)
+
+
+@needs_mount
+def test_a_version_without_room_stays_out_until_there_is_room(
+    store: Path, volume: Volume, tmp_path: Path
+) -> None:
+    options = ("--follow", "latest", "--follow-s", 0.2)
+    with starting(
+        store.as_uri(), volume.folder, tmp_path / "log", *options, enter=volume.enter
+    ) as server:
+        until_serving(server, 1)
+        volume.remount("size=5m")
+        publish_next(store, 2)
+        until_logged(server, str(volume.folder), "the version needs")
+        until_serving(server, 1)
+        volume.remount("ro")
+        until_logged(server, str(volume.folder), "read-only file system")
+        until_serving(server, 1)
+        volume.remount(f"rw,{ROOMY}")
+        until_serving(server, 2)
+    assert is_whole(volume.files, 1, 2)
+    volume.remount("ro")
+    # What is there already is served from a cache that nothing can be added to.
+    with starting(store.as_uri(), volume.folder, tmp_path / "again", enter=volume.enter) as server:
+        until_serving(server, 2)
+
+
+def is_writing(server: Running) -> bool:
+    """Whether a thread of the server waits for a disk that takes no writes."""
+    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
+    return any("percpu" in (task / "wchan").read_text() for task in tasks)
+
+
+@needs_disk
+def test_a_cache_on_a_disk_that_stops_delays_no_health_check_and_no_lookup(
+    store: Path, tmp_path: Path
+) -> None:
+    options = ("--follow", "latest", "--follow-s", 0.2)
+    with (
+        disk_volume(tmp_path / "cache") as volume,
+        starting(
+            store.as_uri(), volume.folder, tmp_path / "log", *options, enter=volume.enter
+        ) as server,
+    ):
+        with volume.stopped():
+            until(lambda: is_writing(server), server)
+            until(lambda: status(f"{server.http}/health/live") == 200, server)
+            assert status(f"{server.http}/health/ready") == 503
+        until_serving(server, 1)
+        with volume.stopped():
+            publish_next(store, 2)
+            until(lambda: is_writing(server), server)
+            assert status(f"{server.http}/health/live") == 200
+            until_serving(server, 1)
+        until_serving(server, 2)
+        assert is_whole(volume.files, 1, 2)
+
+
+@pytest.fixture
+def stalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
+) -> Iterator[StallingProxy]:
+    """s3://bucket/store, whose connections deliver half of the rows until it is released."""
+    (tmp_path / "s3" / "bucket").mkdir(parents=True)
+    store.rename(tmp_path / "s3" / "bucket" / "store")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with serve_s3(tmp_path / "s3", "--etag-hash", "") as endpoint:
+        server_port = int(endpoint.rpartition(":")[2])
+        with stalling_proxy(server_port, TABLES_BYTES // 2) as proxy:
+            for name, value in environment(f"http://127.0.0.1:{proxy.port}").items():
+                monkeypatch.setenv(name, value)
+            yield proxy
+
+
+def test_a_server_takes_over_the_cache_of_one_that_was_killed_while_it_pulled(
+    stalled: StallingProxy, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with starting("s3://bucket/store", cache, tmp_path / "first") as first:
+        until(stalled.stalled.is_set, first)
+        until(lambda: status(f"{first.http}/health/live") == 200, first)
+        assert status(f"{first.http}/health/ready") == 503
+    left = pulled(cache)
+    assert left
+    assert all(name.startswith("m/.") for name in left)
+    stalled.released.set()
+    with starting("s3://bucket/store", cache, tmp_path / "second") as second:
+        until_serving(second, 1)
+    assert is_whole(cache, 1)
+
+
+def test_two_servers_with_one_cache_pull_a_version_once(
+    stalled: StallingProxy, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    with starting("s3://bucket/store", cache, tmp_path / "first") as first:
+        until(stalled.stalled.is_set, first)
+        with starting("s3://bucket/store", cache, tmp_path / "second") as second:
+            until_logged(second, "another process is pulling it, waiting")
+            stalled.released.set()
+            until_serving(first, 1)
+            until_serving(second, 1)
+    assert is_whole(cache, 1)
+    assert stalled.nbytes < 2 * TABLES_BYTES

@@ -1,0 +1,92 @@
+"""Small volumes that fill up, become read-only or stop, in a mount namespace of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOL_S_MAX = 60
+UNSHARE = ("unshare", "--mount", "--propagation", "private")
+TOOLS = ("fsfreeze", "mkfs.ext4", "mount", "nsenter", "unshare")
+DISK_BYTES = 64 << 20
+
+
+def can_mount() -> bool:
+    """Whether this process may mount volumes, as root can where it is not limited."""
+    if os.geteuid() or not all(map(shutil.which, TOOLS)):
+        return False
+    tried = [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(tried, capture_output=True, timeout=TOOL_S_MAX).returncode == 0
+
+
+def can_freeze() -> bool:
+    """Whether it may also mount a file, as a disk that can be made to stop."""
+    return can_mount() and Path("/dev/loop-control").exists()
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A file system at ``folder``, which only processes with the prefix ``enter`` see.
+
+    Attributes:
+        files: the folder, as this process reaches it.
+    """
+
+    folder: Path
+    files: Path
+    enter: tuple[str, ...]
+
+    def run(self, *words: object) -> None:
+        """Runs a command that sees the volume."""
+        subprocess.run([*self.enter, *map(str, words)], check=True, timeout=TOOL_S_MAX)
+
+    def remount(self, options: str) -> None:
+        """Changes what a tmpfs allows: "ro", "rw", "size=4m", "nr_inodes=9"."""
+        self.run("mount", "-o", f"remount,{options}", self.folder)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """A disk on which every write waits."""
+        self.run("fsfreeze", "--freeze", self.folder)
+        try:
+            yield
+        finally:
+            self.run("fsfreeze", "--unfreeze", self.folder)
+
+
+@contextmanager
+def _namespace(folder: Path) -> Iterator[Volume]:
+    """Gives ``folder`` in a namespace that ends with the last process in it."""
+    folder.mkdir()
+    # The namespace is there once a line comes.
+    command = [*UNSHARE, "sh", "-c", "echo; exec cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        enter = ("nsenter", f"--target={holder.pid}", "--mount", f"--wd={os.getcwd()}")
+        yield Volume(folder, Path(f"/proc/{holder.pid}/root{folder}"), enter)
+
+
+@contextmanager
+def memory_volume(folder: Path, options: str) -> Iterator[Volume]:
+    """Mounts an empty tmpfs at ``folder``."""
+    with _namespace(folder) as volume:
+        volume.run("mount", "-t", "tmpfs", "-o", options, "tmpfs", folder)
+        yield volume
+
+
+@contextmanager
+def disk_volume(folder: Path) -> Iterator[Volume]:
+    """Mounts an empty disk of DISK_BYTES at ``folder``, which is a file beside it."""
+    image = folder.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    with _namespace(folder) as volume:
+        volume.run("mkfs.ext4", "-q", "-F", image)
+        volume.run("mount", "-o", "loop", image, folder)
+        yield volume
