@@ -43,7 +43,8 @@ class FileReloader(Generic[T]):
             adopt: callback for the value, on the event loop's thread.
 
         Raises:
-            OSError, ValueError: from ``read``.
+            OSError: a file cannot be read; the message begins with ``what``.
+            ValueError: from ``read``.
         """
         self._what = what
         self._paths = paths
@@ -51,7 +52,10 @@ class FileReloader(Generic[T]):
         self._adopt = adopt
         self._signature = self._sign()
         self._fault = ""
-        adopt(read())
+        try:
+            adopt(read())
+        except OSError as error:
+            raise OSError(f"{what}: {error}") from error
 
     async def poll(self) -> None:
         """Reads the files again if they have changed. Runs in a thread, so that a hanging disk does

@@ -1,0 +1,60 @@
+"""A server whose secrets are missing or half-written ends with one line that names the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from certificates import Authority
+from delta_keys import key_pair
+from server.commands.test_cli import ANY_PORTS, check_one_line, embedserve
+
+from embedserve.access.grants import new_token
+
+OPTIONS = {
+    "server.pem": "--tls-cert",
+    "server.key": "--tls-key",
+    "ca.pem": "--tls-client-ca",
+    "tokens": "--tokens",
+    "delta.pub": "--delta-key",
+}
+"""What each file is given to."""
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Path:
+    """All that OPTIONS name, whole."""
+    authority = Authority()
+    authority.sign("server").write(tmp_path, "server")
+    (tmp_path / "ca.pem").write_bytes(authority.root)
+    (tmp_path / "tokens").write_text(json.dumps({"name": "a", "sha256": new_token()[1]}))
+    key_pair(tmp_path)
+    return tmp_path
+
+
+def serve(secrets: Path) -> tuple[str | Path, ...]:
+    """Of a store without a model: a server whose secrets are whole ends with it."""
+    given = [word for name, flag in OPTIONS.items() for word in (flag, secrets / name)]
+    (secrets / "store").mkdir()
+    return "serve", secrets / "store", *ANY_PORTS, "--deltas", "follow", *given
+
+
+def test_whole_secrets_are_accepted(secrets: Path) -> None:
+    check_one_line(embedserve(*serve(secrets)), "no model in this store")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_missing_secret_is_named(secrets: Path, name: str) -> None:
+    (secrets / name).unlink()
+    check_one_line(embedserve(*serve(secrets)), str(secrets / name), "No such file or directory")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_half_written_secret_is_named_and_not_shown(secrets: Path, name: str) -> None:
+    path = secrets / name
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    done = embedserve(*serve(secrets))
+    check_one_line(done, str(path))
+    assert not any(line in done.stderr for line in text.splitlines() if len(line) > 20)
