@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -206,8 +206,11 @@ def test_a_version_without_room_stays_out_until_there_is_room(
 
 def is_writing(server: Running) -> bool:
     """Whether a thread of the server waits for a disk that takes no writes."""
-    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
-    return any("percpu" in (task / "wchan").read_text() for task in tasks)
+    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if "percpu" in (task / "wchan").read_text():
+                return True
+    return False
 
 
 @needs_disk
