@@ -65,9 +65,9 @@ class PushedGoldens:
         Args:
             dtype: least precise dtype of this rank's shards.
         """
-        bags = self._calls.on_first(lambda: self._checked_bags(goldens))
-        if bags is None:
+        if not self._ranks.is_on_first(goldens is not None):
             return None
+        bags = self._calls.on_first(lambda: self._checked_bags(goldens))
         answers, exchanged = self._calls.on_all(
             lambda: trained_answers(module, prefix, self._base, bags)
         )
@@ -83,9 +83,7 @@ class PushedGoldens:
         numbers = with_row_numbers(bags_of(bags, self._base), self._base, rows_of)
         return delta_goldens(numbers, answers, DTYPES[0], self._base)
 
-    def _checked_bags(self, goldens: GoldenBags | None) -> Bags | None:
-        if goldens is None:
-            return None
+    def _checked_bags(self, goldens: GoldenBags) -> Bags:
         bags = bags_of(goldens, self._base)
         check_bags(bags, self._base)
         return bags

@@ -49,6 +49,20 @@ class Ranks:
         distributed.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
+    def is_on_first(self, flag: bool) -> bool:
+        """Returns the ``flag`` of rank 0, on every rank; a collective of one message.
+
+        ``from_first`` sends an object and its size before.
+        """
+        if self._group is None:
+            return flag
+        import torch
+        from torch import distributed
+
+        sent = torch.tensor([flag], dtype=torch.uint8)
+        distributed.broadcast(sent, src=0, group=self._group)
+        return bool(sent.item())
+
     def exchange(
         self, sent: torch.Tensor, to_each: Sequence[int], from_each: Sequence[int]
     ) -> torch.Tensor:
