@@ -102,7 +102,14 @@ FOLLOWED = replace(PLAIN, deltas="follow")
     ("settings", "said"),
     [
         (replace(FOLLOWED, devices="cuda", workers=2), "workers is 2, but the tables go to GPUs"),
-        (replace(FOLLOWED, follow="alias"), "follow is 'alias', but the rows of the served"),
+        (
+            replace(FOLLOWED, follow="alias", tables="resident"),
+            "follow is 'alias', but a version .* that they share: use --tables mapped$",
+        ),
+        (
+            replace(FOLLOWED, follow="latest", devices="cuda"),
+            "follow is 'latest', but the tables go to GPUs",
+        ),
         (replace(FOLLOWED, delta_poll_s=0.001), "delta_poll_s is 0.001, expected 0.01 to 3600"),
         (replace(FOLLOWED, delta_poll_s=math.nan), "delta_poll_s is nan, expected 0.01 to 3600"),
         (replace(FOLLOWED, delta_poll_s=math.inf), "delta_poll_s is inf, expected 0.01 to 3600"),
@@ -112,6 +119,7 @@ def test_what_makes_no_sense_with_deltas_is_refused(settings: ServeSettings, sai
     check_settings(FOLLOWED)
     check_settings(replace(FOLLOWED, devices="cuda"))
     check_settings(replace(FOLLOWED, tables="resident", workers=2))
+    check_settings(replace(FOLLOWED, follow="latest"))
     with pytest.raises(ValueError, match=f"^{said}"):
         check_settings(settings)
 
