@@ -1,7 +1,8 @@
 """Measures deltas on a served model: rates, latencies, freshness, undo and replay.
 
     PYTHONPATH=bench python bench/experiments/deltas.py rates|latency|served|undo|replay \\
-        [--rows-per-minute 1000000] [--rounds 6] [--seconds 5] [--store s3://bucket/folder]
+        [--rows-per-minute 1000000] [--rounds 6] [--seconds 5] [--store s3://bucket/folder] \\
+        [--rows 10000] [--notify redis://127.0.0.1:6379]
 
 The model has 8 tables of 100,000 rows of 64 float32. The server runs on core 0, wrk with 64
 connections on core 1. The deltas of ``latency`` are written before, and published by links, so that
@@ -210,21 +211,29 @@ def latency(store: Path, load: Load, rounds: int, seconds: int, rows_per_minute:
     print(f"deltas of {rows * TABLES} rows that waited at the end of each round: {lags}")
 
 
-def served(store: str | Path, rounds: int) -> None:
-    """Prints seconds from a trainer's rows to their being served, for deltas of 20 MiB."""
+def served(store: str | Path, rounds: int, count: int, notify: str) -> None:
+    """Prints seconds from a trainer's rows to their being served, for ``count`` rows of each
+    table; pushes begin at random times between two polls."""
     publish_model(store)
     pushed, total = [], []
-    with serving(store, PORT, *FOLLOW) as url, DeltaWriter(store, model=MODEL) as writer:
+    options = (*FOLLOW, "--delta-notify", notify) if notify else FOLLOW
+    with (
+        serving(store, PORT, *options) as url,
+        DeltaWriter(store, model=MODEL, notify=notify or None) as writer,
+    ):
         for _ in range(rounds):
-            rows = changes(LARGE)
+            rows = changes(count)
             start_s = time.perf_counter()
             seq = writer.push_rows(rows)
             pushed.append(time.perf_counter() - start_s)
             until(lambda: deltas(url)["seq"] == seq, 0.002)  # noqa: B023
             total.append(time.perf_counter() - start_s)
-            time.sleep(0.2)
+            time.sleep(0.2 + 0.3 * RANDOM.random())
     for name, seconds in (("push", pushed), ("trainer to served", total)):
-        print(f"{name}: median {statistics.median(seconds):.3f} s, at most {max(seconds):.3f} s")
+        print(
+            f"{name}: median {statistics.median(seconds):.3f} s, {min(seconds):.3f} to "
+            f"{max(seconds):.3f} s"
+        )
 
 
 def undo(store: Path, rounds: int) -> None:
@@ -279,6 +288,8 @@ def main() -> None:
     parser.add_argument("--rows-per-minute", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=LARGE, help="of each table, for `served`")
+    parser.add_argument("--notify", default="", help="broker for `served`. Default: polls")
     parser.add_argument("--store", help="empty store for `served`. Default: a folder")
     chosen = parser.parse_args()
     need("wrk")
@@ -291,7 +302,7 @@ def main() -> None:
             case "latency":
                 latency(store, load, chosen.rounds, chosen.seconds, chosen.rows_per_minute)
             case "served":
-                served(chosen.store or store, chosen.rounds)
+                served(chosen.store or store, chosen.rounds, chosen.rows, chosen.notify)
             case "undo":
                 undo(store, chosen.rounds)
             case "replay":

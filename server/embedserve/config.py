@@ -228,6 +228,12 @@ class ServeSettings:
         "PEM file with Ed25519 public keys; a delta is applied only if one of them has signed it. "
         "Read at startup; requires the extra `signatures`. Default: no signature is needed.",
     )
+    delta_notify: str = setting(
+        "",
+        "Broker that notifies the server of deltas before the next poll: redis://HOST:PORT[/DB], "
+        "nats://HOST:PORT, over TLS rediss:// or tls:// (NATS), or a file with the URL. Requires "
+        "the extra `redis` or `nats`. Default: deltas are found by polling.",
+    )
     wait: bool = setting(
         False,
         "Wait at startup for models that the store does not have yet, and for a store that is "

@@ -18,6 +18,8 @@ from embedserve.config import (
     is_loopback,
     uds_mode,
 )
+from embedserve_store.deltas.notify.channel_url import read_channel_url
+from embedserve_store.errors import StoreError
 from embedserve_store.remote.remote_store import is_url
 
 
@@ -69,6 +71,11 @@ def _check_deltas(settings: ServeSettings) -> None:
             f"delta_poll_s is {poll_s:g}, expected {DELTA_POLL_S_MIN:g} to 3600, or 0 for the "
             "default"
         )
+    if settings.delta_notify and settings.deltas != "none":
+        try:
+            read_channel_url(settings.delta_notify)
+        except StoreError as error:
+            raise ValueError(str(error)) from error
 
 
 def _check_traces(settings: ServeSettings) -> None:

@@ -106,13 +106,23 @@ def undo(
     version: str | None,
     is_alone: bool,
     key: Path | None,
+    notify: str | None,
 ) -> None:
     """Appends a delta that reverts to the state after delta ``to``.
 
     Raises:
         StoreError: as undo_deltas raises it.
     """
-    made = undo_deltas(store, model, to=to, why=why, version=version, is_alone=is_alone, key=key)
+    made = undo_deltas(
+        store,
+        model,
+        to=to,
+        why=why,
+        version=version,
+        is_alone=is_alone,
+        key=key,
+        notify=notify,
+    )
     say(
         f"{model}: delta {made.seq} of line {made.line} reverts to "
         f"{f'delta {to}' if to else 'the version'}. Servers that follow the line apply it at their "

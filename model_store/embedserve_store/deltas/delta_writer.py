@@ -22,6 +22,8 @@ from embedserve_store.deltas.encode_changes import (
 )
 from embedserve_store.deltas.golden_bags import GoldenBags
 from embedserve_store.deltas.line_appender import LineAppender
+from embedserve_store.deltas.notify.channel_url import Notify
+from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.push_runner import PushRunner, evaluate
 from embedserve_store.deltas.pushed_goldens import PushedGoldens
 from embedserve_store.deltas.pushed_ids import PlacedIds, PushedIds, RemovedIds
@@ -36,6 +38,8 @@ from embedserve_store.format.delta_goldens import DeltaGoldens
 
 if TYPE_CHECKING:
     import torch
+
+    from embedserve_store.deltas.notify.notifier import DeltaNotifier
 
 
 class DeltaWriter:
@@ -67,6 +71,7 @@ class DeltaWriter:
         overlap_steps: int = 1,
         is_alone: bool = False,
         key: KeyFile | None = None,
+        notify: Notify | None = None,
     ) -> None:
         """Finds the end of the line, and tracks ``module``; a collective before the first step.
 
@@ -84,12 +89,15 @@ class DeltaWriter:
             key: PEM file with the Ed25519 private key that signs the deltas; rank 0 alone reads it.
                 Default: the file that the variable EMBEDSERVE_DELTA_SIGNING_KEY names. Without
                 either, deltas are not signed. Required after a signed delta.
+            notify: URL of the broker over which servers are notified of each delta, or a file with
+                the URL; rank 0 alone uses it. Default: the variable EMBEDSERVE_DELTA_NOTIFY. A
+                broker that fails delays no push.
 
         Raises:
             InvalidModelError: on all ranks: ``module`` has other tables than the version, or what
                 it trains cannot be tracked (tracked_rows.py).
             StoreError: on all ranks: there is no such version, the end of its line is damaged, the
-                store cannot be read or written, or the key cannot be used.
+                store cannot be read or written, or the key or ``notify`` cannot be used.
         """
         self._tracked: TrackedRows | None = None
         self._pushes = PushRunner()
@@ -100,6 +108,8 @@ class DeltaWriter:
         self._tables = {table.name: table for table in base.tables}
         self._ids = PushedIds(self._line, self._ranks)
         self._goldens = PushedGoldens(base, self._ranks)
+        self._notifier: DeltaNotifier | None = None
+        self._calls.on_first(lambda: self._make_notifier(notify))
         self._module, self._prefix = module, prefix
         if module is not None:
             self._calls.on_all(lambda: check_same_tables(module, prefix, base))
@@ -298,6 +308,8 @@ class DeltaWriter:
         finally:
             if self._tracked is not None:
                 self._tracked.close()
+            if self._notifier is not None:
+                self._notifier.close()
             self._ranks.close()
 
     def __enter__(self) -> Self:
@@ -316,6 +328,11 @@ class DeltaWriter:
         if self._tracked is not None:
             self._tracked.close()
 
+    def _make_notifier(self, notify: Notify | None) -> None:
+        """Makes the notifier. Returns nothing: what rank 0 returns is sent to all ranks."""
+        base = self._line.base
+        self._notifier = make_notifier(notify, base.model, self._line.position.line)
+
     def _begin(self) -> None:
         """Waits for the push in flight, and raises the error that stops this writer."""
         self.wait()
@@ -329,9 +346,11 @@ class DeltaWriter:
         step: int | None,
         as_of: str,
     ) -> int:
-        """Writes a delta and returns its seq; a collective."""
+        """Writes a delta, notifies servers of it, and returns its seq; a collective."""
         seq = self._line.append(changes, ids, goldens, step, as_of)
         self._ids.advance(ids)
+        if self._notifier is not None:
+            self._notifier.notify(seq)
         return seq
 
     def _check_apart(self, changes: Mapping[str, ChangedRows]) -> None:

@@ -7,6 +7,8 @@ import secrets
 
 from embedserve_store.deltas.append import append, check_no_overwrites, now
 from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.notify.channel_url import Notify
+from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.signing import KeyFile, check_stays_signed, signing_key
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest, LinePosition
@@ -26,6 +28,7 @@ def undo_deltas(
     version: int | str | None = None,
     is_alone: bool = False,
     key: KeyFile | None = None,
+    notify: Notify | None = None,
 ) -> DeltaManifest:
     """Appends a delta that brings the rows after delta ``to`` back.
 
@@ -41,10 +44,12 @@ def undo_deltas(
         version: version or alias whose line is meant. Default: the newest.
         is_alone: whether no training job appends to the line. Required as in DeltaWriter.
         key: file of the private key, as in DeltaWriter.
+        notify: broker over which servers are notified, as in DeltaWriter. If it fails, they find
+            the undo by polling.
 
     Raises:
-        StoreError: there is no such version or delta, there is nothing to undo, the key cannot be
-            used, or a text is too long. Nothing has changed then.
+        StoreError: there is no such version or delta, there is nothing to undo, the key or
+            ``notify`` cannot be used, or a text is too long. Nothing has changed then.
         UnreachableError: the store cannot be read or written. The undo is in the store only if its
             response was lost.
     """
@@ -54,6 +59,7 @@ def undo_deltas(
     models = ModelStore(store)
     token = secrets.token_hex(8)
     line = DeltaLine(models, models.manifest(model, version))
+    notifier = make_notifier(notify, model, line.start.line)
     if not is_alone:
         check_no_overwrites(models.where, f"{model}/{FOLDER}/{line.start.line}")
     write = writer(models.where, f"{model}/{FOLDER}")
@@ -78,6 +84,9 @@ def undo_deltas(
             made = signing.sign(made)
         if append(write, made) is not None or _is_there(DeltaLine(models, base), made):
             undo = made
+    if notifier is not None:
+        notifier.notify(undo.seq)
+        notifier.close()
     detail = f"line {undo.line}, delta {undo.seq} reverts to {to}: {why}"
     record_event(models.where, "undo", model, (base.version,), detail=detail)
     return undo

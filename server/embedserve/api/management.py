@@ -114,6 +114,10 @@ class Deltas(BaseModel):
     )
     memory_bytes: int = Field(description="Bytes of memory that changed rows take.")
     undo_from: int = Field(description="First delta to which an undo needs no store.")
+    notify: str | None = Field(
+        None,
+        description="connected or disconnected: the broker of --delta-notify. Absent without it.",
+    )
 
 
 class Model(BaseModel):

@@ -95,12 +95,19 @@ def undo(
             "servers have --delta-key.",
         ),
     ] = None,
+    notify: Annotated[
+        str | None,
+        typer.Option(
+            envvar="EMBEDSERVE_DELTA_NOTIFY",
+            help="Broker that notifies servers of the undo, as --delta-notify of serve.",
+        ),
+    ] = None,
 ) -> None:
     """Take the last deltas back: servers return to the rows after an earlier delta."""
     with cli_errors():
         from embedserve_store.commands.deltas import undo as run
 
-        run(store, model, to, why, version, alone, key)
+        run(store, model, to, why, version, alone, key, notify)
 
 
 @deltas.command(cls=Command)

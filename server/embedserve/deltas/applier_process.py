@@ -12,12 +12,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
+from embedserve.deltas.delta_waiter import DeltaWaiter
 from embedserve.deltas.followed_lines import BoundedLine, FollowedLines, LastSeq
 from embedserve.deltas.followed_version import FollowedVersion, from_bytes, open_followed
 from embedserve.deltas.follower import CheckRows, DeltaFollower
@@ -28,6 +30,10 @@ from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 
+if TYPE_CHECKING:
+    from embedserve.deltas.delta_subscriber import DeltaSubscriber
+    from embedserve_store.deltas.notify.channel import Topic
+
 logger = logging.getLogger(__name__)
 
 PROCESS_NAME = "delta-applier"
@@ -36,6 +42,16 @@ RETRY_S_MAX = 5.0
 BEAT_S = 1.0
 """Seconds between two heartbeats, at least: each wakes the supervisor, which itself checks all
 processes once in a second."""
+
+LOOK_S_MIN_MAX = 0.05
+"""Seconds between two looks, at least, if a longer interval of polls would allow more: a flood of
+notifications costs no more than 20 requests to the store a second."""
+
+
+def look_s_min(poll_s: float) -> float:
+    """Returns the seconds between two looks, at least, however many notifications come: a fifth of
+    the interval of polls."""
+    return min(poll_s / 5, LOOK_S_MIN_MAX)
 
 
 def run_applier(
@@ -60,8 +76,9 @@ def run_applier(
     """
     with suppress(OSError):  # ps shows which process it is
         Path("/proc/self/comm").write_text(PROCESS_NAME)
-    inbox = Inbox(supervisor)
-    heartbeat = Heartbeat(supervisor, inbox.arrived)
+    waiter = DeltaWaiter()
+    inbox = Inbox(supervisor, waiter)
+    heartbeat = Heartbeat(supervisor)
     models = BeatingStore(settings, heartbeat)
 
     def make_poll(version: FollowedVersion, model: FollowedModel, last_seq: LastSeq) -> Poll:
@@ -83,43 +100,65 @@ def run_applier(
     models_at_start = {one.key: followed.pop(one) for one in versions}
     lines = FollowedLines(make_poll, open_model, models_at_start)
     lines.follow(versions)
+    subscriber = _subscriber(settings, waiter, lines.topics())
     is_told = False
     while True:
         if (wanted := inbox.take()) is not None:
             lines.follow(wanted)
+        if subscriber is not None:
+            subscriber.follow(lines.topics())
+            lines.set_notified(subscriber.is_connected)
         due_s = lines.look()
         if (not is_told and lines.are_looked()) or lines.find_caught_up():
             is_told = True
             heartbeat.send()
         heartbeat.beat()
-        heartbeat.wait(due_s - time.monotonic())
+        heartbeat.wait(due_s - time.monotonic(), waiter)
+        lines.hurry(waiter.take())
+
+
+def _subscriber(
+    settings: ServeSettings, waiter: DeltaWaiter, topics: Iterable[Topic]
+) -> DeltaSubscriber | None:
+    """Returns what announces notifications to ``waiter``; None without settings.delta_notify."""
+    if not settings.delta_notify:
+        return None
+    from embedserve.deltas.delta_subscriber import DeltaSubscriber
+
+    pace_s = look_s_min(delta_poll_s(settings))
+    subscriber = DeltaSubscriber(settings.delta_notify, waiter, pace_s)
+    subscriber.follow(topics)
+    subscriber.start()
+    return subscriber
 
 
 class Inbox:
     """Messages of the supervisor; only the newest counts. Ends this process when the
-    supervisor's end of the channel is closed.
+    supervisor's end of the channel is closed."""
 
-    Attributes:
-        arrived: set while there is a message to take.
-    """
-
-    def __init__(self, supervisor: socket.socket) -> None:
-        self.arrived = threading.Event()
+    def __init__(self, supervisor: socket.socket, waiter: DeltaWaiter) -> None:
+        """
+        Args:
+            waiter: is woken by each message.
+        """
+        self._waiter = waiter
+        self._has_arrived = threading.Event()
         self._newest = b""
         threading.Thread(target=self._read, args=(supervisor,), daemon=True).start()
 
     def take(self) -> list[FollowedVersion] | None:
         """Returns the versions to follow from now on; None if no message came since."""
-        if not self.arrived.is_set():
+        if not self._has_arrived.is_set():
             return None
-        self.arrived.clear()
+        self._has_arrived.clear()
         return from_bytes(self._newest)
 
     def _read(self, supervisor: socket.socket) -> None:
         with suppress(OSError), supervisor.makefile("rb") as lines:
             for line in lines:
                 self._newest = line
-                self.arrived.set()
+                self._has_arrived.set()
+                self._waiter.wake()
         os._exit(0)
 
 
@@ -140,16 +179,25 @@ class Poll:
         self.due_s = 0.0
         self._make, self._status = make, status
         self._poll_s = self._wait_s = poll_s
+        self._looked_s = 0.0
+        self._is_failed = False
         self._follower = make()
 
     def look_if_due(self) -> None:
         if self.due_s > time.monotonic():
             return
         has_more = self._look()
-        is_failed = bool(self._status.read().reason)
+        self._is_failed = bool(self._status.read().reason)
         longest_s = max(RETRY_S_MAX, self._poll_s)
-        self._wait_s = min(2 * self._wait_s, longest_s) if is_failed else self._poll_s
-        self.due_s = time.monotonic() + (0.0 if has_more else self._wait_s)
+        self._wait_s = min(2 * self._wait_s, longest_s) if self._is_failed else self._poll_s
+        self._looked_s = time.monotonic()
+        self.due_s = self._looked_s + (0.0 if has_more else self._wait_s)
+
+    def hurry(self) -> None:
+        """Makes the next look due as early as ``look_s_min`` allows. While no delta can be applied
+        its time stays: each of these looks may read a large delta again."""
+        if not self._is_failed:
+            self.due_s = min(self.due_s, self._looked_s + look_s_min(self._poll_s))
 
     def _look(self) -> bool:
         """Looks once. An unexpected error is that of this follower alone."""
@@ -165,13 +213,8 @@ class Poll:
 class Heartbeat:
     """Heartbeats of the applier, each a byte on the channel to the supervisor."""
 
-    def __init__(self, supervisor: socket.socket, arrived: threading.Event | None = None) -> None:
-        """
-        Args:
-            arrived: ends a wait.
-        """
+    def __init__(self, supervisor: socket.socket) -> None:
         self._supervisor = supervisor
-        self._arrived = arrived or threading.Event()
         self._sent_s = 0.0
 
     def beat(self) -> None:
@@ -185,11 +228,11 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             self._supervisor.send(b"\n", socket.MSG_DONTWAIT)
 
-    def wait(self, seconds: float) -> None:
-        """Sends heartbeats for ``seconds``, or until a message has arrived."""
+    def wait(self, seconds: float, waiter: DeltaWaiter) -> None:
+        """Sends heartbeats for ``seconds``, or until ``waiter`` is woken."""
         ends_s = time.monotonic() + seconds
         while (left_s := ends_s - time.monotonic()) > 0:
-            if self._arrived.wait(min(left_s, BEAT_S)):
+            if waiter.wait(min(left_s, BEAT_S)):
                 return
             self.beat()
 

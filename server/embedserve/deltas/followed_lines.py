@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from embedserve.deltas.followed_version import FollowedVersion
 from embedserve.deltas.status import HELD, FollowedModel
 from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.notify.channel import Topic
 from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
@@ -112,6 +113,22 @@ class FollowedLines:
         due_s = [one.poll.due_s for one in self._followed.values()]
         return min(due_s, default=time.monotonic() + OPEN_S)
 
+    def topics(self) -> set[Topic]:
+        """Returns the topics of the followed lines."""
+        return {_topic(one) for one in self._followed.values()}
+
+    def hurry(self, topics: Container[Topic]) -> None:
+        """Makes the next look of lines whose topics were announced come earlier."""
+        for one in self._followed.values():
+            if _topic(one) in topics:
+                one.poll.hurry()
+
+    def set_notified(self, is_connected: bool) -> None:
+        """Tells workers whether the broker is connected."""
+        for one in self._followed.values():
+            if one.model.notify is not None:
+                one.model.notify.set(is_connected)
+
     def are_looked(self) -> bool:
         """Returns whether all served versions have the deltas that were there at the start."""
         served = (one for one in self._followed.values() if not one.version.is_next)
@@ -166,6 +183,11 @@ class FollowedLines:
                 continue
             self._inherited.pop(key, None)
             self._followed[key] = _Followed(version, model, poll)
+
+
+def _topic(one: _Followed) -> Topic:
+    live = one.model.live
+    return Topic(live.version.manifest.model, live.start.line)
 
 
 def _are_of_one_line(one: FollowedModel, other: FollowedModel) -> bool:

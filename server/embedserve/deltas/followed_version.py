@@ -112,7 +112,15 @@ def _followed(
 ) -> FollowedModel:
     room, undo = memory_bytes(settings, version), settings.delta_undo
     percent = settings.delta_new_ids_percent
-    return FollowedModel.of(version, room, settings.workers, undo, memory, percent)
+    return FollowedModel.of(
+        version,
+        room,
+        settings.workers,
+        undo,
+        memory,
+        percent,
+        is_notified=bool(settings.delta_notify),
+    )
 
 
 def _divided(stored: ModelVersion, followed: ModelVersion) -> str:

@@ -205,6 +205,8 @@ class FollowedModel:
         caught_up: whether a version that is prepared beside the served one may serve. Set by the
             applier.
         memory: the memory itself; other processes can open it while this one has it.
+        notify: whether the broker that notifies the applier is connected, which sets it; None
+            without a broker.
     """
 
     live: LiveRows
@@ -213,6 +215,7 @@ class FollowedModel:
     goldens: SharedGoldens = field(default_factory=SharedGoldens)
     caught_up: SharedFlag = field(default_factory=SharedFlag)
     memory: VersionMemory = field(default_factory=VersionMemory.create)
+    notify: SharedFlag | None = None
 
     @classmethod
     def of(
@@ -223,11 +226,14 @@ class FollowedModel:
         undo: int,
         memory: VersionMemory,
         new_ids_percent: float = 0.0,
+        *,
+        is_notified: bool = False,
     ) -> FollowedModel:
         """Returns ``version`` in ``memory``, new or as another process has left it.
 
         Args:
             memory_max, readers, undo, new_ids_percent: as in LiveRows, the same in all processes.
+            is_notified: whether a broker notifies the applier.
 
         Raises:
             StoreError: the version's deltas cannot be served.
@@ -235,7 +241,16 @@ class FollowedModel:
         """
         live = LiveRows(version, memory_max, readers, undo, memory, new_ids_percent)
         status, hold = DeltaStatus(live.start, memory), SharedFlag(memory)
-        return cls(live, status, hold, SharedGoldens(memory), SharedFlag(memory), memory)
+        goldens, caught_up = SharedGoldens(memory), SharedFlag(memory)
+        notify = SharedFlag(memory) if is_notified else None
+        return cls(live, status, hold, goldens, caught_up, memory, notify)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns status and connection as JSON values, as /models has them."""
+        described = self.status.describe()
+        if self.notify is not None:
+            described["notify"] = "connected" if self.notify.is_set else "disconnected"
+        return described
 
 
 def _age_s(since: float) -> float:

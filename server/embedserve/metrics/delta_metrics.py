@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from embedserve.deltas.status import FULL, HELD, STALLED, DeltaStatus
+from embedserve.deltas.status import FULL, HELD, STALLED, FollowedModel
 from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import HistogramSamples
 
 
-def delta_samples(labels: Sequence[str], status: DeltaStatus) -> Iterator[Sample]:
+def delta_samples(labels: Sequence[str], followed: FollowedModel) -> Iterator[Sample]:
     """Yields the samples of one followed model.
 
     Args:
         labels: labels of the served name.
     """
-    now = status.read()
+    now = followed.status.read()
     values: dict[str, float | HistogramSamples] = {
         "seq": now.applied.seq,
         "wanted_seq": max(now.wanted_seq, now.applied.seq),
@@ -37,5 +37,7 @@ def delta_samples(labels: Sequence[str], status: DeltaStatus) -> Iterator[Sample
         "apply_seconds": now.apply_seconds.samples(),
         "freshness_seconds": now.freshness_seconds.samples(),
     }
+    if followed.notify is not None:
+        values["notify_connected"] = followed.notify.is_set
     for name, value in values.items():
         yield f"embedserve_delta_{name}", labels, value

@@ -118,6 +118,8 @@ FAMILIES = (
            "1 if no delta is applied, because the memory for changed rows or ids is full."),
     Family("embedserve_delta_held", GAUGE, NAME, "",
            "1 if no delta is applied, because an administrator holds them."),
+    Family("embedserve_delta_notify_connected", GAUGE, NAME, "",
+           "1 if the broker of --delta-notify is connected, else 0. Absent without that setting."),
     Family("embedserve_delta_rows_changed", GAUGE, NAME, "rows",
            "Rows that differ from those of the version. A row of tables that share features counts "
            "once."),

@@ -221,5 +221,5 @@ class ModelMetrics:
         yield "embedserve_model_version", labels, model.version
         yield "embedserve_model_replanned", labels, model.replanned
         if model.deltas is not None:
-            yield from delta_samples(labels, model.deltas.status)
+            yield from delta_samples(labels, model.deltas)
         yield from self.version.samples()

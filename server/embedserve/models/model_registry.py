@@ -171,7 +171,7 @@ class ModelRegistry:
             "since": self.since[name],
             "next": None if next_version is None else asdict(next_version),
             "leaving": [version for one, version in self.draining if one == name],
-            "deltas": None if model.deltas is None else model.deltas.status.describe(),
+            "deltas": None if model.deltas is None else model.deltas.describe(),
         }
 
     def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:

@@ -77,6 +77,7 @@ class Followed:
         self.status = DeltaStatus(self.line.start)
         self.hold = SharedFlag()
         self.goldens = SharedGoldens()
+        self.notify = SharedFlag()
         self.follower = self.started()
 
     def started(self, check_on_device: CheckRows | None = None) -> DeltaFollower:

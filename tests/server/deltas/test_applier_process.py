@@ -27,13 +27,19 @@ WAIT_S_MAX = 30
 class Process:
     """The applier of a store, forked from this process."""
 
-    def __init__(self, followed: Followed, store: Path, poll_s: float = 0.0) -> None:
+    def __init__(
+        self, followed: Followed, store: Path, poll_s: float = 0.0, notify: str = ""
+    ) -> None:
         self.supervisor, theirs = socket.socketpair()
         self.pid = os.fork()
         if not self.pid:
             self.supervisor.close()
-            settings = ServeSettings(store=str(store), deltas="follow", delta_poll_s=poll_s)
-            model = FollowedModel(followed.live, followed.status, followed.hold)
+            settings = ServeSettings(
+                store=str(store), deltas="follow", delta_poll_s=poll_s, delta_notify=notify
+            )
+            model = FollowedModel(
+                followed.live, followed.status, followed.hold, notify=followed.notify
+            )
             run_applier(settings, {FollowedVersion("m", "", "", 0): model}, open_folder, theirs)
         theirs.close()
         self.supervisor.settimeout(WAIT_S_MAX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,10 @@ from embedserve.deltas.followed_version import (
 )
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import FollowedModel
 from embedserve_store import compact_deltas, publish
+from embedserve_store.deltas.notify.channel import Topic
 from embedserve_store.errors import StoreError
 
 
@@ -263,3 +266,24 @@ def test_a_version_without_room_is_named(tmp_path: Path) -> None:
     said = rf"m/1: its changed rows may take {needed} bytes .* and {needed - 1} bytes of memory"
     with pytest.raises(StoreError, match=said):
         check_room(settings, version, needed - 1)
+
+
+def test_notifications_hurry_the_lines_that_they_name(moving: Moving) -> None:
+    moving.until_looked()
+    assert moving.lines.topics() == {Topic("m", 1)}
+    (one,) = moving.lines._followed.values()
+    one.poll.due_s = later = time.monotonic() + 3600
+    moving.lines.hurry({Topic("m", 2), Topic("n", 1)})
+    assert one.poll.due_s == later
+    moving.lines.hurry({Topic("m", 1)})
+    assert one.poll.due_s < later
+
+
+def test_workers_are_told_of_the_broker(moving: Moving) -> None:
+    (one,) = moving.lines._followed.values()
+    moving.lines.set_notified(True)
+    assert one.model.notify is None  # without the setting
+    one.model = replace(one.model, notify=SharedFlag())
+    for is_connected in (True, False):
+        moving.lines.set_notified(is_connected)
+        assert one.model.describe()["notify"] == ("connected" if is_connected else "disconnected")

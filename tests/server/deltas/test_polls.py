@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from embedserve.deltas.applier_process import RETRY_S_MAX, Poll
+from embedserve.deltas.applier_process import RETRY_S_MAX, Poll, look_s_min
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.status import STALLED, DeltaStatus
 from embedserve_store.format.delta_manifest import LinePosition
@@ -83,6 +83,37 @@ def test_nothing_is_looked_for_before_it_is_due(clock: list[float]) -> None:
     clock[0] += POLL_S / 2
     poll.look_if_due()
     assert looks == [100.0]
+
+
+def test_notifications_hasten_a_look_but_not_below_the_smallest_interval(
+    clock: list[float],
+) -> None:
+    """However many come: a flood costs five looks for each poll, and no more than 20 a second."""
+    poll, *_ = poll_of(lambda _: False)
+    poll.look_if_due()
+    clock[0] += POLL_S / 2
+    poll.hurry()
+    assert poll.due_s <= clock[0]
+    poll.look_if_due()
+    for _ in range(10):
+        poll.hurry()
+    assert poll.due_s == clock[0] + POLL_S / 5
+    assert [look_s_min(one) for one in (0.05, 0.25, 60)] == [0.01, 0.05, 0.05]
+
+
+def test_notifications_hasten_no_look_while_no_delta_can_be_applied(clock: list[float]) -> None:
+    """Each look may read a damaged delta of gigabytes again."""
+
+    def fail(status: DeltaStatus) -> bool:
+        status.write(replace(status.read(), state=STALLED, reason="damaged"))
+        return False
+
+    poll, *_ = poll_of(fail)
+    waits(poll, clock, 4)
+    poll.look_if_due()
+    due_s = poll.due_s
+    poll.hurry()
+    assert poll.due_s == due_s == clock[0] + RETRY_S_MAX
 
 
 def test_after_an_unexpected_error_the_follower_is_made_anew(

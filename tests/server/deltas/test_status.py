@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from embedserve.deltas import status as module
-from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.shared_flag import SharedFlag
+from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations, FollowedModel
+from embedserve.metrics.delta_metrics import delta_samples
 from embedserve_store.format.delta_manifest import LinePosition
 
 START = LinePosition(7, 4, "ab" * 32)
@@ -113,3 +117,18 @@ def test_the_time_of_the_last_look_is_shown_and_its_age() -> None:
     status.write(replace(status.read(), looked_at=1e9))
     assert status.describe()["looked_at"] == "2001-09-09T01:46:40.000+00:00"
     assert status.read().look_age_s() > 1e8
+
+
+def test_the_state_of_the_broker_is_shown_if_there_is_one() -> None:
+    status = DeltaStatus(START)
+    live = cast(LiveRows, None)
+    assert "notify" not in FollowedModel(live, status).describe()
+    notify = SharedFlag()
+    followed = FollowedModel(live, status, notify=notify)
+    assert followed.describe() == status.describe() | {"notify": "disconnected"}
+    notify.set(True)
+    assert followed.describe()["notify"] == "connected"
+    samples = {name: value for name, _, value in delta_samples([], followed)}
+    assert samples["embedserve_delta_notify_connected"] == 1
+    without = [name for name, *_ in delta_samples([], FollowedModel(live, status))]
+    assert [*samples.keys() - {*without}] == ["embedserve_delta_notify_connected"]

@@ -1,0 +1,106 @@
+"""Receives notifications of deltas from a broker, in a thread of the applier.
+
+A notification is believed in nothing: it makes the applier look at the store earlier. Whatever the
+broker does, the applier polls at its interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterable
+
+from embedserve.deltas.delta_waiter import DeltaWaiter
+from embedserve_store.deltas.notify.channel import (
+    RETRY_S,
+    RETRY_S_MAX,
+    Channel,
+    Topic,
+    described_error,
+    open_channel,
+)
+from embedserve_store.deltas.notify.channel_url import ChannelUrl, Notify, read_channel_url
+
+logger = logging.getLogger(__name__)
+
+
+class DeltaSubscriber:
+    """A connection to the broker for all followed lines, which is opened again when it ends.
+
+    Attributes:
+        is_connected: whether notifications come.
+    """
+
+    def __init__(
+        self,
+        notify: Notify,
+        waiter: DeltaWaiter,
+        pace_s: float,
+    ) -> None:
+        """
+        Args:
+            notify: URL of the broker, or a file with it, which is read for each connection.
+            waiter: learns of each notification.
+            pace_s: seconds between two times that notifications are received. What the broker
+                sends meanwhile counts as one.
+        """
+        self.is_connected = False
+        self._notify, self._waiter, self._pace_s = notify, waiter, pace_s
+        self._wanted: frozenset[Topic] = frozenset()
+        self._is_failing = False
+
+    def follow(self, topics: Iterable[Topic]) -> None:
+        """Subscribes to ``topics`` within some seconds; in any thread. Former ones may still be
+        announced, until the next connection."""
+        self._wanted = frozenset(topics)
+
+    def start(self) -> None:
+        """Starts the thread, which ends with the process."""
+        threading.Thread(target=self._run, name="delta-subscriber", daemon=True).start()
+
+    def _run(self) -> None:
+        asyncio.run(self._receive_all())
+
+    async def _receive_all(self) -> None:
+        delay_s = RETRY_S
+        while True:
+            url, channel, start_s = None, None, time.monotonic()
+            try:
+                url = read_channel_url(self._notify)
+                channel = open_channel(url)
+                await self._receive(channel, url)
+            except Exception as error:
+                self._log_failure(described_error(error, url))
+            self.is_connected = False
+            if channel is not None:
+                await channel.close()
+            if time.monotonic() - start_s > RETRY_S_MAX:
+                delay_s = RETRY_S
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_S_MAX)
+
+    async def _receive(self, channel: Channel, url: ChannelUrl) -> None:
+        """Announces what is notified, until the connection fails."""
+        await channel.connect()
+        subscribed: set[Topic] = set()
+        found: set[Topic] = set()
+        while True:
+            if new := self._wanted - subscribed:
+                await channel.subscribe([*new])
+                subscribed |= new
+                found |= new  # deltas may have come while there was no subscription
+            if not self.is_connected:
+                self.is_connected, self._is_failing = True, False
+                logger.info("notifications of deltas come from %s", url)
+            if found:
+                self._waiter.announce(found)
+            if found or not subscribed:
+                await asyncio.sleep(self._pace_s)
+            found = await channel.receive() if subscribed else set()
+
+    def _log_failure(self, reason: str) -> None:
+        if not self._is_failing:
+            logger.warning("no notifications of deltas, which are found by polling: %s", reason)
+        self._is_failing = True

@@ -1,0 +1,75 @@
+"""A server whose broker notifies it of deltas: they are served at once, and no secret is shown."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from brokers import KINDS, QUOTED, Broker, until
+from brokers import running as running_broker
+from running_servers import free_port, running
+
+from embedserve_client import EmbedClient
+from embedserve_store import DeltaWriter, TableSpec, publish
+
+HOUR = "3600"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
+    """It would poll once in an hour. Without the broker it goes on with what it has."""
+    store, log, management_port = tmp_path / "store", tmp_path / "log", free_port()
+    weights = {"ebc.embedding_bags.t.weight": torch.zeros(10, 4)}
+    publish(weights, store, model="m", tables=[TableSpec("t", 10, 4, ("f",), "sum", "float32")])
+    url_file = tmp_path / "broker.url"
+    with running_broker(Broker(kind, tmp_path, has_password=True)) as broker:
+        url_file.write_text(broker.url)
+        options = ("--deltas", "follow", "--delta-poll-s", HOUR, "--delta-notify", url_file)
+        management = f"http://127.0.0.1:{management_port}"
+
+        def state() -> str:
+            (model,) = httpx.get(f"{management}/models").json()["models"]
+            return str(model["deltas"]["notify"])
+
+        def connected() -> str:
+            lines = httpx.get(f"{management}/metrics").text.splitlines()
+            (line,) = (one for one in lines if "notify_connected{" in one)
+            return line.rpartition(" ")[2]
+
+        with (
+            running(store, log, *options, management_port=management_port) as server,
+            DeltaWriter(store, model="m", notify=url_file) as writer,
+            EmbedClient(server.http) as client,
+        ):
+            until(lambda: state() == "connected")
+            for seq in (1, 2):
+                writer.push_rows({"t": ([3], np.full((1, 4), seq, np.float32))})
+                until(lambda: client.embed({"f": [[3]]}).seq == seq)  # noqa: B023
+                assert client.embed({"f": [[3]]}).values.tolist() == [[seq] * 4]
+            assert connected() == "1.0"
+            broker.kill()
+            until(lambda: state() == "disconnected")
+            assert connected() == "0.0"
+            assert client.embed({"f": [[3]]}).seq == 2
+            shown = subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True)
+            models = httpx.get(f"{management}/models").text
+            text = log.read_text()
+    assert broker.address in text
+    for where in (text, shown.stdout, models):
+        assert "sesame" not in where
+        assert QUOTED not in where
+
+
+def test_a_setting_that_cannot_be_stops_the_start(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="delta notify: the scheme is 'kafka'; expected redis"):
+        with_setting(tmp_path)
+
+
+def with_setting(tmp_path: Path) -> None:
+    options = ("--deltas", "follow", "--delta-notify", "kafka://broker")
+    with running(tmp_path, tmp_path / "log", *options):
+        pass

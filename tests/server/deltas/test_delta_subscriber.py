@@ -1,0 +1,351 @@
+"""Notifications end the applier's wait early; whatever a broker does, nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from brokers import KINDS, PASSWORD, WAIT_S_MAX, Broker, FakeBroker, running, until
+from server.deltas.followed import Followed
+from server.deltas.test_applier_process import Process
+
+from embedserve.config import ServeSettings
+from embedserve.config_checks import check_settings
+from embedserve.deltas import delta_subscriber as module
+from embedserve.deltas.delta_subscriber import DeltaSubscriber
+from embedserve.deltas.delta_waiter import DeltaWaiter
+from embedserve_store import DeltaWriter
+from embedserve_store.deltas.notify import nats_channel, redis_channel
+from embedserve_store.deltas.notify.channel import Channel, Topic, open_channel
+from embedserve_store.deltas.notify.channel_url import ChannelUrl, read_channel_url
+
+TOPIC, OTHER, LATER = Topic("m", 1), Topic("n", 3), Topic("m", 7)
+PACE_S = 0.05
+
+
+class Announced(DeltaWaiter):
+    """Counts what is announced, by topic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {TOPIC: 0, OTHER: 0, LATER: 0}
+
+    def announce(self, topics: Iterable[Topic]) -> None:
+        for topic in topics:
+            self.counts[topic] += 1
+
+
+class Subscriber(DeltaSubscriber):
+    """A subscriber that ends before the process does."""
+
+    is_over = False
+
+    def _run(self) -> None:
+        with suppress(SystemExit):
+            super()._run()
+
+    async def _receive(self, channel: Channel, url: ChannelUrl) -> None:
+        if self.is_over:
+            raise SystemExit
+        await super()._receive(channel, url)
+
+
+STARTED: list[Subscriber] = []
+"""Subscribers of the test."""
+
+
+class Subscribed:
+    """A subscriber to a broker, in this process."""
+
+    def __init__(self, url: str | Path) -> None:
+        self.announced = Announced()
+        self.subscriber = Subscriber(url, self.announced, PACE_S)
+        self.subscriber.follow([TOPIC, OTHER])
+        STARTED.append(self.subscriber)
+        self.subscriber.start()
+
+    @property
+    def count(self) -> int:
+        return self.announced.counts[TOPIC]
+
+
+@pytest.fixture(params=KINDS)
+def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
+    with running(Broker(request.param, tmp_path)) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Shortens the waits for a broker that does not respond, and ends the subscribers when the
+    broker has ended."""
+    caplog.set_level(logging.INFO, "embedserve")
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    monkeypatch.setattr(module, "RETRY_S_MAX", 0.2)
+    for channel in (redis_channel, nats_channel):
+        monkeypatch.setattr(channel, "CONNECT_S_MAX", 2.0)
+        monkeypatch.setattr(channel, "IDLE_S", 0.2)
+    yield
+    for subscriber in STARTED:
+        subscriber.is_over = True
+    for thread in threading.enumerate():
+        if thread.name == "delta-subscriber":
+            thread.join(WAIT_S_MAX)
+            assert not thread.is_alive()
+    STARTED.clear()
+
+
+def publish(url: str, *topics: Topic, seq: int = 1) -> None:
+    """Publishes once the broker takes it: one that has just been started may not yet."""
+    until(lambda: is_published(url, *topics, seq=seq))
+
+
+def is_published(url: str, *topics: Topic, seq: int) -> bool:
+    async def run() -> None:
+        channel = open_channel(read_channel_url(url))
+        try:
+            await channel.connect()
+            for topic in topics:
+                await channel.publish(topic, seq)
+        finally:
+            await channel.close()
+
+    try:
+        asyncio.run(run())
+    except Exception:
+        return False
+    return True
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_each_notification_is_announced(broker: Broker) -> None:
+    """Of any seq: nothing in it is believed. Those before the connection count as one."""
+    publish(broker.url, TOPIC)
+    subscribed = Subscribed(broker.url)
+    until(lambda: subscribed.announced.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
+    assert subscribed.subscriber.is_connected
+    for seq in (7, 7, 3):
+        before = subscribed.count
+        publish(broker.url, TOPIC, seq=seq)
+        until(lambda: subscribed.count > before)  # noqa: B023
+    assert subscribed.announced.counts[OTHER] == 1
+    publish(broker.url, OTHER)
+    until(lambda: subscribed.announced.counts[OTHER] > 1)
+
+
+def test_a_broker_that_is_killed_is_connected_again(
+    broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning for each time that it is away, whatever the number of tries."""
+    tries = []
+
+    def open_and_count(url: ChannelUrl) -> Channel:
+        tries.append(url)
+        return open_channel(url)
+
+    monkeypatch.setattr(module, "open_channel", open_and_count)
+    subscribed = Subscribed(broker.url)
+    for away in (1, 2):
+        until(lambda: subscribed.subscriber.is_connected)
+        until(lambda: subscribed.count >= away)  # noqa: B023
+        broker.kill()
+        until(lambda: not subscribed.subscriber.is_connected)
+        enough = len(tries) + 3
+        until(lambda: len(tries) >= enough)  # noqa: B023
+        assert len(warnings(caplog)) == away
+        broker.start()
+    until(lambda: subscribed.subscriber.is_connected and subscribed.count >= 3)
+    assert broker.address in warnings(caplog)[0]
+    before = subscribed.count
+    publish(broker.url, TOPIC)
+    until(lambda: subscribed.count > before)
+
+
+def test_a_broker_that_hangs_counts_as_disconnected(broker: Broker) -> None:
+    subscribed = Subscribed(broker.url)
+    until(lambda: subscribed.subscriber.is_connected)
+    broker.signal(signal.SIGSTOP)
+    until(lambda: not subscribed.subscriber.is_connected)
+    broker.signal(signal.SIGCONT)
+    until(lambda: subscribed.subscriber.is_connected)
+
+
+def test_a_file_with_the_url_is_read_for_each_connection(
+    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that a password can be changed, and a file that is away for a time ends nothing."""
+    file = tmp_path / "broker.url"
+    subscribed = Subscribed(file)
+    until(lambda: warnings(caplog))
+    assert "is no URL, and no file that can be read" in warnings(caplog)[0]
+    file.write_text(broker.url)
+    until(lambda: subscribed.subscriber.is_connected)
+
+
+def test_a_flood_is_announced_at_a_pace(broker: Broker) -> None:
+    """However fast notifications come, one announcement in PACE_S stands for all of them."""
+    subscribed = Subscribed(broker.url)
+    until(lambda: subscribed.count)
+    begin_s, before = time.monotonic(), subscribed.count
+    publish(broker.url, *[TOPIC] * 3000)
+    announced, took_s = subscribed.count - before, time.monotonic() - begin_s
+    assert 1 <= announced <= took_s / PACE_S + 1
+    assert subscribed.subscriber.is_connected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broker_that_denies_access_is_no_reason_to_stop(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(Broker(kind, tmp_path, has_password=True)) as broker:
+        denied = Subscribed(broker.address)
+        until(lambda: warnings(caplog))
+        assert not denied.subscriber.is_connected
+        allowed = Subscribed(broker.url)
+        until(lambda: allowed.subscriber.is_connected)
+        publish(broker.url, TOPIC)
+        until(lambda: allowed.count > 1)
+        assert denied.count == 0
+    assert "sesame" not in caplog.text
+    assert PASSWORD not in caplog.text
+
+
+GARBAGE = {
+    "noise": (bytes(range(256)) * 4,),
+    "nothing": (b"",),
+    "endless line": (b"x" * 65536,) * 2,
+    "endless array": (b"*1000000000\r\n", b":1\r\n" * 10_000),
+    "endless string": (b"$100000000000\r\n", b"x" * 65536),
+    "nested": (b"*1\r\n" * 10_000,) * 2,
+    "negative": (b"*-5\r\n$-7\r\n",) * 2,
+    "unexpected": (b"+PONG\r\n" * 100 + b":7\r\n" * 100,),
+    "long MSG": (b"INFO {}\r\n", b"PONG\r\n", b"MSG a 1 99999999999\r\n", b"x" * 65536),
+    "endless INFO": (b"INFO ", b"{" * 65536),
+    "second INFO": (b"INFO {}\r\n", b"PONG\r\n", b"INFO ", b"{" * 65536),
+    "malformed": (b"INFO {}\r\n", b"PONG\r\n", b"MSG \xff x y\r\nHMSG a 1 9 3\r\n\0\r\n"),
+}
+"""What a broker sends; the last of several parts without an end."""
+BUFFERED_BYTES = 16 << 20
+"""Bytes that the kernel may take of a connection that is not read, at most."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_broker_that_sends_garbage_is_read_within_limits(
+    kind: str, garbage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its connection is ended, and the next one comes later."""
+    parts = GARBAGE[garbage]
+    fake = FakeBroker(*parts, is_endless=len(parts) > 1)
+    try:
+        subscribed = Subscribed(f"{kind}://127.0.0.1:{fake.port}")
+        until(lambda: fake.connections >= 3)
+        assert subscribed.count <= fake.connections
+        assert fake.sent_bytes_max < BUFFERED_BYTES
+    finally:
+        fake.close()
+    assert [one for one in warnings(caplog) if "found by polling" not in one] == []
+
+
+def test_a_pushed_delta_is_applied_long_before_the_next_poll(
+    broker: Broker, tmp_path: Path
+) -> None:
+    """The interval is an hour: the first notifications may come before the connection."""
+    followed = Followed(tmp_path / "store")
+    applier = Process(followed, tmp_path / "store", poll_s=3600.0, notify=broker.url)
+    try:
+        until(lambda: followed.notify.is_set)
+        with DeltaWriter(tmp_path / "store", model="m", notify=broker.url) as writer:
+            for seq in (1, 2):
+                writer.push_rows({})
+                until(lambda: followed.live.seq == seq)  # noqa: B023
+            broker.kill()
+            writer.push_rows({})
+            until(lambda: not followed.notify.is_set)
+            assert followed.live.seq == 2
+            broker.start()  # a new connection is a reason to look
+            until(lambda: followed.live.seq == 3)
+    finally:
+        os.kill(applier.pid, signal.SIGKILL)
+        applier.ended()
+
+
+def test_pushes_are_found_by_polling_while_the_broker_is_killed_and_floods(
+    broker: Broker, tmp_path: Path
+) -> None:
+    """Forged seqs, and kill -9 under pushes: every delta is applied, in order."""
+    followed = Followed(tmp_path / "store")
+    applier = Process(followed, tmp_path / "store", poll_s=0.05, notify=broker.url)
+    is_over = threading.Event()
+
+    def flood() -> None:
+        while not is_over.is_set():
+            is_published(broker.url, *[TOPIC] * 50, seq=1 << 40)  # not while it is down
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        with DeltaWriter(tmp_path / "store", model="m", notify=broker.url) as writer:
+            for seq in range(1, 31):
+                assert writer.push_rows({"t": ([seq % 20], [[1.0] * 4])}) == seq
+                if seq % 10 == 0:
+                    broker.kill()
+                if seq % 10 == 5 and broker.process is None:
+                    broker.start()
+            until(lambda: followed.live.seq == 30)
+        assert followed.status.read().refused == 0
+    finally:
+        is_over.set()
+        thread.join()
+        os.kill(applier.pid, signal.SIGKILL)
+        applier.ended()
+
+
+@pytest.mark.parametrize(
+    ("notify", "reason"),
+    [
+        ("http://me:secret@broker", "delta notify: the scheme is 'http'"),
+        ("/no/such/file", "delta notify /no/such/file: is no URL, and no file"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(notify: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        check_settings(ServeSettings(store="store", deltas="follow", delta_notify=notify))
+    assert "secret" not in str(caught.value)
+    check_settings(ServeSettings(store="store", delta_notify=notify))  # without deltas unused
+
+
+def test_a_line_that_is_followed_later_is_announced(broker: Broker) -> None:
+    """As when a server moves to a version that begins a line of its own."""
+    subscribed = Subscribed(broker.url)
+    until(lambda: subscribed.count)
+    publish(broker.url, LATER)
+    subscribed.subscriber.follow([LATER])
+    until(lambda: subscribed.announced.counts[LATER] == 1)  # deltas may have come before
+    publish(broker.url, LATER, seq=2)
+    until(lambda: subscribed.announced.counts[LATER] == 2)
+
+
+def test_a_waiter_ends_early_and_forgets_what_was_taken() -> None:
+    waiter = DeltaWaiter()
+    assert not waiter.wait(0)
+    waiter.announce([TOPIC])
+    waiter.announce([OTHER, TOPIC])
+    assert waiter.wait(3600)
+    assert waiter.take() == {TOPIC, OTHER}
+    assert not waiter.wait(0)
+    waiter.wake()
+    assert waiter.wait(3600)
+    assert not waiter.wait(0)
+    assert waiter.take() == set()

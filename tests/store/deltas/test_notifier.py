@@ -1,0 +1,211 @@
+"""Writers notify over real brokers, and push whatever the broker does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from brokers import KINDS, WAIT_S_MAX, Broker, running, tls_files, until
+from server.python import environment
+from store.deltas.conftest import rows
+from store.deltas.test_delta_writer import deltas_in
+
+from embedserve_store import DeltaWriter, StoreError, undo_deltas
+from embedserve_store.deltas.notify import notifier as module
+from embedserve_store.deltas.notify.channel import NOTIFICATIONS_MAX, Topic, open_channel
+from embedserve_store.deltas.notify.channel_url import read_channel_url
+from embedserve_store.deltas.notify.notifier import DeltaNotifier
+
+TOPIC = Topic("m", 1)
+
+
+@pytest.fixture(params=KINDS)
+def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
+    with running(Broker(request.param, tmp_path)) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy host two seconds do not suffice to import a client and to connect."""
+    monkeypatch.setattr(module, "CLOSE_S_MAX", WAIT_S_MAX)
+
+
+def kept(url: str) -> list[int]:
+    """Returns the seqs that a broker keeps for TOPIC, in order."""
+    return asyncio.run(_kept(url))
+
+
+async def _kept(url: str) -> list[int]:
+    channel: Any = open_channel(read_channel_url(url))
+    await channel.connect()
+    try:
+        if "redis" in url:
+            seqs, start = [], "-"
+            while entries := await channel._redis.xrange(TOPIC.redis_key, start, count=500):
+                seqs += [int(fields[b"seq"]) for _, fields in entries]
+                start = f"({entries[-1][0].decode()}"
+            return seqs
+        return await _kept_by_nats(channel._client.jetstream())
+    finally:
+        await channel.close()
+
+
+async def _kept_by_nats(stream: Any) -> list[int]:
+    from nats.js.errors import NotFoundError
+
+    try:
+        subscription = await stream.subscribe(TOPIC.nats_subject, ordered_consumer=True)
+    except NotFoundError:
+        return []
+    seqs = []
+    while True:
+        try:
+            seqs.append(int((await subscription.next_msg(0.5)).data))
+        except TimeoutError:
+            return seqs
+
+
+def tag(row: int) -> dict[str, Any]:
+    return {"tag": ([row], rows("tag", 1))}
+
+
+def test_each_push_and_undo_adds_its_seq(store: Path, broker: Broker) -> None:
+    for seq in (1, 2):  # each close waits for the notification
+        with DeltaWriter(store, model="m", notify=broker.url) as writer:
+            assert writer.push_rows(tag(seq)) == seq
+    with DeltaWriter(store, model="m", notify=broker.url) as writer:
+        writer.push_rows(tag(3), wait=False)
+    undo_deltas(store, "m", to=0, why="", notify=broker.url)
+    assert kept(broker.url) == [1, 2, 3, 4]
+
+
+def test_the_variable_is_the_default(
+    store: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "broker.url"
+    file.write_text(broker.url)
+    monkeypatch.setenv("EMBEDSERVE_DELTA_NOTIFY", str(file))
+    with DeltaWriter(store, model="m") as writer:
+        writer.push_rows({})
+    undo_deltas(store, "m", to=0, why="")
+    assert kept(broker.url) == [1, 2]
+    monkeypatch.setenv("EMBEDSERVE_DELTA_NOTIFY", "http://broker")
+    with pytest.raises(StoreError, match="delta notify: the scheme is 'http'"):
+        DeltaWriter(store, model="m")
+
+
+def test_old_notifications_are_forgotten(broker: Broker) -> None:
+    count = 2 * NOTIFICATIONS_MAX
+
+    async def publish() -> None:
+        channel = open_channel(read_channel_url(broker.url))
+        await channel.connect()
+        for seq in range(1, count + 1):
+            await channel.publish(TOPIC, seq)
+        await channel.close()
+
+    asyncio.run(publish())
+    seqs = kept(broker.url)
+    assert seqs == [*range(count + 1 - len(seqs), count + 1)]
+    assert NOTIFICATIONS_MAX <= len(seqs) < 1.2 * NOTIFICATIONS_MAX
+
+
+def test_a_broker_that_is_down_stops_no_push(
+    store: Path,
+    broker: Broker,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One warning; once the broker is there again, it gets the newest seq."""
+    monkeypatch.setattr(module, "RETRY_S_MAX", 0.5)
+    caplog.set_level(logging.INFO, "embedserve_store")
+    with DeltaWriter(store, model="m", notify=broker.url) as writer:
+        writer.push_rows(tag(1))
+        until(lambda: kept(broker.url) == [1])
+        broker.kill()
+        for seq in (2, 3):
+            assert writer.push_rows(tag(seq)) == seq
+        until(lambda: "not notified" in caplog.text)
+        assert writer.push_rows(tag(4)) == 4
+        broker.start()
+        until(lambda: "notified of deltas again" in caplog.text)
+        assert kept(broker.url)[-1] == 4
+    messages = [one.message for one in caplog.records]
+    assert len([one for one in messages if "not notified" in one]) == 1
+    assert broker.address in next(one for one in messages if "not notified" in one)
+    assert len(deltas_in(store)) == 4
+
+
+def test_a_broker_that_hangs_stops_no_push(store: Path, broker: Broker) -> None:
+    """Nothing but the end of this test lets the broker run again."""
+    with DeltaWriter(store, model="m", notify=broker.url) as writer:
+        writer.push_rows(tag(1))
+        until(lambda: kept(broker.url) == [1])
+        broker.signal(signal.SIGSTOP)
+        for seq in (2, 3):
+            assert writer.push_rows(tag(seq)) == seq
+        assert len(deltas_in(store)) == 3
+        broker.signal(signal.SIGCONT)
+        until(lambda: kept(broker.url)[-1] == 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broker_with_a_password_refuses_others(
+    store: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(Broker(kind, tmp_path, has_password=True)) as broker:
+        for url in (broker.address, broker.url.replace("open", "close")):
+            caplog.clear()
+            with DeltaWriter(store, model="m", notify=url) as writer:
+                writer.push_rows({})
+            until(lambda: "not notified" in caplog.text)
+            assert "sesame" not in caplog.text
+        with DeltaWriter(store, model="m", notify=broker.url) as writer:
+            writer.push_rows({})
+        assert kept(broker.url) == [3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_tls_the_certificate_is_checked(
+    store: Path,
+    tmp_path: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    files = tls_files(tmp_path / "files")
+    with running(Broker(kind, tmp_path, authority=files)) as broker:
+        with DeltaWriter(store, model="m", notify=broker.url) as writer:
+            writer.push_rows({})
+        until(lambda: "not notified" in caplog.text)
+        assert "certificate" in caplog.text.lower()
+        monkeypatch.setenv("SSL_CERT_FILE", str(files / "root.pem"))
+        with DeltaWriter(store, model="m", notify=broker.url) as writer:
+            writer.push_rows({})
+        assert kept(broker.url) == [2]
+
+
+def test_a_notifier_that_has_nothing_to_send_starts_nothing(broker: Broker) -> None:
+    notifier = DeltaNotifier(broker.url, TOPIC)
+    notifier.close()
+    assert notifier._thread is None
+
+
+def test_without_a_broker_nothing_for_it_is_imported() -> None:
+    code = (
+        "import sys, embedserve_store, embedserve.config_checks, embedserve.deltas.applier_process;"
+        "print([one for one in ('redis', 'nats', 'embedserve_store.deltas.notify.channel')"
+        " if one in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
