@@ -130,6 +130,22 @@ async def test_a_hold_that_is_reversed_is_not_waited_for(
     assert (await first).json()["state"] == "catching up"
 
 
+async def test_the_version_that_takes_over_meanwhile_gets_the_hold(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 3600.0)  # more than a test may take
+    other = at_seq(model_info(), 5).deltas
+    assert other is not None
+    served = [server.followed]
+    switching = asyncio.create_task(delta_hold._switch(lambda: served[-1], is_held=True))
+    await until(lambda: server.followed.hold.is_set)
+    assert not other.hold.is_set
+    served.append(other)
+    await until(lambda: other.hold.is_set)
+    other.status.write(replace(other.status.read(), state="held", looked_at=time.time()))
+    await switching
+
+
 async def test_without_an_applier_the_present_state_is_returned(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
