@@ -273,7 +273,16 @@ def test_sizes_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("option", "wrong"),
-    [("", "''"), ("1", "'1'"), ("1:2:3", "'1:2:3'"), ("1:1,0:1", "'0:1'"), ("1:nan", "'1:nan'")],
+    [
+        *[
+            ("", "''"),
+            ("1", "'1'"),
+            ("1:2:3", "'1:2:3'"),
+            ("1:1,0:1", "'0:1'"),
+            ("1:nan", "'1:nan'"),
+        ],
+        ("many", "'many' is not EXAMPLES:WEIGHT"),
+    ],
 )
 def test_wrong_sizes_are_named(option: str, wrong: str) -> None:
     with pytest.raises(ValueError, match=f"--sizes: {wrong}"):

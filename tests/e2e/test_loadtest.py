@@ -129,20 +129,11 @@ def test_too_short_steps_are_refused(demo: Demo) -> None:
     assert "the load test cannot run: --step-s: 2.0 is less than 3.0" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--sizes", "many"), "--sizes: 'many' is not EXAMPLES:WEIGHT"),
-        (("--model", "other"), "--model: 'other' is not served; there are movies"),
-        (("--timeout-s", "0"), "--timeout-s: 0.0 is not positive"),
-    ],
-)
-def test_a_test_that_cannot_run_says_why_and_ends(
-    demo: Demo, arguments: tuple[str, ...], message: str
-) -> None:
-    done = locust("rest.py", demo.server.http, "-t", "5m", *arguments)
+def test_a_test_that_cannot_run_says_why_and_ends(demo: Demo) -> None:
+    """tests/client/test_loadtest.py has what else is wrong."""
+    done = locust("rest.py", demo.server.http, "-t", "5m", "--timeout-s", 0)
     assert done.returncode == 1
-    assert f"the load test cannot run: {message}" in done.stderr
+    assert "the load test cannot run: --timeout-s: 0.0 is not positive" in done.stderr
     assert "Traceback" not in done.stderr
 
 
