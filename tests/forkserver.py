@@ -41,11 +41,15 @@ IMPORTED = (
     "embedserve.engine.restore",
     "embedserve.processes.rollout.agent",
     "embedserve.processes.serve",
+    "embedserve.processes.single_process",
     "embedserve.processes.worker",
     "embedserve_store.plans.planner",
+    "numpy.ma",
+    "pydantic.v1",
+    "rich.status",
     "uvloop",
 )
-"""With what these import."""
+"""With what these import. The server, torchrec or a library imports the last ones when used."""
 NOT_FOR_ALL = ("COLUMNS", "PYTHONHASHSEED", "PYTHONPATH")
 """Variables of who asks first that would be read once, by the interpreter or as it imports."""
 LENGTH_BYTES = 8
@@ -261,6 +265,17 @@ def _compile_lookups() -> None:
     logging.getLogger().handlers.clear()  # made for what torchrec says
 
 
+def _build_command_line() -> None:
+    """Has typer make click's commands of the app once."""
+    from typer import main
+
+    from embedserve.commands.cli import app
+
+    module: Any = main
+    module.get_command = cache(main.get_command)
+    module.get_command(app)
+
+
 class _End:
     """Ends a forked process after all that it does at its end: without tearing down what it was
     forked with, which takes longer than most of what is run. Called by atexit, last."""
@@ -279,6 +294,7 @@ def _main() -> None:
     atexit.register(end)
     for name in IMPORTED:
         importlib.import_module(name)
+    _build_command_line()
     try:
         _compile_lookups()
     except Exception:  # whatever is wrong, there are tests of it
