@@ -1,14 +1,38 @@
 #!/usr/bin/env bash
-# Runs a command, as root, in a network namespace with loopback alone, where podman starts pods: they
-# reach each other over a bridge in it, and nothing outside. Nothing of the host is changed: mounts
-# are the namespace's own, and podman's files are in a folder that goes with it, except the image.
+# Runs a command, as root, in a network namespace with loopback alone, where podman or kubelet starts
+# pods: they reach each other over a bridge in it, and nothing outside. Nothing of the host is changed:
+# mounts are the namespace's own, and podman's files are in a folder that goes with it, except the image.
+# The processes are in a namespace of their own, too: whatever ends this script, even kill -9, ends all of
+# them. The folder ("$NAMESPACE_FOLDER", build/namespace) and the control groups "embedserve", which pods
+# leave behind, are removed before and after.
 #
 # Some hosts limit root, and have hierarchies of cgroups (version 1) that are mounted nowhere:
-# they are mounted here, and runc is called without the limits that it may not set.
+# they are mounted here, and runc ("$LIMITED_RUNC") is called without the limits that it may not set.
 set -euo pipefail
 
+made=$(cd "$(dirname "$0")/../.." && pwd -P)/build/namespace
+remove_leftovers() {
+    rm -rf --one-file-system "$made"
+    for folder in /sys/fs/cgroup/embedserve /sys/fs/cgroup/*/embedserve; do
+        if [ -d "$folder" ]; then find "$folder" -depth -type d -exec rmdir {} +; fi
+    done
+}
+
 if [ "${1:-}" != --inside ]; then
-    exec unshare --net --mount --propagation private "$0" --inside "$@"
+    remove_leftovers
+    trap remove_leftovers EXIT
+    mkdir -p "$made"
+    # A job of its own, with its own process group: a signal reaches it once, through the trap, also
+    # where this script was started in the background, which ignores Ctrl-C.
+    set -m
+    env --default-signal=INT setpriv --pdeathsig KILL unshare --net --mount --propagation private --pid --fork --kill-child \
+        --mount-proc "$0" --inside "$@" &
+    trap 'kill -INT -- "-$!"' INT TERM HUP
+    status=0
+    while kill -0 "$!" 2>/dev/null; do
+        wait "$!" && status=0 || status=$?
+    done
+    exit "$status"
 fi
 shift
 ip link set lo up
@@ -20,8 +44,6 @@ if [ "$(stat -f -c %T /sys/fs/cgroup)" = tmpfs ]; then
         fi
     done
 fi
-made=$(mktemp -d)
-trap 'rm -rf "$made"' EXIT
 cat >"$made/runc" <<'RUNC'
 #!/usr/bin/env python3
 """runc, with the limits that this process has."""
@@ -48,4 +70,6 @@ runtime = "limited"
 limited = ["$made/runc"]
 CONF
 # Podman leaves probes to systemd; the tests ask them instead.
-DISABLE_HC_SYSTEMD=true CONTAINERS_CONF=$made/containers.conf "$@"
+export DISABLE_HC_SYSTEMD=true CONTAINERS_CONF=$made/containers.conf
+export NAMESPACE_FOLDER=$made LIMITED_RUNC=$made/runc
+"$@"
