@@ -2,14 +2,17 @@
 # Installs from Debian what the tests run and this host lacks: kubectl (1.24) renders the manifests; curl,
 # nghttp, h2load, grpc-go and Node's gRPC ask the server; nginx and HAProxy stand before it, Prometheus
 # scrapes it, Chromium shows its console, and Redis and NATS notify it of deltas. With the argument "image" it
-# installs what builds the image and starts it instead. It does nothing where all are there, never touches a
-# cluster, and leaves no service running or enabled.
+# installs what builds the image and starts it instead, with "cluster" what builds Kubernetes and runs one node of
+# it. It does nothing where all are there, never touches a cluster, and leaves no service running or enabled.
 set -euo pipefail
 
 OS_RELEASE=${OS_RELEASE:-/etc/os-release}
 # Debian's servers are there, which is not on every user's PATH.
 SBIN=${SBIN:-/usr/sbin}
-PATH=$PATH:$SBIN
+# Debian's plugins for the networks of containers.
+CNI=${CNI:-/usr/lib/cni}
+PATH=$PATH:$SBIN:$CNI
+source "${BASH_SOURCE[0]%/*}/debian-archive.sh"
 
 declare -A package_of=(
     [curl]=curl
@@ -28,6 +31,12 @@ declare -A package_of=(
     [podman]=podman
     [runc]=runc
     [debootstrap]=debootstrap
+    [etcd]=etcd-server
+    [containerd]=containerd
+    [catatonit]=catatonit
+    [iptables]=iptables
+    [host-local]=containernetworking-plugins
+    [dpkg-source]=dpkg-dev
 )
 
 fail() {
@@ -48,18 +57,13 @@ is_debian_12() {
     grep -qx VERSION_CODENAME=bookworm "$OS_RELEASE"
 }
 
-# Debian 12's is 1.20. Debian 13's, from the same mirror, needs only the C library of 12; the host's list
-# of sources stays as it is.
+# Debian 12's is 1.20. Debian 13's, from the same mirror, needs only the C library of 12.
 install_kubectl_of_debian_13() {
-    local folder options mirror
-    mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Codename: bookworm' | head -n 1)
+    local folder
     folder=$(mktemp -d)
-    chmod 755 "$folder"
-    mkdir -p "$folder/lists/partial"
-    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror trixie main" >"$folder/sources.list"
-    options=(-o Dir::Etc::sourcelist="$folder/sources.list" -o Dir::Etc::sourceparts=/dev/null -o Dir::State::lists="$folder/lists")
-    "${as_root[@]}" apt-get "${options[@]}" update -qq || fail "apt-get update failed (its output is above)"
-    "${as_root[@]}" apt-get "${options[@]}" install -qq -y --no-install-recommends kubectl ||
+    know_release "$folder" deb trixie
+    "${as_root[@]}" apt-get "${archive[@]}" update -qq || fail "apt-get update failed (its output is above)"
+    "${as_root[@]}" apt-get "${archive[@]}" install -qq -y --no-install-recommends kubectl ||
         fail "apt-get could not install Debian 13's kubectl (its output is above)"
     "${as_root[@]}" rm -rf "$folder"
 }
@@ -68,8 +72,9 @@ group=${1:-tests}
 case $group in
     tests) commands=(curl nghttp h2load nginx haproxy node npm go prometheus promtool chromium redis-server nats-server) ;;
     image) commands=(haproxy podman runc debootstrap) ;;
+    cluster) commands=(podman runc etcd containerd catatonit iptables host-local go dpkg-source) ;;
     *)
-        echo "install-debian-packages.sh: the group is \"$group\", it must be tests or image" >&2
+        echo "install-debian-packages.sh: the group is \"$group\", it must be tests, image or cluster" >&2
         exit 2
         ;;
 esac
@@ -119,7 +124,7 @@ if [ ${#packages[@]} -gt 0 ]; then
 fi
 # Nor at the next start of the host.
 if command -v systemctl >/dev/null; then
-    for service in nginx haproxy prometheus redis-server nats-server; do
+    for service in nginx haproxy prometheus redis-server nats-server etcd containerd; do
         if [[ " ${missing[*]} " == *" $service "* ]]; then
             "${as_root[@]}" systemctl disable --quiet "$service"
         fi

@@ -54,7 +54,12 @@ class Host:
         os_release.write_text(f"ID=debian\nVERSION_CODENAME={release}\n")
         return subprocess.run(
             [BASH, DEPLOY / "install-debian-packages.sh", *arguments],
-            env={"PATH": str(self.folder), "SBIN": str(self.folder), "OS_RELEASE": str(os_release)},
+            env={
+                "PATH": str(self.folder),
+                "SBIN": str(self.folder),
+                "CNI": str(self.folder),
+                "OS_RELEASE": str(os_release),
+            },
             capture_output=True,
             text=True,
             timeout=60,
@@ -146,10 +151,25 @@ def test_what_builds_and_starts_the_image_is_a_group_of_its_own(root: Host) -> N
     ]
 
 
+def test_what_runs_a_node_is_a_group_of_its_own(root: Host) -> None:
+    have_all(root)
+    root.command("podman")
+    root.record("apt-get")
+    root.record("systemctl")
+    assert root.run("cluster").returncode == 0
+    assert root.calls == [
+        UPDATE,
+        f"{INSTALL} runc etcd-server containerd catatonit iptables "
+        "containernetworking-plugins dpkg-dev",
+        "systemctl disable --quiet etcd",
+        "systemctl disable --quiet containerd",
+    ]
+
+
 def test_an_unknown_group_is_refused(root: Host) -> None:
     done = root.run("images")
     assert done.returncode == 2
-    assert 'the group is "images", it must be tests or image' in done.stderr
+    assert 'the group is "images", it must be tests, image or cluster' in done.stderr
 
 
 def test_go_without_its_grpc_gets_that(root: Host) -> None:
