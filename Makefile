@@ -15,7 +15,7 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 TORCHREC := 1.8.0
 
-.PHONY: install serve test lint types contracts pytest image image-test test-gpu gpu-check hostile fuzz soak soak-deltas swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large bench-copy clean
+.PHONY: install serve test lint types contracts pytest image image-test cluster-test test-gpu gpu-check hostile fuzz soak soak-deltas swaps swaps-killed proto docs lock dist install-test format bench bench-peers bench-large bench-copy clean
 
 install: $(INSTALLED)
 
@@ -64,7 +64,7 @@ contracts: install
 # tests start it some hundreds of times.
 pytest: install
 	deploy/install-debian-packages.sh
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak and not image" -n auto --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not soak and not image and not cluster" -n auto --dist loadfile --no-loadscope-reorder
 
 # The server's image, from the locks. deploy/build-image.sh explains ENGINE, BASE, VARIANT and IMAGE;
 # BUILD is passed on to the engine.
@@ -76,6 +76,13 @@ image:
 image-test: install
 	deploy/install-debian-packages.sh image
 	tests/interop/in_namespace.sh $(BIN)/python -m pytest -q -n0 -s -m image tests/interop/test_image.py
+
+# Runs that image on one node of Kubernetes 1.20, as root, in such a namespace. Kubernetes is built
+# first, from Debian's source, and kept in build/.
+cluster-test: install
+	deploy/install-debian-packages.sh cluster
+	tests/interop/cluster/build_kubernetes.sh build/interop/kubernetes
+	tests/interop/in_namespace.sh $(BIN)/python -m pytest -q -n0 -s -m cluster tests/interop/cluster
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/engine

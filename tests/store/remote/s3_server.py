@@ -1,4 +1,4 @@
-"""A real S3 server on loopback: rclone serving a folder, with signatures checked."""
+"""A real S3 server on this host: rclone serving a folder, with signatures checked."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def environment(endpoint: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serve_s3(folder: Path, *options: str) -> Iterator[str]:
+def serve_s3(folder: Path, *options: str, host: str = "127.0.0.1") -> Iterator[str]:
     """Serves ``folder`` on a free port, with more options of rclone; gives the endpoint's URL."""
     rclone = Path(sys.executable).with_name("rclone")
-    command = [str(rclone), "serve", "s3", str(folder), "--addr", "127.0.0.1:0"]
+    command = [str(rclone), "serve", "s3", str(folder), "--addr", f"{host}:0"]
     command += ["--config", "/dev/null", "--auth-key", f"{KEY},{SECRET}", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            yield _endpoint(server)
+            yield _endpoint(server, host)
         finally:
             server.terminate()
 
 
-def _endpoint(server: subprocess.Popen[str]) -> str:
+def _endpoint(server: subprocess.Popen[str], host: str) -> str:
     assert server.stderr is not None
     lines = []
     for _ in range(START_LINES_MAX):
         lines.append(server.stderr.readline())
-        if found := re.search(r"\[(http://127\.0\.0\.1:\d+)/\]", lines[-1]):
+        if found := re.search(rf"\[(http://{re.escape(host)}:\d+)/\]", lines[-1]):
             return found[1]
     raise RuntimeError(f"rclone did not start: {''.join(lines)}")

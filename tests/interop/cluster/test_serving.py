@@ -1,0 +1,139 @@
+"""The built image with overlays/cpu on a real control plane and kubelet (make cluster-test).
+
+The control plane is Kubernetes 1.20. Its network plugin does not enforce policies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interop.cluster.host import CGROUP, CGROUPS
+from interop.cluster.kubectl import Kubectl, Namespaced
+from interop.cluster.manifests import persistent_volume, render
+from interop.proxies import Proxy
+from interop.test_proxy_restart import ANSWERED, Load, add_clients
+
+pytestmark = pytest.mark.cluster
+
+NAMESPACE = "serving"
+REPLICAS = 2
+"""The autoscaler's minimum."""
+ROLLOUTS = 2
+CLIENTS = 3
+"""Of each protocol."""
+ANSWERS = 200
+"""Of each client, before and after a change."""
+REQUEST_S_MAX = 60
+RESTARTS = "jsonpath={.status.containerStatuses[0].restartCount}"
+CUT_OFF = ("UNAVAILABLE", "CANCELLED", "RemoteProtocolError", "ReadError", "ConnectError")
+"""What a client sees of a connection that ends with its server."""
+
+
+@pytest.fixture(scope="module")
+def serving(
+    kubectl: Kubectl, volume: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Namespaced]:
+    """The whole overlay."""
+    manifests = render(tmp_path_factory.mktemp(NAMESPACE), NAMESPACE)
+    kubectl.apply(persistent_volume(NAMESPACE, volume), *manifests.values())
+    yield kubectl.in_namespace(NAMESPACE)
+    kubectl.ask("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+@pytest.fixture
+def load(serving: Namespaced) -> Iterator[Load]:
+    """Clients of every protocol, through the Service, and their outcomes."""
+    address = serving.get("service", "embedserve")["spec"]["clusterIP"]
+    service = Proxy("service", f"http://{address}:8000", f"{address}:8001", Path(os.devnull))
+    load = Load()
+    with ExitStack() as open_:
+        for number in range(CLIENTS):
+            add_clients(load, open_, service, str(number), REQUEST_S_MAX)
+        load.wait_until_answered()
+        load.start()
+        load.until_each(ANSWERS, ANSWERED)
+        yield load
+        load.stop()
+
+
+def total(load: Load) -> Counter[str]:
+    return sum(load.outcomes.values(), Counter())
+
+
+def test_the_overlay_becomes_ready(serving: Namespaced) -> None:
+    seconds = serving.wait_until_ready(REPLICAS)
+    print(f"\n{REPLICAS}/{REPLICAS} ready after {seconds:.0f} s", end=" ")
+    claim = serving.get("pvc", "embedserve-store")
+    assert claim["status"]["phase"] == "Bound"
+    serving.wait_for(
+        "1", *("get", "pdb", "embedserve", "--output"), "jsonpath={.status.disruptionsAllowed}"
+    )
+    for service in ("embedserve", "embedserve-headless"):
+        (subset,) = serving.get("endpoints", service)["subsets"]
+        assert len(subset["addresses"]) == REPLICAS
+
+
+def test_a_rollout_loses_nothing(serving: Namespaced, load: Load) -> None:
+    serving.wait_until_ready(REPLICAS)
+    for _ in range(ROLLOUTS):
+        before = {pod["metadata"]["name"] for pod in serving.pods()}
+        serving.run("rollout", "restart", "deployment/embedserve")
+        serving.wait_until_ready(REPLICAS)
+        load.until_each(ANSWERS, ANSWERED)
+        assert not before & {pod["metadata"]["name"] for pod in serving.pods()}
+    load.stop()
+    for name, met in load.outcomes.items():
+        assert set(met) <= ANSWERED, (name, met)
+    print(f"\n{ROLLOUTS} rollouts, {total(load).total()} requests, none lost", end=" ")
+
+
+def test_a_pod_deleted_by_force(serving: Namespaced, load: Load) -> None:
+    """Its clients may lose what is in flight, and nothing after a new pod is ready."""
+    serving.wait_until_ready(REPLICAS)
+    (victim, *_) = serving.pods()
+    serving.run("delete", "pod", victim["metadata"]["name"], "--force", "--grace-period=0")
+    serving.wait_until_ready(REPLICAS)
+    assert_only_cut_off(load, "deleted by force")
+
+
+def test_a_killed_server_is_started_again(serving: Namespaced, load: Load) -> None:
+    """Killed with the signal of the kernel for a cgroup without memory."""
+    serving.wait_until_ready(REPLICAS)
+    victim = serving.pods()[0]["metadata"]["name"]
+    restarts = restarts_of(serving, victim)
+    os.kill(main_process(serving.get("pod", victim)), signal.SIGKILL)
+    serving.wait_for(str(restarts + 1), *("get", "pod", victim, "--output"), RESTARTS)
+    serving.wait_until_ready(REPLICAS)
+    assert_only_cut_off(load, "killed")
+
+
+def assert_only_cut_off(load: Load, what: str) -> None:
+    """Every client got right answers again, and lost connections at most until now."""
+    with load.changed:
+        before = {name: met.copy() for name, met in load.outcomes.items()}
+    load.until_each(ANSWERS, ANSWERED)
+    load.stop()
+    for name, met in load.outcomes.items():
+        assert set(met - before[name]) <= ANSWERED, (name, met - before[name])
+    lost = {outcome: count for outcome, count in total(load).items() if outcome not in ANSWERED}
+    for outcome in lost:
+        assert outcome.startswith(CUT_OFF), lost
+    print(f"\n{what}: {sum(lost.values())} of {total(load).total()} requests lost: {lost}", end=" ")
+
+
+def main_process(pod: dict[str, Any]) -> int:
+    (container,) = pod["status"]["containerStatuses"]
+    identifier = container["containerID"].removeprefix("containerd://")
+    (procs, *_) = CGROUPS.glob(f"pids/{CGROUP}/**/{identifier}/cgroup.procs")
+    return int(procs.read_text().split()[0])
+
+
+def restarts_of(namespace: Namespaced, pod: str) -> int:
+    return int(namespace.run("get", "pod", pod, "--output", RESTARTS))
