@@ -31,7 +31,7 @@ from embedserve_store.deltas.rank_calls import RankCalls
 from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.signing import KeyFile
 from embedserve_store.deltas.tracked_rows import TrackedRows, check_same_tables
-from embedserve_store.errors import InvalidModelError, RevertedError
+from embedserve_store.errors import InvalidModelError, RevertedError, StoreError
 from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_file import ChangedRows, repeated_row
 from embedserve_store.format.delta_goldens import DeltaGoldens
@@ -160,7 +160,8 @@ class DeltaWriter:
                 compare them before they apply the delta. Bags, or a KeyedJaggedTensor that has the
                 version's features. Those of rank 0 count. Results are looked up in the caller.
             vocabulary: for tables with a vocabulary (id rule map), ids that are new, or have moved
-                to another row, and the row of each [n] in training. Each rank names its own.
+                to another row, and the row of each [n] in training. Each rank names its own. If
+                the delta cannot be written, the next ``push`` has them, too.
             removed: ids [n] by table that have no row any more. Their rows stay as they are.
             wait: whether to return after the delta is written. False: copies the rows, and writes
                 the delta in a thread while training continues. The next ``push``, ``push_rows``,
@@ -192,7 +193,11 @@ class DeltaWriter:
             rows = tracked.whole_rows(taken)
             encoded = self._calls.on_all(lambda: encode_changes(rows, self._tables, {}))
             ids = self._ids.placed(own_ids)
-            return self._append(encoded, ids, answered, step, as_of)
+            try:
+                return self._append(encoded, ids, answered, step, as_of)
+            except StoreError:
+                self._ids.keep(ids)
+                raise
 
         run = self._pushes.run if wait else self._pushes.start
         return run(write, lambda: tracked.take_again(taken.numbers))

@@ -35,7 +35,7 @@ class PushedIds:
         self._tables = {table.name: table for table in line.base.tables}
         self._has_any = any(table.ids.rule == "map" for table in line.base.tables)
         self._opened: Vocabularies | None = None
-        self._undone: dict[str, ChangedIds] = {}
+        self._kept: dict[str, ChangedIds] = {}
 
     def of_rows(
         self, changes: KeyedChanges, removed: Callable[[], RemovedIds]
@@ -77,7 +77,7 @@ class PushedIds:
 
     def advance(self, changes: Mapping[str, ChangedIds]) -> None:
         """Makes ``changes`` part of the vocabularies: their delta is written."""
-        self._undone = {}
+        self._kept = {}
         if self._opened is not None:
             self._opened.advance(changes)
 
@@ -88,9 +88,14 @@ class PushedIds:
             undone: ids that the undo changed, by table, with the rows that they had before it.
         """
         self._opened = None
-        for name, change in undone.items():
-            before = self._undone.get(name)
-            self._undone[name] = change if before is None else before.then(change)
+        self.keep(undone)
+
+    def keep(self, changes: Mapping[str, ChangedIds]) -> None:
+        """Keeps changes, by table, whose delta could not be written: the next push has them, too,
+        unless it names their ids."""
+        for name, change in changes.items():
+            before = self._kept.get(name)
+            self._kept[name] = change if before is None else before.then(change)
 
     def _find(self, wanted: Callable[[], WantedIds]) -> dict[str, ChangedIds]:
         if not self._has_any:
@@ -98,10 +103,10 @@ class PushedIds:
             return {}
         self._open()
         every = self._ranks.from_all(self._calls.on_all(wanted))
-        if not any(every) and not self._undone:
+        if not any(every) and not self._kept:
             return {}
-        undone = self._undone
-        return self._calls.on_first(lambda: self._vocabularies.find_changes(every, undone))
+        kept = self._kept
+        return self._calls.on_first(lambda: self._vocabularies.find_changes(every, kept))
 
     def _open(self) -> Vocabularies | None:
         """Returns the vocabularies, None if the version has none; a collective."""
@@ -109,7 +114,7 @@ class PushedIds:
             changed = self._calls.on_first(self._line.changed_ids)
             id_maps = self._calls.on_all(self._line.id_maps)
             self._opened = Vocabularies(self._line.base, id_maps, changed)
-            self._undone = {name: self._published(change) for name, change in self._undone.items()}
+            self._kept = {name: self._published(change) for name, change in self._kept.items()}
         return self._opened
 
     @property

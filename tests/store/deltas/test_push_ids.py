@@ -205,6 +205,36 @@ def test_training_names_the_rows_of_its_ids(tmp_path: Path, one_rank: None) -> N
             writer.push(vocabulary={"user": ([60], [7])}, removed={"user": [60]})
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_ids_of_a_failed_push_come_with_the_next(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    dmp, folder = ranker(tables=USER), tmp_path / "store"
+    vocabulary = {n: n for n in range(100)}
+    rule = {"user": IdRule("map")}
+    publish_sharded(dmp, folder, model="m", ids=rule, vocabularies={"user": vocabulary})
+    with DeltaWriter(folder, model="m", module=dmp) as writer:
+        with monkeypatch.context() as failing:
+
+            def fail(*_: Any) -> None:
+                raise StoreError("the disk is full")
+
+            failing.setattr(line_appender, "append", fail)
+            placed: Any = {"user": ([7, 1000], [100, 101])}
+            options: Any = {"vocabulary": placed, "removed": {"user": [8]}, "wait": wait}
+
+            def push() -> None:
+                writer.push(**options)
+                writer.wait()
+
+            with pytest.raises(StoreError, match="the disk is full"):
+                push()
+        writer.push(vocabulary={"user": ([1000], [102])})
+        assert ids_of(folder) == {7: 100, 1000: 102, 8: REMOVED}
+        writer.push()
+        assert not last_of(folder).ids
+
+
 def test_ranks_agree_on_the_rows_of_new_ids(store: Path) -> None:
     script = Path(__file__).with_name("pushing_ids.py")
     done = run_warm_python(script, store, "2", timeout_s=TIMEOUT_S)
