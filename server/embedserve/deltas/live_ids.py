@@ -97,14 +97,16 @@ class LiveIds:
         """
         slots = self._first_slots(ids, owners)
         found = np.full(len(ids), -1, np.int64)
-        left = np.arange(len(ids))
+        left = np.flatnonzero(self._owner_of[slots])  # the slots of most ids are free
         while len(left):
             at = slots[left]
-            owner = self._owner_of[at]
-            is_found = (owner == owners[left]) & (self._ids[at] == ids[left])
+            is_found = self._ids[at] == ids[left]
+            is_found &= self._owner_of[at] == owners[left]
             found[left[is_found]] = at[is_found]
-            left = left[(owner != NO_OWNER) & ~is_found]
-            slots[left] = (slots[left] + 1) & self._last
+            left, at = left[~is_found], at[~is_found] + 1
+            at &= self._last
+            slots[left] = at
+            left = left[self._owner_of[at] != NO_OWNER]
         return found
 
     def as_rows(self, changes: Sequence[ChangedIds]) -> ChangedRows:
