@@ -157,11 +157,13 @@ def check_bytes(direction: Direction, store: Path) -> None:
 def kill_and_continue(direction: Direction, store: Path, kills: int, longest_s: float) -> None:
     """Kills copies at moments of a whole one, continues them, and compares what has arrived.
 
-    A version that is whole is compared and removed, so that the next copy begins anew.
+    A version that is whole is compared and removed, so that the next copy begins anew. The time of
+    a copy that ended is the longest that is waited from then on.
     """
     direction.clean()
     killed = whole = 0
     while killed < kills:
+        start = time.monotonic()
         with start_copy(direction) as process:
             try:
                 process.wait(random.uniform(0, longest_s))
@@ -170,6 +172,7 @@ def kill_and_continue(direction: Direction, store: Path, kills: int, longest_s: 
                 killed += 1
             else:
                 finish(process)
+                longest_s = time.monotonic() - start
         if has_version(direction):
             check_bytes(direction, store)
             direction.clean()
