@@ -19,14 +19,17 @@ remove_leftovers() {
 }
 
 if [ "${1:-}" != --inside ]; then
+    mkdir -p "${made%/*}"
+    exec 9>"$made.lock"
+    flock --nonblock 9 || { echo "in_namespace.sh: another test uses $made" >&2; exit 1; }
     remove_leftovers
     trap remove_leftovers EXIT
     mkdir -p "$made"
     # A job of its own, with its own process group: a signal reaches it once, through the trap, also
     # where this script was started in the background, which ignores Ctrl-C.
     set -m
-    env --default-signal=INT setpriv --pdeathsig KILL unshare --net --mount --propagation private --pid --fork --kill-child \
-        --mount-proc "$0" --inside "$@" &
+    env --default-signal=INT setpriv --pdeathsig KILL unshare --net --mount --propagation private \
+        --pid --fork --kill-child --mount-proc "$0" --inside "$@" &
     trap 'kill -INT -- "-$!"' INT TERM HUP
     status=0
     while kill -0 "$!" 2>/dev/null; do

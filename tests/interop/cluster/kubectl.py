@@ -15,6 +15,7 @@ from interop.tools import tool
 
 CALL_S_MAX = 120
 READY_S_MAX = 600
+SERVERS = ("--selector", "app.kubernetes.io/name=embedserve")
 COUNTS = ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
 """Counts of a Deployment's status, equal once a rollout has ended."""
 
@@ -68,7 +69,7 @@ class Namespaced:
 
     def pods(self) -> list[dict[str, Any]]:
         """Pods that are not being deleted, the oldest first."""
-        pods = self.get("pods", "--sort-by=.metadata.creationTimestamp")["items"]
+        pods = self.get("pods", *SERVERS, "--sort-by=.metadata.creationTimestamp")["items"]
         return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
     def wait_until_ready(self, replicas: int) -> float:

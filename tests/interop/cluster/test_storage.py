@@ -94,11 +94,11 @@ def test_two_pods_share_one_cache(
 def test_a_full_cache_is_named(start: Start, bucket: dict[str, dict[str, str]], disk: Path) -> None:
     run_tool("mount", "-t", "tmpfs", "-o", f"size={FULL},mode=777", "tmpfs", disk)
     pod = start("full-cache", "s3", change=cache_in(disk), secrets=bucket)
-    pod.wait_for_log("/cache: the version needs ")
+    assert "/cache/s3-bucket-store-" in pod.wait_for_log("the version needs ")
 
 
 def test_a_read_only_cache_is_named(
     start: Start, bucket: dict[str, dict[str, str]], disk: Path
 ) -> None:
     pod = start("read-only", "s3", change=cache_in(disk, is_read_only=True), secrets=bucket)
-    pod.wait_for_log("/cache: cannot be written")
+    assert "/cache/s3-bucket-store-" in pod.wait_for_log("cannot be written: ")
