@@ -230,9 +230,9 @@ class ServeSettings:
     )
     delta_notify: str = setting(
         "",
-        "Broker that notifies the server of deltas before the next poll: redis://HOST:PORT[/DB], "
-        "nats://HOST:PORT, over TLS rediss:// or tls:// (NATS), or a file with the URL. Requires "
-        "the extra `redis` or `nats`. Default: deltas are found by polling.",
+        "Broker that notifies the server of deltas before the next poll: redis://HOST:PORT or "
+        "redis://HOST:PORT/DB, nats://HOST:PORT, over TLS rediss:// or tls:// (NATS), or a file "
+        "with the URL. Requires the extra `redis` or `nats`. Default: deltas are found by polling.",
     )
     wait: bool = setting(
         False,

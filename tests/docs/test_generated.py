@@ -18,6 +18,7 @@ from typer.main import get_group
 
 from embedserve.commands.cli import app
 from embedserve.config import DEFAULT_LIMITS
+from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import DeltaStatus
 from embedserve.metrics.metrics import Metrics
 from embedserve.processes.memory_bounds import memory_bytes_max
@@ -77,7 +78,8 @@ def families_with_samples() -> list[Metric]:
     over two ranks, in the shadow of another version."""
     model = ruled_info()
     status = DeltaStatus(LinePosition(7, 0, "0" * 64))
-    metrics = Metrics([replace(model, plan=over_two_ranks(model.tables), deltas=followed(status))])
+    deltas = replace(followed(status), notify=SharedFlag())
+    metrics = Metrics([replace(model, plan=over_two_ranks(model.tables), deltas=deltas)])
     metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].count_answered(0.001, 100)
     metrics.protocols["grpc"].count_rejected("INTERNAL", "why", 0.001)

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +32,6 @@ from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 
 if TYPE_CHECKING:
     from embedserve.deltas.delta_subscriber import DeltaSubscriber
-    from embedserve_store.deltas.notify.channel import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def run_applier(
     models_at_start = {one.key: followed.pop(one) for one in versions}
     lines = FollowedLines(make_poll, open_model, models_at_start)
     lines.follow(versions)
-    subscriber = _subscriber(settings, waiter, lines.topics())
+    subscriber = _subscriber(settings, waiter, lines)
     is_told = False
     while True:
         if (wanted := inbox.take()) is not None:
@@ -114,11 +113,12 @@ def run_applier(
             heartbeat.send()
         heartbeat.beat()
         heartbeat.wait(due_s - time.monotonic(), waiter)
-        lines.hurry(waiter.take())
+        if announced := waiter.take():
+            lines.hurry(announced)
 
 
 def _subscriber(
-    settings: ServeSettings, waiter: DeltaWaiter, topics: Iterable[Topic]
+    settings: ServeSettings, waiter: DeltaWaiter, lines: FollowedLines
 ) -> DeltaSubscriber | None:
     """Returns what announces notifications to ``waiter``; None without settings.delta_notify."""
     if not settings.delta_notify:
@@ -127,7 +127,7 @@ def _subscriber(
 
     pace_s = look_s_min(delta_poll_s(settings))
     subscriber = DeltaSubscriber(settings.delta_notify, waiter, pace_s)
-    subscriber.follow(topics)
+    subscriber.follow(lines.topics())
     subscriber.start()
     return subscriber
 

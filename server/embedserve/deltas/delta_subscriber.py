@@ -73,7 +73,7 @@ class DeltaSubscriber:
                 await self._receive(channel, url)
             except Exception as error:
                 self._log_failure(described_error(error, url))
-            self.is_connected = False
+            self._set_connected(False)
             if channel is not None:
                 await channel.close()
             if time.monotonic() - start_s > RETRY_S_MAX:
@@ -92,13 +92,19 @@ class DeltaSubscriber:
                 subscribed |= new
                 found |= new  # deltas may have come while there was no subscription
             if not self.is_connected:
-                self.is_connected, self._is_failing = True, False
+                self._set_connected(True)
+                self._is_failing = False
                 logger.info("notifications of deltas come from %s", url)
             if found:
                 self._waiter.announce(found)
             if found or not subscribed:
                 await asyncio.sleep(self._pace_s)
             found = await channel.receive() if subscribed else set()
+
+    def _set_connected(self, is_connected: bool) -> None:
+        """Sets the state, and wakes the applier, which tells the workers."""
+        self.is_connected = is_connected
+        self._waiter.wake()
 
     def _log_failure(self, reason: str) -> None:
         if not self._is_failing:

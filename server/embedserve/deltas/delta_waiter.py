@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from embedserve_store.deltas.notify.channel import Topic
+if TYPE_CHECKING:
+    from embedserve_store.deltas.notify.channel import Topic
 
 
 class DeltaWaiter:

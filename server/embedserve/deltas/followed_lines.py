@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from embedserve.deltas.followed_version import FollowedVersion
 from embedserve.deltas.status import HELD, FollowedModel
 from embedserve_store.deltas.delta_line import DeltaLine
-from embedserve_store.deltas.notify.channel import Topic
 from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
@@ -27,6 +26,7 @@ from embedserve_store.model_store import ModelStore
 
 if TYPE_CHECKING:
     from embedserve.deltas.applier_process import Poll
+    from embedserve_store.deltas.notify.channel import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,8 @@ class FollowedLines:
 
 
 def _topic(one: _Followed) -> Topic:
+    from embedserve_store.deltas.notify.channel import Topic  # not imported without a broker
+
     live = one.model.live
     return Topic(live.version.manifest.model, live.start.line)
 

@@ -508,7 +508,8 @@ def test_spare_rows_of_a_group_are_rows_of_all_its_tables(shared: ModelVersion) 
     live = LiveRows(shared, 1 << 20, 1)
     movie, user, title, maker = SHARED_SPECS
     assert [one.tables for one in live.table_spares] == [(movie, title, maker), (user,)]
-    assert len(live.newest) == movie.num_embeddings + user.num_embeddings
+    entries = live.ids.entries.num_embeddings
+    assert len(live.newest) == movie.num_embeddings + user.num_embeddings + entries
     for number, rows in enumerate(live.rows.values(), 1):
         rows[:] = number
     for number, rows in enumerate(live.rows.values(), 1):
