@@ -165,6 +165,17 @@ def test_no_more_ids_change_than_there_is_room_for(tmp_path: Path) -> None:
     assert model.values(model.begin(), 0, ASKED[:6], "t") == [1, 2, 3, 4, 5, 1]
 
 
+def test_an_undo_that_is_read_from_the_store_brings_ids_back(tmp_path: Path) -> None:
+    model = Model(tmp_path, undo=0)
+    model.push({"t": {1: 51.0, 10: 52.0}}, {"t": [20]})
+    model.follower.look()
+    model.follower = model.started()
+    undo_deltas(tmp_path, "m", to=0, why="")
+    model.follower.look()
+    assert model.status.read().applied.seq == 2
+    assert model.values(model.begin(), 0, ASKED, "t") == [*range(1, 9), None, None, None]
+
+
 def test_a_damaged_delta_of_ids_is_not_applied(model: Model) -> None:
     model.push({"t": {1: 51.0}}, {})
     paths = [*model.folder.glob(f"m/deltas/1/{1:020d}.*.safetensors")]
