@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from embedserve_store.deltas.compact_ids import golden_bags, write_vocabularies
-from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.deltas.delta_line import DeltaLine, joined_ids, kept
 from embedserve_store.deltas.signing import KeyFile, trusted_keys
 from embedserve_store.errors import StoreError, UnreachableError
+from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.coverage import COMPARED
 from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.delta_manifest import FOLDER, LINE_SEQ, LinePosition, check_seq
@@ -108,12 +109,12 @@ def _write(
 ) -> PublishedVersion:
     path = staging / TABLES
     _copy_tables(base, path, progress)
-    position, goldens = _apply(line, seq, path, base.manifest)
+    position, goldens, ids = _apply(line, seq, path, base.manifest)
     tables = TablesFile.open(path, base.manifest.tables)
     if goldens is not None:
         where = f"delta {position.seq} of line {position.line}"
         check_rows(goldens, base.manifest, partial(stored_rows, tables), where)
-    specs = write_vocabularies(base, line.ids_at(position.seq), staging)
+    specs = write_vocabularies(base, ids, staging)
     specs = tuple(replace(one, sha256=table_sha256(tables, one)) for one in specs)
     source = {key: value for key, value in base.manifest.source.items() if key != COMPARED}
     source |= provenance("deltas") | {GOLDENS: FROM_DESCRIPTION} | position.to_source()
@@ -139,13 +140,13 @@ def _copy_tables(base: ModelVersion, path: Path, progress: Progress | None) -> N
 
 def _apply(
     line: DeltaLine, seq: int | None, path: Path, manifest: Manifest
-) -> tuple[LinePosition, DeltaGoldens | None]:
+) -> tuple[LinePosition, DeltaGoldens | None, dict[str, ChangedIds]]:
     """Writes the rows of the deltas up to ``seq`` into the file.
 
     Rows of deltas that were undone are left out.
 
     Returns:
-        The position after the last delta, and the goldens of that delta.
+        The position after the last delta, the goldens of that delta, and the changed ids by table.
     """
     deltas, position, goldens = {}, line.start, None
     for delta, after in line.deltas(seq):
@@ -153,7 +154,8 @@ def _apply(
     _check_not_reverted(line, position.seq)
     data = np.memmap(path, np.uint8, "r+", offset=len(header_bytes(manifest.tables)))
     offsets = TablesFile.open(path, manifest.tables).offsets
-    for delta in reversed([*kept(position.seq, line.start.seq, deltas.__getitem__)]):
+    applied = [*kept(position.seq, line.start.seq, deltas.__getitem__)][::-1]
+    for delta in applied:
         for changes in line.rows(delta):
             for change in changes:
                 start, table = offsets[change.table.name], change.table
@@ -161,7 +163,7 @@ def _apply(
                 rows[change.numbers] = change.values
     data.flush()
     sync(path)
-    return position, goldens
+    return position, goldens, joined_ids(line.ids(delta) for delta in applied)
 
 
 def _check_not_reverted(line: DeltaLine, last: int) -> None:

@@ -20,7 +20,11 @@ STEPS_MAX = 100_000
 
 
 class RowsReader:
-    """Reader of the shared rows of one version, in one process. Threads may share it."""
+    """Reader of the shared rows of one version, in one process. Threads may share it.
+
+    Attributes:
+        has_ids: whether a table has a vocabulary, whose ids may change.
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class RowsReader:
         self._row_starts, self._shifts, self._ranks, self._rank_rows = columns.copy()
         self._is_row_wise = bool((self._ranks > 1).any())
         self._owners = live.ids.owners_of(live.version.manifest.features)
+        self.has_ids = bool(self._owners.any())
         if upload is not None:
             live.uploaded = self._begin_committed()
             upload(live.uploaded[0])
@@ -64,11 +69,6 @@ class RowsReader:
     def is_uploaded(self) -> bool:
         """Returns whether lookups run on a device that ``advance`` uploads rows to."""
         return self._upload is not None
-
-    @property
-    def has_ids(self) -> bool:
-        """Returns whether a table has a vocabulary, whose ids may change."""
-        return bool(self._owners.any())
 
     def begin(self) -> tuple[int, int]:
         """Returns the view of a lookup that begins, and its seq.
