@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from embedserve_store.errors import NoRoomError, StoreError, UnknownAliasError
@@ -197,6 +198,9 @@ class ModelStore:
                 another format version, or contradicts another file. Or the cache cannot be written.
                 Rows are not read: see verification.py.
         """
+        alias = self._alias_named(model, version)
+        if alias is not None:
+            return replace(self.load(model, alias.version), at_seq=alias.at_seq)
         store, number = self._store, self._number(model, version)
         if not isinstance(store, RemoteStore):
             return store.load(model, number)
@@ -240,11 +244,16 @@ class ModelStore:
 
     def _number(self, model: str, version: int | str | None) -> int | None:
         """Returns ``version`` as a number, resolving an alias to its version."""
-        if not isinstance(version, str):
-            return version
-        if VERSION_PATTERN.fullmatch(version):
-            return int(version)
-        return self.alias(model, version).version
+        alias = self._alias_named(model, version)
+        if alias is not None:
+            return alias.version
+        return None if version is None else int(version)
+
+    def _alias_named(self, model: str, version: int | str | None) -> Alias | None:
+        """Returns the alias that ``version`` names; None if it is a number or None."""
+        if not isinstance(version, str) or VERSION_PATTERN.fullmatch(version):
+            return None
+        return self.alias(model, version)
 
     def alias_changes(self, model: str) -> dict[str, list[int]]:
         """Returns the numbers of all changes by alias name, without reading a file."""

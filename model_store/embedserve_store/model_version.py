@@ -32,6 +32,9 @@ class ModelVersion:
     """Id maps of the tables whose id rule is "map", by table name; mapped from ids.safetensors."""
     hold: VersionLock | None = field(default=None, compare=False, repr=False)
     """Lock that prevents the removal of the version."""
+    at_seq: int | None = None
+    """Last delta whose rows may be served, where the version was opened by an alias that names one;
+    else None."""
 
     @cached_property
     def translator(self) -> IdTranslator:

@@ -29,6 +29,7 @@ from embedserve_store import (
     TableSpec,
     compact_deltas,
     publish,
+    set_alias,
     undo_deltas,
 )
 from embedserve_store.format.delta_manifest import manifest_name
@@ -209,7 +210,9 @@ def test_only_signed_deltas_are_served(store: Path, tmp_path: Path) -> None:
         with DeltaWriter(store, model="m") as writer:
             push(writer, 1)
         until(lambda: deltas(server.http)["state"] == "stalled")
-        assert f"has no signature of a key in {pair.public}" in deltas(server.http)["reason"]
+        shown = deltas(server.http)
+        assert f"has no signature of a key in {pair.public}" in shown["reason"]
+        assert shown["signatures"] == "required"
         assert client.embed(BAGS).seq == 0
         (store / "m/deltas/1" / manifest_name(1)).unlink()
         with DeltaWriter(store, model="m", key=pair.private) as writer:
@@ -303,6 +306,60 @@ def test_a_hold_outlives_processes_until_it_ends(
     log = (tmp_path / "log").read_text()
     assert "m: deltas hold, as requested" in log
     assert "m: deltas are held no longer" in log
+
+
+def test_an_alias_stays_at_a_delta_beside_one_that_follows(store: Path, tmp_path: Path) -> None:
+    """Its rows go back and forth with it, whoever is killed meanwhile; shadows compare the two."""
+    options = ["--workers", "2", "--deltas", "follow", "--follow", "alias", "--follow-s", "0.1"]
+    names = ("--model", "m@stable", "--model", "m@canary")
+    with DeltaWriter(store, model="m") as writer:
+        for pushed in (1, 2, 3, 4):
+            push(writer, pushed)
+        set_alias(store, "m", "stable", 1, at_seq=2)
+        set_alias(store, "m", "canary", 1, shadow=100)
+        with running(store, tmp_path / "log", *names, *options) as server:
+
+            def seqs(name: str) -> set[int | None]:
+                """The seqs of some answers of any workers, whose rows are theirs."""
+                found = set()
+                for _ in range(10):
+                    with EmbedClient(server.http, retries=5) as client:
+                        result = client.embed(BAGS, model=name)
+                    values = np.repeat((result.seq or 0) * COUNTS, DIM, axis=1)
+                    assert np.array_equal(result.values, values)
+                    found.add(result.seq)
+                return found
+
+            assert (seqs("m@stable"), seqs("m@canary")) == ({2}, {4})
+            push(writer, 5)
+            until(lambda: seqs("m@canary") == {5})
+            stable, canary = httpx.get(f"{server.http}/models").json()["models"]
+            found = [
+                (one["deltas"].get("at_seq"), one["deltas"]["state"]) for one in (stable, canary)
+            ]
+            assert found == [(2, "following"), (None, "following")]
+            assert (stable["deltas"]["wanted_seq"], stable["deltas"]["lag_s"]) == (2, 0)
+            body = {"features": BAGS, "min_seq": 3}
+            answer = httpx.post(f"{server.http}/models/m@stable/embed", json=body)
+            assert (answer.status_code, "at seq 2" in answer.text) == (503, True)
+            set_alias(store, "m", "stable", 1, at_seq=1)
+            until(lambda: seqs("m@stable") == {1})
+            for pid in children(server)[:2]:
+                os.kill(pid, signal.SIGKILL)
+            until(lambda: "is ready again" in server.log.read_text())
+            push(writer, 6)
+            until(lambda: seqs("m@canary") == {6})
+            assert seqs("m@stable") == {1}
+            until(lambda: "embedserve_shadow_vectors_total" in _metrics(server))
+            set_alias(store, "m", "stable", 1)
+            until(lambda: seqs("m@stable") == {6})
+        log = (tmp_path / "log").read_text()
+    assert "m@stable: goes back to delta 1, the last that it may have" in log
+    assert "Traceback" not in log
+
+
+def _metrics(server: Running) -> str:
+    return httpx.get(f"{server.http}/metrics").text
 
 
 def publish_mixed(store: Path) -> None:

@@ -36,11 +36,12 @@ def change_alias(
     why: str,
     share: float,
     shadow: float,
+    at_seq: int | None,
     *,
     may_be_new: bool,
 ) -> None:
-    """Moves an alias to ``version``, or removes it if ``version`` is None. ``share`` and ``shadow``
-    are percentages.
+    """Moves an alias to ``version``, or removes it if ``version`` is None. The other arguments are
+    those of set_alias.
 
     Raises:
         StoreError: as set_alias; or the alias is new, resembles another, and ``may_be_new`` is
@@ -56,17 +57,19 @@ def change_alias(
             f"{model} has no alias {name!r}, did you mean {alike[0]!r}? Aliases are {others}; "
             "--new makes another"
         )
-    change = set_alias(store, model, name, version, why=why, share=share, shadow=shadow)
+    change = set_alias(
+        store, model, name, version, why=why, share=share, shadow=shadow, at_seq=at_seq
+    )
     if change.version is None:
         say(f"{model}: {name} is no alias any more")
     elif is_new:
         beside = f" beside {others}" if others else ""
-        say(f"{model}: {name} is version {change.version}{_shared(change)}: a new alias{beside}")
+        say(f"{model}: {name} is version {change.version}{_settings(change)}: a new alias{beside}")
     else:
-        say(f"{model}: {name} is version {change.version}{_shared(change)}")
+        say(f"{model}: {name} is version {change.version}{_settings(change)}")
     for one in models.aliases(model).values():
         if one.name != name and (one.share or one.shadow):
-            say(f"{model}: {one.name} still is version {one.version}{_shared(one)}")
+            say(f"{model}: {one.name} still is version {one.version}{_settings(one)}")
 
 
 def roll_back_alias(store: str, model: str, name: str, to: str | None, why: str) -> None:
@@ -77,20 +80,22 @@ def roll_back_alias(store: str, model: str, name: str, to: str | None, why: str)
     """
     done = roll_back(store, model, name, to=to, why=why)
     for one in done.removed:
-        was = f"it was version {one.version}{_shared(one)}"
+        was = f"it was version {one.version}{_settings(one)}"
         say(f"{model}: {one.name} is no alias any more: {was}")
-    say(f"{model}: {name} is version {done.after.version}: it was version {done.before.version}")
+    after, before = (f"version {o.version}{_settings(o)}" for o in (done.after, done.before))
+    say(f"{model}: {name} is {after}: it was {before}")
 
 
-def _shared(alias: Alias) -> str:
+def _settings(alias: Alias) -> str:
+    delta = "" if alias.at_seq is None else f" at delta {alias.at_seq}"
     share = f", with a share of {alias.share:g} %" if alias.share else ""
-    return share + (f", in the shadow of {alias.shadow:g} %" if alias.shadow else "")
+    return delta + share + (f", in the shadow of {alias.shadow:g} %" if alias.shadow else "")
 
 
 def _show(title: str, aliases: Iterable[Alias]) -> None:
     table = grid("alias", "version", "when", "who", "why", numbers=("version",))
     for one in aliases:
-        version = "removed" if one.version is None else f"{one.version}{_shared(one)}"
+        version = "removed" if one.version is None else f"{one.version}{_settings(one)}"
         table.add_row(*map(plain, (one.name, version, one.when, one.who, one.why)))
     if table.row_count:
         show(title, table)

@@ -44,22 +44,23 @@ class Alias:
     shadow: float = 0.0
     """Percentage of that other version's batches that this version also looks up, so that servers
     compare the results."""
+    at_seq: int | None = None
+    """Last delta of the version's line whose rows servers use. None: every delta that comes."""
 
     def to_bytes(self) -> bytes:
-        return sealed_json(
-            {
-                "format_version": FORMAT_VERSION,
-                "model": self.model,
-                "alias": self.name,
-                "number": self.change_number,
-                "version": self.version,
-                "who": self.who,
-                "when": self.when,
-                "why": self.why,
-                "share": self.share,
-                "shadow": self.shadow,
-            }
-        )
+        fields = {
+            "format_version": FORMAT_VERSION,
+            "model": self.model,
+            "alias": self.name,
+            "number": self.change_number,
+            "version": self.version,
+            "who": self.who,
+            "when": self.when,
+            "why": self.why,
+            "share": self.share,
+            "shadow": self.shadow,
+        }
+        return sealed_json(fields if self.at_seq is None else fields | {"at_seq": self.at_seq})
 
 
 def check_name(name: str) -> None:
@@ -97,7 +98,7 @@ def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> 
         StoreError: the file is damaged, or belongs to another model, alias or number.
     """
     data = parse_sealed(text, where, FORMAT_VERSION)
-    version = data.get("version")
+    version, at_seq = data.get("version"), data.get("at_seq")
     alias = Alias(
         model=typed(data, "model", str, where),
         name=typed(data, "alias", str, where),
@@ -108,6 +109,7 @@ def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> 
         why=typed(data, "why", str, where),
         share=typed({"share": 0.0} | data, "share", float, where),
         shadow=typed({"shadow": 0.0} | data, "shadow", float, where),
+        at_seq=None if at_seq is None else typed(data, "at_seq", int, where),
     )
     if (alias.model, alias.name, alias.change_number) != (model, name, number):
         raise StoreError(

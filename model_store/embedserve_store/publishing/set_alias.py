@@ -9,8 +9,17 @@ import os
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.alias import FOLDER, Alias, check_name, file_name
+from embedserve_store.format.delta_manifest import FOLDER as DELTAS
+from embedserve_store.format.delta_manifest import (
+    MANIFEST_BYTES_MAX,
+    check_seq,
+    manifest_name,
+    parse_delta,
+    position_of,
+)
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import ATTEMPTS, user, writer
@@ -27,6 +36,7 @@ def set_alias(
     who: str | None = None,
     share: float = 0.0,
     shadow: float = 0.0,
+    at_seq: int | None = None,
 ) -> Alias:
     """Points the alias ``name`` of ``model`` to ``version``, and returns the change.
 
@@ -39,11 +49,13 @@ def set_alias(
             version serves the rest.
         shadow: percentage of that other version's batches that this version also looks up, so that
             servers compare the results.
+        at_seq: last delta of the version's line whose rows servers use; the line's start for none.
+            Default: every delta that comes.
 
     Raises:
-        StoreError: the name cannot be an alias, the version or the alias to remove does not exist,
-            or ``share`` or ``shadow`` is not a percentage. Also raised if the store cannot be read
-            or written.
+        StoreError: the name cannot be an alias, the version, the delta or the alias to remove does
+            not exist, or ``share`` or ``shadow`` is not a percentage. Also raised if the store
+            cannot be read or written.
     """
     check_name(name)
     for field, percent in (("share", share), ("shadow", shadow)):
@@ -52,11 +64,14 @@ def set_alias(
     who = user() if who is None else who
     check_texts(why=why, who=who)
     models = ModelStore(store)
-    number = None if version is None else models.manifest(model, version).version
+    named = None if version is None else models.manifest(model, version)
+    number = None if named is None else named.version
     if number is None and name not in models.aliases(model):
         raise StoreError(f"{models.where}/{model}: no alias {name!r} to remove")
+    if at_seq is not None:
+        _check_delta(models, named, at_seq)
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    change = Alias(model, name, 0, number, who, when, why, float(share), float(shadow))
+    change = Alias(model, name, 0, number, who, when, why, float(share), float(shadow), at_seq)
     write = writer(models.where, f"{model}/{FOLDER}")
     for _ in range(ATTEMPTS):
         numbers = models.alias_changes(model).get(name, [0])
@@ -64,10 +79,33 @@ def set_alias(
         if write(f"{model}/{file_name(name, change.change_number)}", change.to_bytes()):
             _check_there(models, change)
             versions = () if number is None else (number,)
-            detail = f"{name}{'' if versions else ' removed'}{why and f': {why}'}"
+            what = " removed" if number is None else "" if at_seq is None else f" at delta {at_seq}"
+            detail = f"{name}{what}{why and f': {why}'}"
             record_event(store, "alias", model, versions, who=who, detail=detail)
             return change
     raise StoreError(f"{models.where}/{model}: others changed alias {name!r} {ATTEMPTS} times")
+
+
+def _check_delta(models: ModelStore, base: Manifest | None, at_seq: int) -> None:
+    """Raises StoreError unless version ``base`` can be served as it is after delta ``at_seq``."""
+    if base is None:
+        raise StoreError(f"at_seq is {at_seq}: an alias that is removed has no delta")
+    start, where = position_of(base), f"{models.where}/{base.model}"
+    if at_seq < start.seq:
+        raise StoreError(
+            f"at_seq is {at_seq}: version {base.version} of {where} has the deltas up to "
+            f"{start.seq} in its own rows"
+        )
+    if at_seq > start.seq:
+        check_seq(at_seq, where)
+        path = f"{start.line}/{manifest_name(at_seq)}"
+        try:
+            text = models.read_beside(base.model, DELTAS, path, MANIFEST_BYTES_MAX)
+        except MissingFileError:
+            raise StoreError(
+                f"{where}: delta {at_seq} of line {start.line} does not exist (embedserve deltas)"
+            ) from None
+        parse_delta(text, base.model, start.line, at_seq, f"{where}/{DELTAS}/{path}")
 
 
 def _check_there(models: ModelStore, change: Alias) -> None:
@@ -105,7 +143,7 @@ def roll_back(
     why: str = "",
     who: str | None = None,
 ) -> Rollback:
-    """Points the alias ``name`` back to its previous version.
+    """Points the alias ``name`` back to its previous version, at the delta that it had there.
 
     Also removes every other alias of ``model`` that gives another version a share of the requests
     or a shadow. These are removed first, so that a call that fails half-way can be repeated.
@@ -125,7 +163,9 @@ def roll_back(
     if name not in now:
         there = ", ".join(now) or "none"
         raise StoreError(f"{models.where}/{model}: no alias {name!r}, aliases are {there}")
-    number = _before(models, model, name) if to is None else models.manifest(model, to).version
+    number, at_seq = (
+        _before(models, model, name) if to is None else (models.manifest(model, to).version, None)
+    )
     if number not in models.versions(model):
         there = ", ".join(map(str, models.versions(model)))
         raise StoreError(
@@ -136,19 +176,22 @@ def roll_back(
     removed = tuple(one for one in others if one.share or one.shadow)
     for one in removed:
         set_alias(store, model, one.name, None, why=why, who=who)
-    return Rollback(now[name], set_alias(store, model, name, number, why=why, who=who), removed)
+    after = set_alias(store, model, name, number, why=why, who=who, at_seq=at_seq)
+    return Rollback(now[name], after, removed)
 
 
-def _before(models: ModelStore, model: str, name: str) -> int:
-    """Returns the version that an alias named before its current version."""
+def _before(models: ModelStore, model: str, name: str) -> tuple[int, int | None]:
+    """Returns the version that an alias named before its current version, and its delta."""
     past: list[int] = []
+    at_seqs: dict[int, int | None] = {}
     for change in reversed(models.alias_history(model, name)):
         if change.version in past:  # the alias was rolled back
             del past[past.index(change.version) :]
         if change.version is not None:
             past.append(change.version)
+            at_seqs[change.version] = change.at_seq
     if len(past) == 1:
         raise StoreError(
             f"{models.where}/{model}: {name} was no other version than {past[0]} before: say which"
         )
-    return past[-2]
+    return past[-2], at_seqs[past[-2]]

@@ -114,6 +114,14 @@ class Deltas(BaseModel):
     )
     memory_bytes: int = Field(description="Bytes of memory that changed rows take.")
     undo_from: int = Field(description="First delta to which an undo needs no store.")
+    at_seq: int | None = Field(
+        None,
+        description="Last delta that may be applied: that of an alias with --at-seq. Absent "
+        "if every delta may.",
+    )
+    signatures: str | None = Field(
+        None, description="required: deltas need a signature (--delta-key). Absent otherwise."
+    )
     notify: str | None = Field(
         None,
         description="connected or disconnected: the broker of --delta-notify. Absent without it.",

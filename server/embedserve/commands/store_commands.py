@@ -102,6 +102,13 @@ def alias(
             "version, to compare the results (embedserve shadow)."
         ),
     ] = 0.0,
+    at_seq: Annotated[
+        int | None,
+        typer.Option(
+            help="Delta of the version's line: servers that follow the alias apply no later "
+            "ones, and take those back that they have applied. Default: every delta that comes."
+        ),
+    ] = None,
     remove: Annotated[bool, switch("--remove", help="Remove the alias.")] = False,
     new: Annotated[
         bool,
@@ -115,11 +122,14 @@ def alias(
 
         if remove and version:
             raise ValueError(f"--remove takes no version, found {version!r}")
-        for flag, given in (("--why", why), ("--share", share), ("--shadow", shadow)):
+        changes = ("--why", why), ("--share", share), ("--shadow", shadow)
+        for flag, given in (*changes, ("--at-seq", at_seq is not None)):
             if given and not (remove or version):
                 raise ValueError(f"{flag} is of a change: say the version that the alias moves to")
         if remove or version:
-            change_alias(store, model, name, version or None, why, share, shadow, may_be_new=new)
+            change_alias(
+                store, model, name, version or None, why, share, shadow, at_seq, may_be_new=new
+            )
         else:
             show_aliases(store, model, name, cache)
 

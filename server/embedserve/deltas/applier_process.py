@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
+from embedserve.deltas.bounded_line import BoundedLine, LastSeq
 from embedserve.deltas.delta_waiter import DeltaWaiter
-from embedserve.deltas.followed_lines import BoundedLine, FollowedLines, LastSeq
+from embedserve.deltas.followed_lines import FollowedLines
 from embedserve.deltas.followed_version import FollowedVersion, from_bytes, open_followed
-from embedserve.deltas.follower import CheckRows, DeltaFollower
+from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.memory import memory_bytes
+from embedserve.deltas.read_changes import CheckRows
 from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.model_store import ModelStore

@@ -4,6 +4,8 @@ A server moves to another version while deltas are applied. If both versions are
 response may have older rows after the switch than before. So once all workers have prepared the
 next version, it gets each delta first: from the moment at which it has all deltas of the served
 version, that one is followed no further than the next one is.
+
+A version that is served by an alias may have to stay at a delta, or go back to it.
 """
 
 from __future__ import annotations
@@ -15,14 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from embedserve.deltas.bounded_line import LastSeq
 from embedserve.deltas.followed_version import FollowedVersion
 from embedserve.deltas.status import HELD, FollowedModel
-from embedserve_store.deltas.delta_line import DeltaLine
-from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.errors import StoreError
-from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
-from embedserve_store.format.manifest import Manifest
-from embedserve_store.model_store import ModelStore
 
 if TYPE_CHECKING:
     from embedserve.deltas.applier_process import Poll
@@ -33,29 +31,7 @@ logger = logging.getLogger(__name__)
 OPEN_S = 1.0
 """Seconds until the next try, where no version can be opened."""
 
-LastSeq = Callable[[], int | None]
-"""Returns the last seq that a version may have now; None: any."""
 MakePoll = Callable[[FollowedVersion, FollowedModel, LastSeq], "Poll"]
-
-
-class BoundedLine(DeltaLine):
-    """Line that shows no delta after the last one that a version may have."""
-
-    def __init__(
-        self,
-        models: ModelStore,
-        base: Manifest,
-        keys: TrustedKeys | None = None,
-        last_seq: LastSeq = lambda: None,
-    ) -> None:
-        super().__init__(models, base, keys)
-        self._last_seq = last_seq
-
-    def after(self, position: LinePosition) -> tuple[DeltaManifest, LinePosition] | None:
-        last = self._last_seq()
-        if last is not None and position.seq >= last:
-            return None
-        return super().after(position)
 
 
 @dataclass
@@ -97,10 +73,14 @@ class FollowedLines:
             self._followed.pop(key, None)
             self._inherited.pop(key, None)
         for key, version in self._wanted.items():
-            if key in self._followed:
-                self._followed[key].version = version
-                if version.name in held and not version.is_next:
-                    self._followed[key].model.hold.set(True)
+            one = self._followed.get(key)
+            if one is None:
+                continue
+            if version.at_seq != one.version.at_seq:
+                one.poll.hurry()
+            one.version = version
+            if version.name in held and not version.is_next:
+                one.model.hold.set(True)
         self._open_wanted()
 
     def look(self) -> float:
@@ -149,7 +129,9 @@ class FollowedLines:
         if not now.is_looked:
             return False
         if served is not None and _are_of_one_line(served.model, one.model):
-            return one.model.live.seq >= served.model.live.seq
+            at_seq = one.version.at_seq
+            needed = served.model.live.seq if at_seq is None else min(served.model.live.seq, at_seq)
+            return one.model.live.seq >= needed
         return not now.is_stopped and now.state != HELD
 
     def _served(self, name: str) -> _Followed | None:
@@ -160,13 +142,16 @@ class FollowedLines:
         served = self._served(name)
         return served is not None and served.model.hold.is_set
 
-    def _last_seq(self, model: FollowedModel, name: str) -> int | None:
-        """Returns the seq of the next version of ``name``, once ``model`` may not be before it."""
+    def _last_seq(self, model: FollowedModel, key: tuple[str, int]) -> int | None:
+        """Returns the last delta that a version may have: that of its alias, and that of the next
+        version of its name, once that one may serve."""
+        version = self._wanted.get(key)
+        bounds = [] if version is None or version.at_seq is None else [version.at_seq]
         for one in self._followed.values():
-            if one.version.name == name and one.version.is_next and one.model is not model:
-                is_bound = one.model.caught_up.is_set and _are_of_one_line(model, one.model)
-                return one.model.live.seq if is_bound else None
-        return None
+            is_next = one.version.is_next and one.version.name == key[0]
+            if is_next and one.model is not model and one.model.caught_up.is_set:
+                bounds += [one.model.live.seq] if _are_of_one_line(model, one.model) else []
+        return min(bounds, default=None)
 
     def _open_wanted(self) -> None:
         for key, version in self._wanted.items():
@@ -174,7 +159,7 @@ class FollowedLines:
                 continue
             try:
                 model = self._inherited.get(key) or self._open_model(version)
-                last_seq = partial(self._last_seq, model, version.name)
+                last_seq = partial(self._last_seq, model, key)
                 poll = self._make_poll(version, model, last_seq)
             except StoreError as error:  # it is tried again, or is not wanted any more
                 if str(error) != self._unopened:

@@ -30,6 +30,7 @@ class FollowedVersion:
         path: folder of the version.
         memory: path of its memory (VersionMemory.path).
         generation: number of its rollout; 0 for a version that the server has started with.
+        at_seq: last delta that it may have; None: any.
         is_next: whether it is prepared beside the served version of the name.
         is_switching: whether all workers have prepared it, so that it serves as soon as it has the
             deltas that it needs.
@@ -39,6 +40,7 @@ class FollowedVersion:
     path: str
     memory: str
     generation: int
+    at_seq: int | None = None
     is_next: bool = False
     is_switching: bool = False
 
@@ -120,6 +122,7 @@ def _followed(
         memory,
         percent,
         is_notified=bool(settings.delta_notify),
+        are_signed=bool(settings.delta_key),
     )
 
 

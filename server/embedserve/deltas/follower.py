@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
+from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.live_rows import Change
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.merge_changes import merged
+from embedserve.deltas.read_changes import CheckRows, Waiting, read_changes
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens
 from embedserve.deltas.status import (
@@ -32,9 +33,7 @@ from embedserve.deltas.status import (
     DeltaState,
     FollowedModel,
 )
-from embedserve_store.deltas.delta_line import DeltaLine, kept
 from embedserve_store.errors import GoldensError, StoreError, UnreachableError, described
-from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
 from embedserve_store.goldens.delta_parity import check_rows
 from embedserve_store.goldens.reference_pooling import RowsOf
@@ -48,20 +47,6 @@ LIST_AFTER_S = 10.0
 each listing that finds nothing: listing a long line of an object store takes many requests."""
 LIST_AFTER_S_MAX = 300.0
 
-CheckRows = Callable[[ChangedRows], None]
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A delta that is not applied yet."""
-
-    delta: DeltaManifest
-    end: LinePosition
-
-    @property
-    def as_of(self) -> float:
-        return _seconds(self.delta.as_of)
-
 
 class DeltaFollower:
     """Applies the deltas of one line, as its only writer."""
@@ -69,7 +54,7 @@ class DeltaFollower:
     def __init__(
         self,
         name: str,
-        line: DeltaLine,
+        line: BoundedLine,
         followed: FollowedModel,
         memory_bytes: int,
         check_on_device: CheckRows | None = None,
@@ -110,12 +95,14 @@ class DeltaFollower:
         waiting: list[Waiting] = []
         is_held = self._hold.is_set
         try:
+            if not is_held:
+                self._keep_bound()
             self._list_if_due()
             if is_held:
                 self._read_ahead(1)
             else:
                 self._find(waiting)
-        except StoreError as caught:
+        except (StoreError, RowsFullError) as caught:
             error = caught
         try:
             if waiting:
@@ -167,12 +154,12 @@ class DeltaFollower:
             delta, self._known = found
             read += 1
             if not self._state.waiting_since:
-                self._state = replace(self._state, waiting_since=_seconds(delta.as_of))
+                self._state = replace(self._state, waiting_since=Waiting(*found).as_of)
             wanted = max(self._state.wanted_seq, delta.seq)
             self._state = replace(self._state, wanted_seq=wanted)
             self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S
             if delta.reverts_to is not None:
-                self._undos.append(Waiting(delta, self._known))
+                self._undos.append(Waiting(*found))
 
     def _finds_undo(self) -> bool:
         """Returns whether manifests that are read ahead have an undo that is a way past an
@@ -184,8 +171,10 @@ class DeltaFollower:
 
     def _known_undo(self) -> Waiting | None:
         """Returns the last undo that was read ahead and leaves none of the deltas before it."""
+        last = self._line.last_seq()
         for undo in reversed(self._undos):
-            if cast(int, undo.delta.reverts_to) <= self._position.seq:
+            is_shown = last is None or undo.end.seq <= last
+            if is_shown and cast(int, undo.delta.reverts_to) <= self._position.seq:
                 return undo
         return None
 
@@ -207,7 +196,7 @@ class DeltaFollower:
             if waiting and nbytes > self._step_bytes:
                 return
             if not waiting:
-                self._state = replace(self._state, waiting_since=_seconds(delta.as_of))
+                self._state = replace(self._state, waiting_since=Waiting(delta, end).as_of)
             waiting.append(Waiting(delta, end))
             if delta.seq == self._refused_seq:
                 return
@@ -229,7 +218,7 @@ class DeltaFollower:
         if self._takes_back(waiting[0].delta):
             self._revert(waiting[0], start_s)
             return
-        parts, error = self._read(waiting)
+        parts, error = read_changes(self._line, waiting, self._position.seq, self._check_on_device)
         try:
             deltas = [one for part, _ in parts for one in part]
             if deltas:
@@ -242,48 +231,11 @@ class DeltaFollower:
         if error is not None:
             raise error
 
-    def _read(
-        self, waiting: Sequence[Waiting]
-    ) -> tuple[list[tuple[list[Waiting], list[Change]]], StoreError | None]:
-        """Reads the rows and ids of those ``waiting`` that are not undone by another of them.
-
-        Returns:
-            The deltas before the first whose rows cannot be read, in parts, and the error. A part
-            is a delta and its rows, or undone deltas and undos without rows.
-        """
-        manifests = {one.delta.seq: one.delta for one in waiting}
-        read: dict[int, list[Change]] = {}
-        error, last = None, waiting[-1].delta.seq
-        while True:
-            wanted = [*kept(last, self._position.seq, manifests.__getitem__)][::-1]
-            try:
-                for delta in wanted:
-                    if delta.seq not in read:
-                        read[delta.seq] = self._checked(delta)
-                break
-            except StoreError as caught:
-                error, last = caught, delta.seq - 1
-        parts: list[tuple[list[Waiting], list[Change]]] = []
-        rest = [one for one in waiting if one.delta.seq <= last]
-        for delta in wanted:
-            count = next(i for i, one in enumerate(rest) if one.delta is delta)
-            parts += [(rest[:count], []), ([rest[count]], read[delta.seq])]
-            rest = rest[count + 1 :]
-        return [part for part in (*parts, (rest, [])) if part[0]], error
-
-    def _checked(self, delta: DeltaManifest) -> list[Change]:
-        """Returns the changes of a delta. Raises StoreError if they cannot be read or served."""
-        rows = [one for file in self._line.rows(delta) for one in file]
-        if self._check_on_device is not None:
-            for one in rows:
-                self._check_on_device(one)
-        return [*rows, *self._line.ids(delta).values()]
-
     def _apply_once(
         self, waiting: Sequence[Waiting], changes: Sequence[Change], start_s: float
     ) -> None:
         last = waiting[-1]
-        self._announce(last)
+        self._announce(last.end, last.as_of)
         try:
             check = partial(self._check_goldens, last.delta)
             self._rows.apply(last.end.seq, merged(self._live.as_rows(changes)), check)
@@ -310,22 +262,55 @@ class DeltaFollower:
             StoreError: they are no longer in memory, and the store cannot be read.
         """
         target, seq = cast(int, undo.delta.reverts_to), undo.end.seq
-        self._announce(undo)
-        if not self._rows.revert(target, seq):
-            numbers = self._line.rows_between(self._position.seq, target)
-            rows = self._line.rows_at(target, numbers, self._live.tables)
-            ids = self._line.ids_between(self._position.seq, target)
-            self._rows.apply(seq, self._live.as_rows([*rows, *ids.values()]))
+        self._announce(undo.end, undo.as_of)
+        self._bring_back(target, seq)
         self._advance([undo], start_s)
         self._rows.finish_undo()
         why = " ".join(undo.delta.why.split())
         logger.warning("%s: delta %d reverts to delta %d: %s", self._name, seq, target, why)
 
-    def _announce(self, last: Waiting) -> None:
+    def _keep_bound(self) -> None:
+        """Brings former rows back if the version may no longer have those that it has, because its
+        alias names an earlier delta.
+
+        Raises:
+            RowsFullError, StoreError: as ``_revert``.
+        """
+        last, start = self._line.last_seq(), self._line.start
+        if last is None:
+            return
+        wanted = min(self._state.wanted_seq, max(last, self._position.seq))
+        self._state = replace(self._state, wanted_seq=wanted)
+        if self._position.seq > max(last, start.seq):
+            self._go_back(max(last, start.seq))
+
+    def _go_back(self, target: int) -> None:
+        """Brings the rows after delta ``target`` back. Raises as ``_revert``."""
+        end, as_of = self._line.start, 0.0
+        if target > end.seq:
+            delta, end = self._line.manifest(target)
+            as_of = Waiting(delta, end).as_of
+        self._announce(end, as_of)
+        self._bring_back(target, target)
+        self._position = self._known = end
+        self._undos.clear()
+        applied = self._state.applying
+        self._write(replace(self._state, applied=applied, wanted_seq=target, waiting_since=0.0))
+        self._rows.finish_undo()
+        logger.warning("%s: goes back to delta %d, the last that it may have", self._name, target)
+
+    def _bring_back(self, target: int, seq: int) -> None:
+        """Makes the rows after delta ``target`` those of ``seq``. Raises as ``_revert``."""
+        if not self._rows.revert(target, seq):
+            numbers = self._line.rows_between(self._position.seq, target)
+            rows = self._line.rows_at(target, numbers, self._live.tables)
+            ids = self._line.ids_between(self._position.seq, target)
+            self._rows.apply(seq, self._live.as_rows([*rows, *ids.values()]))
+
+    def _announce(self, end: LinePosition, as_of: float) -> None:
         """Writes the position that a commit is about to reach: a follower that continues finds it
         for the seq that was committed."""
-        applying = Applied(last.end.seq, last.as_of, last.end.checksum)
-        self._write(replace(self._state, applying=applying))
+        self._write(replace(self._state, applying=Applied(end.seq, as_of, end.checksum)))
 
     def _advance(self, waiting: Sequence[Waiting], start_s: float) -> None:
         """Writes the position after ``waiting``, which have been applied."""
@@ -384,13 +369,10 @@ class DeltaFollower:
                 ids_changed=self._rows.ids_changed,
                 memory_bytes=self._rows.memory_bytes,
                 undo_from=self._rows.undo_from,
+                at_seq=self._line.last_seq(),
             )
         )
 
     def _write(self, state: DeltaState) -> None:
         self._state = state
         self._status.write(state)
-
-
-def _seconds(as_of: str) -> float:
-    return datetime.fromisoformat(as_of).timestamp()

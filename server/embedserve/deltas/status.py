@@ -32,7 +32,7 @@ BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 
 _POSITION = "Qd32s"
 _DURATIONS = f"{len(BUCKETS_S) + 1}Qd"
-_RECORD = struct.Struct(f"<QB?QddQQQQQQQQ{_POSITION}{_POSITION}{_DURATIONS}{_DURATIONS}H500s")
+_RECORD = struct.Struct(f"<QB?QddQQQQQQQQq{_POSITION}{_POSITION}{_DURATIONS}{_DURATIONS}H500s")
 _CHECKSUM = struct.Struct("<I")
 _SLOT_BYTES = _RECORD.size + _CHECKSUM.size
 
@@ -104,6 +104,8 @@ class DeltaState:
     """Number of undos that were applied."""
     undo_from: int = 0
     """First seq whose rows are kept in memory for an undo."""
+    at_seq: int | None = None
+    """Last delta that may be applied, such as that of an alias; None: any."""
     apply_seconds: Durations = field(default_factory=Durations)
     """Seconds from the first byte of a step's rows to their being served."""
     freshness_seconds: Durations = field(default_factory=Durations)
@@ -181,7 +183,7 @@ class DeltaStatus:
             "ids_changed": now.ids_changed,
             "memory_bytes": now.memory_bytes,
             "undo_from": now.undo_from,
-        }
+        } | ({} if now.at_seq is None else {"at_seq": now.at_seq})
 
     def _newest(self) -> tuple[int, bytes]:
         """Returns the number and the bytes of the newest whole record; 0 if neither is whole."""
@@ -207,6 +209,7 @@ class FollowedModel:
         memory: the memory itself; other processes can open it while this one has it.
         notify: whether the broker that notifies the applier is connected, which sets it; None
             without a broker.
+        are_signed: whether deltas need a signature.
     """
 
     live: LiveRows
@@ -216,6 +219,7 @@ class FollowedModel:
     caught_up: SharedFlag = field(default_factory=SharedFlag)
     memory: VersionMemory = field(default_factory=VersionMemory.create)
     notify: SharedFlag | None = None
+    are_signed: bool = False
 
     @classmethod
     def of(
@@ -228,12 +232,14 @@ class FollowedModel:
         new_ids_percent: float = 0.0,
         *,
         is_notified: bool = False,
+        are_signed: bool = False,
     ) -> FollowedModel:
         """Returns ``version`` in ``memory``, new or as another process has left it.
 
         Args:
             memory_max, readers, undo, new_ids_percent: as in LiveRows, the same in all processes.
             is_notified: whether a broker notifies the applier.
+            are_signed: whether deltas need a signature.
 
         Raises:
             StoreError: the version's deltas cannot be served.
@@ -243,11 +249,13 @@ class FollowedModel:
         status, hold = DeltaStatus(live.start, memory), SharedFlag(memory)
         goldens, caught_up = SharedGoldens(memory), SharedFlag(memory)
         notify = SharedFlag(memory) if is_notified else None
-        return cls(live, status, hold, goldens, caught_up, memory, notify)
+        return cls(live, status, hold, goldens, caught_up, memory, notify, are_signed)
 
     def describe(self) -> dict[str, Any]:
-        """Returns status and connection as JSON values, as /models has them."""
+        """Returns status, connection and need of signatures as JSON values, as /models has them."""
         described = self.status.describe()
+        if self.are_signed:
+            described["signatures"] = "required"
         if self.notify is not None:
             described["notify"] = "connected" if self.notify.is_set else "disconnected"
         return described
@@ -268,7 +276,7 @@ def _packed(number: int, state: DeltaState) -> bytes:
     values: list[Any] = [number, STATES.index(state.state), state.is_looked, state.wanted_seq]
     values += [state.waiting_since, state.looked_at, state.rows, state.nbytes, state.refused]
     values += [state.rows_changed, state.memory_bytes, state.undos, state.undo_from]
-    values.append(state.ids_changed)
+    values += [state.ids_changed, -1 if state.at_seq is None else state.at_seq]
     for one in (state.applied, state.applying):
         values += [one.seq, one.as_of, bytes.fromhex(one.checksum)]
     for durations in (state.apply_seconds, state.freshness_seconds):
@@ -278,10 +286,10 @@ def _packed(number: int, state: DeltaState) -> bytes:
 
 def _unpacked(record: bytes) -> DeltaState:
     *plain, length, reason = _RECORD.unpack(record)
-    applied, applying = (Applied(plain[i], plain[i + 1], plain[i + 2].hex()) for i in (14, 17))
+    applied, applying = (Applied(plain[i], plain[i + 1], plain[i + 2].hex()) for i in (15, 18))
     buckets = len(BUCKETS_S) + 1
     apply_seconds, freshness_seconds = (
-        Durations(tuple(plain[i : i + buckets]), plain[i + buckets]) for i in (20, 21 + buckets)
+        Durations(tuple(plain[i : i + buckets]), plain[i + buckets]) for i in (21, 22 + buckets)
     )
     return DeltaState(
         applied,
@@ -300,6 +308,7 @@ def _unpacked(record: bytes) -> DeltaState:
         undos=plain[11],
         undo_from=plain[12],
         ids_changed=plain[13],
+        at_seq=None if plain[14] < 0 else plain[14],
         apply_seconds=apply_seconds,
         freshness_seconds=freshness_seconds,
     )

@@ -11,15 +11,17 @@ import numpy as np
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from embedserve.deltas.follower import CheckRows, DeltaFollower
+from embedserve.deltas.bounded_line import BoundedLine
+from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
+from embedserve.deltas.read_changes import CheckRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
 from embedserve.deltas.status import DeltaStatus, FollowedModel
-from embedserve_store import DeltaLine, DeltaWriter, ModelStore, publish
+from embedserve_store import DeltaWriter, ModelStore, publish
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
@@ -67,10 +69,15 @@ class Followed:
         ebc = EmbeddingBagCollection(tables=[config], device=torch.device("cpu"))
         publish(ebc, folder, model="m", dtype="float32")
         self.writer = DeltaWriter(folder, model="m")
+        self.follow(folder, 1)
+
+    def follow(self, folder: Path, number: int) -> None:
+        """Follows the line of a version as a server that starts with it does."""
         self.deltas = folder / "m/deltas/1"
         self.models = ModelStore(folder)
-        version = self.models.load("m")
-        self.line = DeltaLine(self.models, version.manifest)
+        version = self.models.load("m", number)
+        self.last_seq: int | None = None
+        self.line = BoundedLine(self.models, version.manifest, None, lambda: self.last_seq)
         self.live = LiveRows(version, 1 << 20, 1, undo=5)
         self.published = version.tables.rows("t").view(np.float32)[:, 0].copy()
         self._reader = RowsReader(self.live, 0, version.plan)

@@ -15,7 +15,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.applier_process import Poll
-from embedserve.deltas.followed_lines import BoundedLine, FollowedLines, LastSeq
+from embedserve.deltas.bounded_line import BoundedLine, LastSeq
+from embedserve.deltas.followed_lines import FollowedLines
 from embedserve.deltas.followed_version import (
     FollowedVersion,
     check_room,
@@ -226,6 +227,43 @@ def test_a_hold_that_comes_with_the_switch_is_kept(moving: Moving) -> None:
     moving.training.push(1)
     moving.until_looked()
     assert (moving.models[2].status.read().state, moving.seqs()) == ("held", [1, 1])
+
+
+def test_a_version_stays_at_the_delta_of_its_alias_and_goes_back_to_it(moving: Moving) -> None:
+    for row in (1, 2, 3):
+        moving.training.push(row, value=float(row))
+    moving.until_looked()
+    assert moving.seqs() == [3]
+    moving.served = replace(moving.served, at_seq=2)
+    moving.lines.follow([moving.served])
+    moving.until_looked()
+    assert (moving.seqs(), moving.values(1)[1:3]) == ([2], [1.0, 2.0])
+    assert moving.values(1)[3] != 3.0
+    moving.lines = moving.started()  # another applier keeps to it
+    moving.lines.follow([moving.served])
+    moving.training.push(1, value=5.0)
+    moving.until_looked()
+    assert moving.seqs() == [2]
+    moving.lines.follow([replace(moving.served, at_seq=None)])
+    moving.until_looked()
+    assert (moving.seqs(), moving.values(1)[1:4]) == ([4], [5.0, 2.0, 3.0])
+
+
+def test_the_next_version_serves_at_the_delta_of_its_alias(moving: Moving) -> None:
+    """Also where the served version of the line has later deltas: its alias asks for these rows."""
+    moving.training.push(1)
+    compact_deltas(moving.store, "m")
+    moving.training.push(2)
+    moving.training.push(3)
+    moving.until_looked()
+    two = replace(moving.version(2, 2), is_next=True, at_seq=2)
+    moving.lines.follow([moving.served, two])
+    moving.until_looked()
+    assert moving.seqs() == [3, 2]
+    moving.switch(two)
+    assert moving.lines.find_caught_up()
+    moving.until_looked()
+    assert moving.seqs() == [2, 2]  # whichever version a worker has, the rows are the same
 
 
 def publish_anew(store: Path) -> None:

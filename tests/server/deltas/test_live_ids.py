@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
+from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_ids import LiveIds
 from embedserve.deltas.live_rows import LiveRows
@@ -24,7 +25,6 @@ from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store import (
-    DeltaLine,
     DeltaWriter,
     IdRule,
     ModelStore,
@@ -69,7 +69,7 @@ class Model:
         self.writer = DeltaWriter(folder, model="m")
         self.models = ModelStore(folder)
         version = self.models.load("m")
-        self.line = DeltaLine(self.models, version.manifest)
+        self.line = BoundedLine(self.models, version.manifest)
         self.live = LiveRows(version, 1 << 20, 1, undo, new_ids_percent=percent)
         self.reader = RowsReader(self.live, 0, self.live.version.plan)
         self.status = DeltaStatus(self.line.start)

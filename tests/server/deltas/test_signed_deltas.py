@@ -16,10 +16,11 @@ from server.deltas.followed import Followed
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.applier_process import run_applier
+from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.followed_version import FollowedVersion
 from embedserve.deltas.status import FollowedModel
 from embedserve.processes.model_loading import open_folder
-from embedserve_store import DeltaLine, DeltaWriter, undo_deltas
+from embedserve_store import DeltaWriter, undo_deltas
 from embedserve_store.deltas.signing import trusted_keys
 from embedserve_store.format.delta_manifest import manifest_name
 
@@ -35,7 +36,7 @@ def followed(tmp_path: Path, pair: KeyPair) -> Followed:
     followed = Followed(tmp_path / "store")
     followed.writer = DeltaWriter(tmp_path / "store", model="m", key=pair.private)
     manifest = followed.models.manifest("m")
-    followed.line = DeltaLine(followed.models, manifest, trusted_keys(pair.public))
+    followed.line = BoundedLine(followed.models, manifest, trusted_keys(pair.public))
     followed.follower = followed.started()
     return followed
 

@@ -43,6 +43,7 @@ def test_a_state_is_read_as_it_was_written() -> None:
         memory_bytes=14,
         undos=15,
         undo_from=16,
+        at_seq=18,
         apply_seconds=Durations().plus(0.02),
         freshness_seconds=Durations().plus(1000).plus(0.0),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from embedserve.commands.cli import app
 from embedserve.config import ServeSettings
 from embedserve.processes.startup.loading import open_versions
-from embedserve_store import publish
+from embedserve_store import DeltaWriter, publish
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
@@ -135,6 +136,25 @@ def test_a_change_tells_what_other_aliases_answer(two: Path) -> None:
         "m: stable is version 1",
         "m: canary still is version 2, with a share of 10 %, in the shadow of 5 %",
     ]
+
+
+def test_an_alias_shows_its_delta(two: Path) -> None:
+    with closing(DeltaWriter(two, model="m", version=1)) as writer:
+        writer.push_rows({"t": ([1], torch.zeros(1, 4))})
+    stable = ("alias", two, "m", "stable")
+    said = run(*stable, "1", "--at-seq", "1", "--share", "5")[2]
+    assert said == "m: stable is version 1 at delta 1, with a share of 5 %: a new alias\n"
+    assert "1 at delta 1, with a share of 5 %" in run(*stable)[1]
+    run(*stable, "2")
+    assert run("rollback", two, "m")[2] == "m: stable is version 1 at delta 1: it was version 2\n"
+    assert run(*stable, "1", "--at-seq", "2")[::2] == (
+        1,
+        f"embedserve: {two}/m: delta 2 of line 1 does not exist (embedserve deltas)\n",
+    )
+    assert run(*stable, "--at-seq", "0")[::2] == (
+        1,
+        "embedserve: --at-seq is of a change: say the version that the alias moves to\n",
+    )
 
 
 def test_a_rollback_tells_what_it_did(two: Path) -> None:

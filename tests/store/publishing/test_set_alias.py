@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from server.python import run_warm_python
 from store.listing import everything_under
 
+from embedserve_store import DeltaWriter, compact_deltas
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
@@ -48,6 +50,51 @@ def test_an_alias_means_what_it_was_moved_to_last(store: Path) -> None:
     assert models.manifest("m", "canary").version == 2
     assert models.load("m", "1").manifest.version == 1
     assert (models.versions("m"), models.models()) == ([1, 2], ["m"])
+
+
+@pytest.fixture
+def with_deltas(store: Path) -> Path:
+    """The same, with deltas 1 to 3 of version 1; version 3 has the first two of them."""
+    with closing(DeltaWriter(store, model="m", version=1)) as writer:
+        for seq in (1, 2, 3):
+            writer.push_rows({"t": ([seq], torch.zeros(1, 4))})
+    compact_deltas(store, "m", version=1, seq=2)
+    return store
+
+
+def test_an_alias_names_a_delta(with_deltas: Path) -> None:
+    models = ModelStore(with_deltas)
+    set_alias(with_deltas, "m", "stable", 1, at_seq=2, why="the last good one")
+    assert (models.alias("m", "stable").version, models.alias("m", "stable").at_seq) == (1, 2)
+    assert models.load("m", "stable").at_seq == 2
+    assert models.load("m", 1).at_seq is None
+    (event,) = models.history("m", last=1)
+    assert event.detail == "stable at delta 2: the last good one"
+    set_alias(with_deltas, "m", "stable", 3, at_seq=2)  # its own rows
+    set_alias(with_deltas, "m", "stable", 3)
+    assert models.load("m", "stable").at_seq is None
+    roll_back(with_deltas, "m")  # as it was before
+    assert (models.alias("m", "stable").version, models.alias("m", "stable").at_seq) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("version", "at_seq", "reason"),
+    [
+        (1, 4, r"store/m: delta 4 of line 1 does not exist \(embedserve deltas\)$"),
+        (1, -1, r"at_seq is -1: version 1 of \S+/m has the deltas up to 0 in its own rows$"),
+        (3, 1, r"at_seq is 1: version 3 of \S+/m has the deltas up to 2 in its own rows$"),
+        (1, 2**32, r"store/m: seq is 4294967296, expected 1 to 4294967295$"),
+        (2, 1, r"store/m: delta 1 of line 2 does not exist \(embedserve deltas\)$"),
+        (None, 1, "at_seq is 1: an alias that is removed has no delta$"),
+    ],
+)
+def test_a_delta_that_cannot_be_named_changes_nothing(
+    with_deltas: Path, version: int | None, at_seq: int, reason: str
+) -> None:
+    before = set_alias(with_deltas, "m", "stable", 1)
+    with pytest.raises(StoreError, match=reason):
+        set_alias(with_deltas, "m", "stable", version, at_seq=at_seq)
+    assert ModelStore(with_deltas).alias("m", "stable") == before
 
 
 def test_one_that_is_removed_is_none_and_keeps_its_history(store: Path) -> None:

@@ -50,7 +50,8 @@ class AdminService:
         except (StoreError, ValueError) as error:
             raise RefusedError(str(error), "model") from error
         number, before = version.manifest.version, self._version_manager.target(name)
-        self._send(AdminCommand(Operation.LOAD, name, number, str(version.path)))
+        path, at_seq = str(version.path), version.at_seq
+        self._send(AdminCommand(Operation.LOAD, name, number, path, at_seq))
         was_known = before is not None
         try:
             async with asyncio.timeout(ROLLOUT_S_MAX):

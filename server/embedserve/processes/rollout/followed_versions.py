@@ -38,6 +38,8 @@ class FollowedVersions:
         self.tell: Callable[[], None] = lambda: None
         self._settings = settings
         self._generations = dict.fromkeys(served, 0)
+        at_seqs = {(name, _number(one)): one.live.version.at_seq for name, one in served.items()}
+        self._at_seqs = {key: seq for key, seq in at_seqs.items() if seq is not None}
         self._next: FollowedModel | None = None
         self._next_name, self._next_generation = "", 0
         self._is_switching = False
@@ -67,6 +69,15 @@ class FollowedVersions:
         self.served.clear()
         self._next = None
         return found
+
+    def stop_at(self, name: str, number: int, at_seq: int | None) -> None:
+        """Makes the rows of a version, served as ``name`` or not yet, those after delta ``at_seq``,
+        as soon as there is such a delta. None: those after the last delta that there is."""
+        before = self._at_seqs.pop((name, number), None)
+        if at_seq is not None:
+            self._at_seqs[name, number] = at_seq
+        if at_seq != before:
+            self.tell()
 
     def is_held(self, name: str) -> bool:
         """Returns whether an administrator holds the rows of the served version."""
@@ -130,6 +141,11 @@ class FollowedVersions:
         model = self.served[name] = self._next
         self._generations[name] = self._next_generation
         self._next = None
+        self._at_seqs = {
+            (other, number): at_seq
+            for (other, number), at_seq in self._at_seqs.items()
+            if other != name or number == _number(model)
+        }
         self.tell()
         return model.live.version
 
@@ -143,8 +159,14 @@ class FollowedVersions:
         """Follows ``name`` no longer."""
         if self.served.pop(name, None) is not None:
             del self._generations[name]
+            self._at_seqs = {key: seq for key, seq in self._at_seqs.items() if key[0] != name}
             self.tell()
 
     def _described(self, name: str, generation: int, model: FollowedModel) -> FollowedVersion:
         path = str(model.live.version.path)
-        return FollowedVersion(name, path, model.memory.path, generation)
+        at_seq = self._at_seqs.get((name, _number(model)))
+        return FollowedVersion(name, path, model.memory.path, generation, at_seq)
+
+
+def _number(model: FollowedModel) -> int:
+    return model.live.version.manifest.version

@@ -59,11 +59,16 @@ class Operation(StrEnum):
 @dataclass(frozen=True)
 class Shares:
     """Percentages of the requests that name only the model, and of the other versions' batches to
-    compare. They apply once ``version`` serves; with version 0 to the version that serves now."""
+    compare. They apply once ``version`` serves; with version 0 to the version that serves now.
+
+    Attributes:
+        at_seq: last delta that ``version`` may have; None: any.
+    """
 
     version: int
     traffic: float = 0.0
     shadow: float = 0.0
+    at_seq: int | None = None
 
 
 @dataclass(frozen=True)
@@ -201,12 +206,14 @@ class StoreReport:
 
 @dataclass(frozen=True)
 class AdminCommand:
-    """Process to coordinator: operation of an administrator. LOAD has a version and its folder."""
+    """Process to coordinator: operation of an administrator. LOAD has a version, its folder, and
+    the last delta that it may have."""
 
     operation: Operation
     name: str = ""
     version: int = 0
     path: str = ""
+    at_seq: int | None = None
 
 
 Report = WorkerStatus | StoreReport | AdminCommand

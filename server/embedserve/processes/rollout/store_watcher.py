@@ -111,7 +111,7 @@ class StoreWatcher:
             return True
         target = self._version_manager.target(name)
         before = target.shares if target is not None and target.shares is not None else Shares(0)
-        return (entry.shares.traffic, entry.shares.shadow) != (before.traffic, before.shadow)
+        return replace(entry.shares, version=0) != replace(before, version=0)
 
     def _is_to_be_opened(self, name: str, number: int) -> bool:
         target = self._version_manager.target(name)

@@ -71,7 +71,8 @@ class VersionResolver:
             return StoreEntry(number, Shares(number))
         alias = store.alias(model, tag)
         assert alias.version is not None  # the store rejects an alias without a version
-        return StoreEntry(alias.version, Shares(alias.version, alias.share, alias.shadow))
+        shares = Shares(alias.version, alias.share, alias.shadow, alias.at_seq)
+        return StoreEntry(alias.version, shares)
 
     def _log_fault(self, name: str, fault: str) -> None:
         before = self._faults.get(name, "")

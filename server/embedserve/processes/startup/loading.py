@@ -148,17 +148,21 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     for kind in _PULL_ERRORS:
         if reason := pulled["errors"].get(kind.__name__):
             raise kind(reason)
-    return {name: open_folder(path) for name, path in pulled["folders"].items()}
+    return {
+        name: replace(open_folder(path), at_seq=at_seq)
+        for name, (path, at_seq) in pulled["folders"].items()
+    }
 
 
 def _report_pulled(settings: ServeSettings, pipe: int) -> None:
-    """Writes the folder of each version to ``pipe``, or the error; ends the process."""
+    """Writes folder and at_seq of each version to ``pipe``, or the error; ends the process."""
     status = 1
-    folders: dict[str, str] = {}
+    folders: dict[str, tuple[str, int | None]] = {}
     errors: dict[str, str] = {}
     try:
         try:
-            folders = {name: str(one.path) for name, one in open_versions(settings).items()}
+            for name, one in open_versions(settings).items():
+                folders[name] = str(one.path), one.at_seq
         except _PULL_ERRORS as error:
             kind = next(one for one in _PULL_ERRORS if isinstance(error, one))
             errors[kind.__name__] = str(error)

@@ -18,15 +18,20 @@ from embedserve.processes.rollout import followed_versions
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.followed_versions import STALL_S_MAX, FollowedVersions
 from embedserve.processes.rollout.messages import (
+    AdminCommand,
     Desired,
     Failure,
     LoadState,
     NameStatus,
+    Operation,
+    Shares,
     StoreEntry,
     StoreReport,
     Target,
     TargetPhase,
     WorkerStatus,
+    report_from_bytes,
+    report_to_bytes,
 )
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve_store import compact_deltas
@@ -67,9 +72,10 @@ class Server:
     def _send(self, worker: int, desired: Desired) -> None:
         self.target = desired.names["m"]
 
-    def find(self, number: int) -> None:
+    def find(self, number: int, at_seq: int | None = None) -> None:
         path = str(self.training.deltas.parents[1] / str(number))
-        self.coordinator.on_report(0, StoreReport({"m": StoreEntry(number, path=path)}))
+        entry = StoreEntry(number, Shares(number, at_seq=at_seq), path)
+        self.coordinator.on_report(0, StoreReport({"m": entry}))
 
     def prepared(self) -> None:
         """The worker has prepared what it is to prepare."""
@@ -231,6 +237,52 @@ def test_a_forked_process_forgets_what_it_does_not_use(server: Server) -> None:
     server.find(2)
     assert [one.is_next for one in server.followed.take()] == [False, True]
     assert (server.followed.served, [*server.followed.models()]) == ({}, [])
+
+
+def at_seqs(server: Server) -> dict[str, int | None]:
+    """Returns the last delta that each followed version may have, by the number of its folder."""
+    return {Path(one.path).name: one.at_seq for one in server.followed.followed()}
+
+
+def test_a_version_keeps_its_delta_until_the_next_one_serves(server: Server) -> None:
+    assert at_seqs(server) == {"1": None}
+    server.find(1, at_seq=2)
+    assert (at_seqs(server), server.told) == ({"1": 2}, 1)
+    server.find(1, at_seq=2)
+    assert server.told == 1  # nothing new
+    server.find(2, at_seq=3)
+    assert at_seqs(server) == {"1": 2, "2": 3}
+    server.find(2)
+    assert at_seqs(server) == {"1": 2, "2": None}
+    server.prepared()
+    server.next.caught_up.set(True)
+    server.coordinator.check_rollout()
+    assert (server.started_with, at_seqs(server)) == ([2], {"2": None})
+    server.find(1)  # it comes back without the delta that it had
+    assert at_seqs(server) == {"1": None, "2": None}
+
+
+def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
+    opened = replace(server.training.models.load("m", 1), at_seq=2)
+    made = make_followed(ServeSettings("", deltas="follow", delta_memory=1 << 20), opened)
+    followed = FollowedVersions(ServeSettings(""), {"m": made})
+    assert [one.at_seq for one in followed.followed()] == [2]
+    followed.stop_at("m", 1, None)
+    assert [one.at_seq for one in followed.followed()] == [None]
+    followed.stop_at("m", 1, 4)
+    followed.remove("m")
+    followed.served["m"] = made
+    followed._generations["m"] = 1
+    assert [one.at_seq for one in followed.followed()] == [None]
+
+
+def test_an_administrator_loads_a_version_at_its_delta(server: Server) -> None:
+    path = str(server.training.deltas.parents[1] / "2")
+    command = AdminCommand(Operation.LOAD, "m", 2, path, at_seq=3)
+    received = report_from_bytes(report_to_bytes(command))
+    assert isinstance(received, AdminCommand)
+    server.coordinator.on_report(0, received)
+    assert at_seqs(server) == {"1": None, "2": 3}
 
 
 def test_a_removed_name_is_followed_no_longer(server: Server) -> None:

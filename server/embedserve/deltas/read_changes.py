@@ -1,0 +1,80 @@
+"""Reads the rows and ids of the deltas that a follower is about to apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from embedserve.deltas.live_rows import Change
+from embedserve_store.deltas.delta_line import DeltaLine, kept
+from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
+
+CheckRows = Callable[[ChangedRows], None]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A delta that is not applied yet.
+
+    Attributes:
+        end: position after it.
+    """
+
+    delta: DeltaManifest
+    end: LinePosition
+
+    @property
+    def as_of(self) -> float:
+        """Returns when training read the rows, in seconds since the Unix epoch."""
+        return datetime.fromisoformat(self.delta.as_of).timestamp()
+
+
+Part = tuple[list[Waiting], list[Change]]
+"""A delta and its changes, or undone deltas and undos without any."""
+
+
+def read_changes(
+    line: DeltaLine, waiting: Sequence[Waiting], applied_seq: int, check_on_device: CheckRows | None
+) -> tuple[list[Part], StoreError | None]:
+    """Reads the rows and ids of those ``waiting`` that are not undone by another of them.
+
+    Args:
+        applied_seq: last delta before them.
+        check_on_device: as in DeltaFollower.
+
+    Returns:
+        The deltas before the first whose rows cannot be read, in parts, and the error.
+    """
+    manifests = {one.delta.seq: one.delta for one in waiting}
+    read: dict[int, list[Change]] = {}
+    error, last = None, waiting[-1].delta.seq
+    while True:
+        wanted = [*kept(last, applied_seq, manifests.__getitem__)][::-1]
+        try:
+            for delta in wanted:
+                if delta.seq not in read:
+                    read[delta.seq] = _checked(line, delta, check_on_device)
+            break
+        except StoreError as caught:
+            error, last = caught, delta.seq - 1
+    parts: list[Part] = []
+    rest = [one for one in waiting if one.delta.seq <= last]
+    for delta in wanted:
+        count = next(i for i, one in enumerate(rest) if one.delta is delta)
+        parts += [(rest[:count], []), ([rest[count]], read[delta.seq])]
+        rest = rest[count + 1 :]
+    return [part for part in (*parts, (rest, [])) if part[0]], error
+
+
+def _checked(
+    line: DeltaLine, delta: DeltaManifest, check_on_device: CheckRows | None
+) -> list[Change]:
+    """Returns the changes of a delta. Raises StoreError if they cannot be read or served."""
+    rows = [one for file in line.rows(delta) for one in file]
+    if check_on_device is not None:
+        for one in rows:
+            check_on_device(one)
+    return [*rows, *line.ids(delta).values()]

@@ -1,0 +1,191 @@
+"""A follower that may apply no delta after a certain one, as an alias with --at-seq asks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from server.deltas.followed import Followed
+
+from embedserve.deltas.memory import RowsFullError
+from embedserve_store import compact_deltas, undo_deltas
+from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path / "store")
+
+
+def push_each(followed: Followed, first: int, last: int) -> None:
+    for seq in range(first, last + 1):
+        assert followed.push(seq, 9, value=seq) == seq
+
+
+def rows_at(seq: int) -> dict[int, float]:
+    """Returns the changed rows after delta ``seq`` of push_each."""
+    return {row: float(row) for row in range(1, seq + 1)} | ({9: float(seq)} if seq else {})
+
+
+def test_no_delta_after_the_bound_is_applied(followed: Followed) -> None:
+    push_each(followed, 1, 4)
+    followed.last_seq = 2
+    assert not followed.follower.look()
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, now.wanted_seq, now.lag_s()) == ("following", 2, 2, 0)
+    assert followed.changed() == rows_at(2)
+    assert followed.status.describe()["at_seq"] == 2
+    followed.last_seq = 3
+    followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (3, rows_at(3))
+    followed.last_seq = None
+    followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (4, rows_at(4))
+    assert "at_seq" not in followed.status.describe()
+
+
+@pytest.mark.parametrize("target", [0, 2])
+def test_rows_go_back_from_memory(
+    followed: Followed,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    target: int,
+) -> None:
+    for seq in range(1, 5):
+        push_each(followed, seq, seq)
+        followed.follower.look()
+    followed.last_seq = target
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(followed.line, "rows", None)  # no file is read
+        assert not followed.follower.look()
+    assert caplog.messages == [f"m: goes back to delta {target}, the last that it may have"]
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, now.wanted_seq) == ("following", target, target)
+    assert (now.applied.as_of > 0, now.undos) == (target > 0, 0)
+    assert (followed.live.seq, followed.changed()) == (target, rows_at(target))
+    followed.last_seq = None
+    followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (4, rows_at(4))
+
+
+def test_rows_go_back_from_the_store(followed: Followed) -> None:
+    push_each(followed, 1, 4)
+    followed.follower.look()
+    followed.follower = followed.started()  # a new applier has the newest rows alone
+    followed.last_seq = 1
+    repair = followed.damage(1)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 4, rows_at(4))
+    repair()
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
+    followed.follower = followed.started()  # it continues where the other one went back to
+    followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (1, rows_at(1))
+    push_each(followed, 5, 5)
+    followed.last_seq = None
+    followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (5, rows_at(5))
+
+
+def test_without_room_the_rows_stay_until_there_is(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push_each(followed, 1, 3)
+    followed.follower.look()
+    followed.follower = followed.started()
+    followed.last_seq = 1
+
+    def apply(seq: int, changes: object) -> None:
+        raise RowsFullError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(followed.rows, "apply", apply)
+        followed.follower.look()
+    assert (followed.state, followed.changed()) == ("full", rows_at(3))
+    followed.follower.look()
+    assert (followed.state, followed.changed()) == ("following", rows_at(1))
+
+
+def test_an_undo_after_the_bound_is_not_followed(followed: Followed) -> None:
+    """Neither one that comes, nor one that was read ahead as the way past a damaged delta."""
+    push_each(followed, 1, 3)
+    followed.damage(3)
+    followed.follower.look()
+    undo_deltas(followed.models.where, "m", to=1, why="wrong")
+    followed.last_seq = 2
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, rows_at(2))
+    followed.last_seq = None
+    followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (4, rows_at(1))
+    followed.last_seq = 2  # and back, past the undo
+    followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (2, rows_at(2))
+
+
+def test_an_undo_that_was_read_ahead_is_not_followed_past_the_bound(followed: Followed) -> None:
+    push_each(followed, 1, 3)
+    followed.damage(2)
+    followed.follower.look()
+    followed.hold.set(True)
+    undo_deltas(followed.models.where, "m", to=1, why="wrong")
+    for _ in range(4):  # each reads one manifest ahead
+        followed.follower.look()
+    followed.hold.set(False)
+    followed.last_seq = 2
+    followed.follower.look()
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, now.wanted_seq) == ("stalled", 1, 2)
+    followed.last_seq = None
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("following", 4)
+
+
+def test_during_a_hold_rows_do_not_go_back(followed: Followed) -> None:
+    push_each(followed, 1, 3)
+    followed.follower.look()
+    followed.hold.set(True)
+    followed.last_seq = 1
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("held", 3)
+    followed.hold.set(False)
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
+
+
+def test_a_bound_after_the_last_delta_is_none_yet(followed: Followed) -> None:
+    push_each(followed, 1, 2)
+    followed.last_seq = DELTA_SEQ_MAX
+    followed.follower.look()
+    push_each(followed, 3, 3)
+    followed.follower.look()
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, now.wanted_seq) == ("following", 3, 3)
+
+
+def test_a_gap_after_the_bound_is_no_fault(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push_each(followed, 1, 3)
+    (followed.deltas / f"{2:020d}.json").unlink()
+    followed.last_seq = 1
+    followed.follower.look()
+    assert (followed.state, followed.live.seq) == ("following", 1)
+    followed.last_seq = None
+    monkeypatch.setattr(followed.follower, "_list_after_s", 0.0)
+    followed.follower.look()
+    assert followed.state == "stalled"
+
+
+def test_a_compacted_version_goes_back_to_its_own_rows_at_most(followed: Followed) -> None:
+    push_each(followed, 1, 2)
+    compact_deltas(followed.models.where, "m")
+    followed.follow(Path(followed.models.where), 2)
+    push_each(followed, 3, 3)
+    followed.follower.look()
+    assert followed.live.seq == 3
+    followed.last_seq = 1
+    followed.follower.look()
+    assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, {})
