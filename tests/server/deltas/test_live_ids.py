@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
+from embedserve.deltas import rows_writer
 from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_ids import LiveIds
@@ -283,6 +285,14 @@ class LiveIdsMachine(RuleBasedStateMachine):
         self.states: list[State] = [{one: 1.0 + n for n, one in enumerate(IDS)}]
         self.views: list[tuple[int, int]] = []
         self.random = np.random.default_rng(0)
+        # An undo waits for lookups that began before it, which nobody else ends here.
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(rows_writer, "time", SimpleNamespace(sleep=self.end_while_waited_for))
+
+    def end_while_waited_for(self, _: float) -> None:
+        assert self.views
+        self.lookups_find_the_ids_of_their_delta()
+        self.end()
 
     @rule(
         gone=st.lists(st.sampled_from([*IDS, 1, 2, 3]), unique=True, max_size=3),
@@ -336,6 +346,7 @@ class LiveIdsMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.model.follower.look()
+        self.patch.undo()
         last = self.states[-1]
         if len(self.states) > 1:
             made = compact_deltas(self.model.folder, "m")
