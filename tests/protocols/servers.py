@@ -25,13 +25,8 @@ from embedserve.model_info import ModelInfo
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.shared_memory.region_registry import RegionRegistry
 
-MATRIX = [
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings(
-        "ignore:Overriding the .event_loop_policy. fixture:pytest.PytestDeprecationWarning"
-    ),
-]
-"""Marks of a module whose tests share servers."""
+MATRIX = pytest.mark.asyncio(loop_scope="module")
+"""Mark of a module whose tests share servers."""
 
 
 @dataclass(frozen=True)

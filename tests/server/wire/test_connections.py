@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 from h2.connection import H2Connection
 from h2.settings import SettingCodes
 from hyperframe.frame import GoAwayFrame, PingFrame
@@ -163,3 +164,7 @@ async def test_what_nobody_foresaw_ends_a_connection_that_is_read_on(
     await until(lambda: not server.wire.connections)
     assert isinstance(told[0]["exception"], ZeroDivisionError)
     writer.close()
+
+
+async def test_connections_are_tested_on_the_loop_that_serves() -> None:
+    assert isinstance(asyncio.get_running_loop(), uvloop.Loop)

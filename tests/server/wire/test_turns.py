@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 
 import pytest
-import uvloop
 from server.live import PROTOBUF
 from server.raw_http import OurServer, post, read_answer
 from server.waiting import until
@@ -15,19 +14,9 @@ from embedserve.config import Limits
 from embedserve.wire.connections import LingeringClose
 from embedserve.wire.http2.frames import PREFACE
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Overriding the .event_loop_policy. fixture:pytest.PytestDeprecationWarning"
-)
 SENT_BYTES = 16 << 20
 PIECE_BYTES_MAX = 256 << 10
 LIMITS = Limits()
-
-
-@pytest.fixture
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """The loop that serves: it reads a connection 32 times in one turn, where it may."""
-    policy: asyncio.AbstractEventLoopPolicy = uvloop.EventLoopPolicy()
-    return policy
 
 
 class Turns:

@@ -48,20 +48,6 @@ LAST = get("/health/live", "Connection: close")
 LIMITS = Limits(body_bytes_max=1000, request_examples_max=8)
 
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Overriding the .event_loop_policy. fixture:pytest.PytestDeprecationWarning"
-)
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    """Both: uvloop, which serves, reads between a callback's call and its turn."""
-    policy: asyncio.AbstractEventLoopPolicy = asyncio.DefaultEventLoopPolicy()
-    if request.param == "uvloop":
-        policy = uvloop.EventLoopPolicy()
-    return policy
-
-
 @pytest.fixture
 def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -> RequestPipeline:
     """Looks up inline."""
@@ -85,11 +71,6 @@ async def slow(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterato
     pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
     async with our_server(pipeline) as server:
         yield server
-
-
-async def test_the_loop_is_that_of_the_parameter(request: pytest.FixtureRequest) -> None:
-    is_uvloop = isinstance(asyncio.get_running_loop(), uvloop.Loop)
-    assert is_uvloop == ("uvloop" in request.node.name)
 
 
 def parsed_url(server: OurServer) -> str:
@@ -278,7 +259,6 @@ async def test_a_request_may_be_split_anywhere(server: OurServer) -> None:
     where=st.lists(st.integers(0, 1500), max_size=12),
 )
 def test_any_requests_split_anyhow_are_answered_as_by_uvicorn_alone(
-    event_loop_policy: asyncio.AbstractEventLoopPolicy,
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
     requests: list[bytes],
@@ -293,7 +273,7 @@ def test_any_requests_split_anyhow_are_answered_as_by_uvicorn_alone(
             answers = await server.talk(*packets)
             assert comparable(answers) == comparable(await plain.talk(sent))
 
-    with asyncio.Runner(loop_factory=event_loop_policy.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(compare())
 
 
@@ -473,8 +453,6 @@ async def test_a_connection_that_a_drain_has_ended_is_not_ended_again(
 async def test_a_request_of_a_connection_that_waits_to_be_accepted_is_answered(
     slow: OurServer,
 ) -> None:
-    if not isinstance(asyncio.get_running_loop(), uvloop.Loop):
-        pytest.skip("asyncio, with which nobody serves, accepts in tasks of its own")
     with socket.create_connection(("127.0.0.1", slow.port)) as client:
         client.sendall(post(BODY))
         drain = asyncio.create_task(slow.wire.drain(10))
