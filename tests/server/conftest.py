@@ -12,7 +12,7 @@ from server.fake_engine import FakeEngine, model_info
 from server.gate import Gate
 from server.live import Live, live_server, make_pipeline
 from server.raw_http import OurServer, http_client, our_server
-from server.small_store import publish_small_model
+from server.small_store import TWO_RANKS, publish_small_model
 from server.waiting import given_up_after
 
 from embedserve.batching.batcher import Batcher
@@ -110,3 +110,9 @@ async def live(engine: FakeEngine, limits: Limits, grpc_server: str) -> AsyncIte
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one small model, published in another process: torch stays out of this one."""
     return publish_small_model(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="session")
+def two_rank_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a plan for two ranks."""
+    return publish_small_model(tmp_path_factory.mktemp("two-rank-store"), *TWO_RANKS)

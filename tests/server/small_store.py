@@ -9,10 +9,9 @@ from server.python import run_warm_python
 PUBLISH = """
 import sys, torch
 from embedserve.commands.cli import app
-checkpoint, tables, store = sys.argv[1:]
+checkpoint, tables, store, *sharding = sys.argv[1:]
 torch.save({"embedding_bags.t_user.weight": torch.ones(7, 4)}, checkpoint)
-options = "--model shop --sharding row_wise --world-size 2"
-app(["publish", checkpoint, tables, store, *options.split()])
+app(["publish", checkpoint, tables, store, "--model", "shop", *sharding])
 """
 TABLES = """
 tables:
@@ -20,11 +19,18 @@ tables:
 """
 
 
-def publish_small_model(folder: Path) -> Path:
-    """Publishes version 1 of model shop below ``folder``; returns the store."""
+TWO_RANKS = ("--sharding", "row_wise", "--world-size", "2")
+
+
+def publish_small_model(folder: Path, *sharding: str) -> Path:
+    """Publishes version 1 of model shop below ``folder``; returns the store.
+
+    Args:
+        sharding: options of publish, such as TWO_RANKS. Default: one rank, which a server restores
+            in a twentieth of the time.
+    """
     (folder / "tables.yaml").write_text(TABLES)
-    done = run_warm_python(
-        "-c", PUBLISH, folder / "model.pt", folder / "tables.yaml", folder / "store"
-    )
+    paths = folder / "model.pt", folder / "tables.yaml", folder / "store"
+    done = run_warm_python("-c", PUBLISH, *paths, *sharding)
     assert done.returncode == 0, done.stderr
     return folder / "store"

@@ -125,7 +125,8 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         supervisor.recv(1)
         return 0
 
-    live = cast("LiveRows", SimpleNamespace(clear_cell=lambda worker: None))
+    version = SimpleNamespace(at_seq=None, manifest=SimpleNamespace(version=1))
+    live = cast("LiveRows", SimpleNamespace(clear_cell=lambda worker: None, version=version))
     try:
         Supervisor(
             worker_main,

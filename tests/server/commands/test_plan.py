@@ -103,26 +103,26 @@ def test_constraints_are_read_from_a_file(tables: Path, tmp_path: Path) -> None:
     assert movie[-6:-2] == ["4", "x", "16", "columns,"]
 
 
-def test_a_version_shows_its_stored_plan(store: Path) -> None:
-    lines = words(run(store, "shop"))
+def test_a_version_shows_its_stored_plan(two_rank_store: Path) -> None:
+    lines = words(run(two_rank_store, "shop"))
     assert lines[0] == ["plan", "over", "2", "ranks"]
     assert any(line[-5:] == ["row_wise", "4", "+", "3", "rows"] for line in lines)
-    assert words(run(store, "shop", "1")) == lines
+    assert words(run(two_rank_store, "shop", "1")) == lines
 
 
-def test_a_stored_plan_is_shown_without_importing_torch(store: Path) -> None:
+def test_a_stored_plan_is_shown_without_importing_torch(two_rank_store: Path) -> None:
     code = (
         "import sys; "
         "from embedserve.commands.planning.plan import PlanOptions, plan_version; "
         "plan_version(sys.argv[1], None, 'shop', None, PlanOptions(device_memory='1GB')); "
         "assert 'torch' not in sys.modules"
     )
-    done = run_python("-c", code, store)
+    done = run_python("-c", code, two_rank_store)
     assert (done.returncode, done.stdout[:17]) == (0, "plan over 2 ranks"), done.stderr
 
 
-def test_a_version_shows_what_another_number_of_ranks_would_do(store: Path) -> None:
-    result = run(store, "shop", "--world-size", "3")
+def test_a_version_shows_what_another_number_of_ranks_would_do(two_rank_store: Path) -> None:
+    result = run(two_rank_store, "shop", "--world-size", "3")
     assert words(result)[0] == ["plan", "over", "3", "ranks"]
     assert "2 x 3 + 1 rows" in result.stdout
     assert "planned anew: the stored plan is for 2 ranks" in result.stderr
@@ -147,7 +147,7 @@ def test_a_wrong_option_is_one_line(tables: Path, options: tuple[str, ...], mess
     assert message in line
 
 
-def test_a_store_needs_a_model(store: Path) -> None:
-    result = run(store)
+def test_a_store_needs_a_model(two_rank_store: Path) -> None:
+    result = run(two_rank_store)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "is a store, name one of its models: shop" in result.stderr

@@ -27,9 +27,9 @@ DRIP_S = 0.02
 
 
 @pytest.fixture
-def model(store: Path) -> ModelInfo:
+def model(two_rank_store: Path) -> ModelInfo:
     """Seven rows, of which rank 0 has four."""
-    version = ModelStore(store).load("shop", "1")
+    version = ModelStore(two_rank_store).load("shop", "1")
     return served_of(version.manifest, version.translator, version.plan)
 
 
@@ -50,9 +50,9 @@ def run(store: Path, *arguments: object) -> Result:
     return CliRunner().invoke(app, ["plan", str(store), "shop", *map(str, arguments)])
 
 
-def test_todays_balance_and_the_predicted_one(store: Path, model: ModelInfo) -> None:
+def test_todays_balance_and_the_predicted_one(two_rank_store: Path, model: ModelInfo) -> None:
     with answering(page(shown(model))) as url:
-        result = run(store, "--from-metrics", url)
+        result = run(two_rank_store, "--from-metrics", url)
     assert result.exit_code == 0, result.output
     assert "no better plan was found: today's stays" in result.stderr
     assert "t_user (100% of the bytes read): divided by rows as it is today" in result.stderr
@@ -63,10 +63,10 @@ def test_todays_balance_and_the_predicted_one(store: Path, model: ModelInfo) -> 
     assert ["max/mean", *(["1.14", "1.50", "1.50"] * 2)] in lines
 
 
-def test_names_of_one_version_are_added_up(store: Path, model: ModelInfo) -> None:
+def test_names_of_one_version_are_added_up(two_rank_store: Path, model: ModelInfo) -> None:
     both = shown(model, replace(model, served_name="shop@canary"))
     with answering(page(both)) as url:
-        result = run(store, "1", "--from-metrics", url, "--world-size", "1")
+        result = run(two_rank_store, "1", "--from-metrics", url, "--world-size", "1")
     assert "of 8 rows that were read of shop version 1" in result.stdout
     assert ["rank", "1", "48", "B", "25.0%", "25.0%"] in [
         line.split() for line in result.stdout.splitlines()
@@ -78,7 +78,7 @@ def of_version(model: ModelInfo, number: int) -> ModelInfo:
     return served_of(manifest, model.translator, model.plan)
 
 
-def test_what_is_not_of_this_version_is_refused(store: Path, model: ModelInfo) -> None:
+def test_what_is_not_of_this_version_is_refused(two_rank_store: Path, model: ModelInfo) -> None:
     renamed = replace(model.manifest.tables[0], name="t_other")
     other = served_of(
         replace(model.manifest, tables=(renamed,)),
@@ -99,21 +99,21 @@ def test_what_is_not_of_this_version_is_refused(store: Path, model: ModelInfo) -
         (text + "embedserve_rank_lookups_total{model=} x\n", "are not what Prometheus reads"),
     ):
         with answering(page(answered)) as url:
-            result = run(store, "1", "--from-metrics", url)
+            result = run(two_rank_store, "1", "--from-metrics", url)
         assert (result.exit_code, result.stdout) == (1, ""), result.output
         (line,) = result.stderr.splitlines()
         assert line.startswith(f"embedserve: {url}: "), line
         assert message in line
 
 
-def test_where_nobody_answers_it_is_said(store: Path, tmp_path: Path) -> None:
+def test_where_nobody_answers_it_is_said(two_rank_store: Path, tmp_path: Path) -> None:
     with answering(page("")) as url:
         pass
     for wrong, message in (
         (url, "/metrics: [Errno 111] Connection refused"),
         ("ftp://localhost", "url is 'ftp://localhost', expected such as http://localhost:8000"),
     ):
-        result = run(store, "--from-metrics", wrong)
+        result = run(two_rank_store, "--from-metrics", wrong)
         assert result.exit_code == 1
         assert message in result.stderr
     description = tmp_path / "tables.yaml"
