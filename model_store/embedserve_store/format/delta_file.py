@@ -36,6 +36,10 @@ class ChangedRows:
     values: NDArray[np.uint8]
     """Stored bytes [n, row_bytes]."""
 
+    def write_to(self, rows: NDArray[np.uint8], places: NDArray[np.integer]) -> None:
+        """Writes the values of row ``numbers[i]`` to ``rows[places[i]]``."""
+        rows[places] = self.values
+
 
 def split(changes: Mapping[str, ChangedRows]) -> Iterator[list[ChangedRows]]:
     """Yields the rows of each file of a delta, at most PART_BYTES of values per table and file."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from embedserve.deltas import membarrier
 from embedserve.deltas.live_rows import LiveRows, SpareRows
 from embedserve.deltas.memory import RowsFullError
-from embedserve_store.format.delta_file import ChangedRows
+from embedserve.deltas.merge_changes import TableRows
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.reference_pooling import RowsOf
@@ -53,7 +53,7 @@ class _GroupChange:
     free: _Free
     rows: NDArray[np.int64]
     """Row numbers [n], ascending."""
-    tables: Mapping[str, ChangedRows]
+    tables: Mapping[str, TableRows]
     """Changed rows of each table that has any, by its name."""
 
 
@@ -108,7 +108,7 @@ class RowsWriter:
     def apply(
         self,
         seq: int,
-        changes: Sequence[ChangedRows],
+        changes: Sequence[TableRows],
         check: Callable[[RowsOf], None] | None = None,
     ) -> None:
         """Makes ``changes`` visible, all at once, as the state after delta ``seq``.
@@ -180,7 +180,7 @@ class RowsWriter:
         self._count_changed()
         self._has_undone_rows = False
 
-    def _by_group(self, changes: Sequence[ChangedRows]) -> Iterator[_GroupChange]:
+    def _by_group(self, changes: Sequence[TableRows]) -> Iterator[_GroupChange]:
         """Yields the changes of each group that has any."""
         tables = {change.table.name: change for change in changes if len(change.numbers)}
         for free in self._free:
@@ -250,12 +250,12 @@ class RowsWriter:
         rows, places = self._live.rows[table.name], numbers - change.free.spare.start
         own = change.tables.get(table.name)
         if own is not None and len(own.numbers) == len(change.rows):
-            rows[places] = own.values
+            own.write_to(rows, places)
             return
         is_copied = change.rows < table.num_embeddings  # no lookup reads other rows
         if own is not None:
             positions = np.searchsorted(change.rows, own.numbers)
-            rows[places[positions]] = own.values
+            own.write_to(rows, places[positions])
             is_copied[positions] = False
         is_published = is_copied & (before == 0)
         is_spare = is_copied & (before != 0)

@@ -15,6 +15,7 @@ from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
+from embedserve.deltas.merge_changes import TableRows
 from embedserve.deltas.read_changes import CheckRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
@@ -22,7 +23,6 @@ from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
 from embedserve.deltas.status import DeltaStatus, FollowedModel
 from embedserve_store import DeltaWriter, ModelStore, publish
-from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.goldens.reference_pooling import RowsOf
@@ -43,13 +43,16 @@ class Rows(RowsWriter):
     def apply(
         self,
         seq: int,
-        changes: Sequence[ChangedRows],
+        changes: Sequence[TableRows],
         check: Callable[[RowsOf], None] | None = None,
     ) -> None:
+        values = np.zeros((ROWS, 16), np.uint8)
+        for change in changes:
+            change.write_to(values, change.numbers)
         rows = {
-            int(number): float(value[0])
+            int(number): float(values.view(np.float32)[number, 0])
             for change in changes
-            for number, value in zip(change.numbers, change.values.view(np.float32), strict=True)
+            for number in change.numbers
         }
         if len(self.rows | rows) > self.room:
             raise RowsFullError(f"no room for delta {seq}")

@@ -1,0 +1,38 @@
+"""Changes of several deltas are merged: the last value of each row counts."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedserve.deltas.merge_changes import merged
+from embedserve_store.format.delta_file import ChangedRows
+from embedserve_store.format.table_spec import TableSpec
+
+TABLES = {name: TableSpec(name, 9, 4, (name,), "sum", "float32") for name in "ab"}
+CHANGES = st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 8))), max_size=6)
+
+
+def changed(table: str, rows: set[int], value: int) -> ChangedRows:
+    numbers = np.array(sorted(rows), np.int64)
+    return ChangedRows(TABLES[table], numbers, np.full((len(rows), 16), value, np.uint8))
+
+
+@settings(max_examples=300)
+@given(changes=CHANGES)
+def test_of_each_row_the_last_value_counts(changes: list[tuple[str, set[int]]]) -> None:
+    expected: dict[str, dict[int, int]] = {}
+    for value, (table, rows) in enumerate(changes, 1):
+        expected.setdefault(table, {}).update(dict.fromkeys(rows, value))
+    found = merged([changed(t, rows, value) for value, (t, rows) in enumerate(changes, 1)])
+    assert [one.table.name for one in found] == [*expected]
+    for one in found:
+        values = expected[one.table.name]
+        assert one.numbers.tolist() == sorted(values)
+        memory = np.zeros((20, 16), np.uint8)
+        places = np.arange(len(values), dtype=np.uint32)[::-1] + 10  # anywhere, in any order
+        one.write_to(memory, places)
+        assert memory[places, 0].tolist() == [values[number] for number in one.numbers]
+        assert (memory == memory[:, :1]).all()
+        assert np.count_nonzero(memory[:, 0]) == len(values)
