@@ -198,7 +198,7 @@ class ModelStore:
                 another format version, or contradicts another file. Or the cache cannot be written.
                 Rows are not read: see verification.py.
         """
-        alias = self._alias_named(model, version)
+        alias = self.alias_named(model, version)
         if alias is not None:
             return replace(self.load(model, alias.version), at_seq=alias.at_seq)
         store, number = self._store, self._number(model, version)
@@ -244,12 +244,12 @@ class ModelStore:
 
     def _number(self, model: str, version: int | str | None) -> int | None:
         """Returns ``version`` as a number, resolving an alias to its version."""
-        alias = self._alias_named(model, version)
+        alias = self.alias_named(model, version)
         if alias is not None:
             return alias.version
         return None if version is None else int(version)
 
-    def _alias_named(self, model: str, version: int | str | None) -> Alias | None:
+    def alias_named(self, model: str, version: int | str | None) -> Alias | None:
         """Returns the alias that ``version`` names; None if it is a number or None."""
         if not isinstance(version, str) or VERSION_PATTERN.fullmatch(version):
             return None

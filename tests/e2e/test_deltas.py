@@ -320,7 +320,7 @@ def test_an_alias_stays_at_a_delta_beside_one_that_follows(store: Path, tmp_path
         with running(store, tmp_path / "log", *names, *options) as server:
 
             def seqs(name: str) -> set[int | None]:
-                """The seqs of some answers of any workers, whose rows are theirs."""
+                """Returns the seqs of some answers of any workers, and checks their values."""
                 found = set()
                 for _ in range(10):
                     with EmbedClient(server.http, retries=5) as client:

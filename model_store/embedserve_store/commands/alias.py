@@ -60,16 +60,17 @@ def change_alias(
     change = set_alias(
         store, model, name, version, why=why, share=share, shadow=shadow, at_seq=at_seq
     )
+    now = f"version {change.version}{settings_of(change)}"
     if change.version is None:
         say(f"{model}: {name} is no alias any more")
     elif is_new:
         beside = f" beside {others}" if others else ""
-        say(f"{model}: {name} is version {change.version}{_settings(change)}: a new alias{beside}")
+        say(f"{model}: {name} is {now}: a new alias{beside}")
     else:
-        say(f"{model}: {name} is version {change.version}{_settings(change)}")
+        say(f"{model}: {name} is {now}")
     for one in models.aliases(model).values():
         if one.name != name and (one.share or one.shadow):
-            say(f"{model}: {one.name} still is version {one.version}{_settings(one)}")
+            say(f"{model}: {one.name} still is version {one.version}{settings_of(one)}")
 
 
 def roll_back_alias(store: str, model: str, name: str, to: str | None, why: str) -> None:
@@ -80,13 +81,14 @@ def roll_back_alias(store: str, model: str, name: str, to: str | None, why: str)
     """
     done = roll_back(store, model, name, to=to, why=why)
     for one in done.removed:
-        was = f"it was version {one.version}{_settings(one)}"
+        was = f"it was version {one.version}{settings_of(one)}"
         say(f"{model}: {one.name} is no alias any more: {was}")
-    after, before = (f"version {o.version}{_settings(o)}" for o in (done.after, done.before))
+    after, before = (f"version {o.version}{settings_of(o)}" for o in (done.after, done.before))
     say(f"{model}: {name} is {after}: it was {before}")
 
 
-def _settings(alias: Alias) -> str:
+def settings_of(alias: Alias) -> str:
+    """Returns delta, share and shadow of an alias, to follow its version."""
     delta = "" if alias.at_seq is None else f" at delta {alias.at_seq}"
     share = f", with a share of {alias.share:g} %" if alias.share else ""
     return delta + share + (f", in the shadow of {alias.shadow:g} %" if alias.shadow else "")
@@ -95,7 +97,7 @@ def _settings(alias: Alias) -> str:
 def _show(title: str, aliases: Iterable[Alias]) -> None:
     table = grid("alias", "version", "when", "who", "why", numbers=("version",))
     for one in aliases:
-        version = "removed" if one.version is None else f"{one.version}{_settings(one)}"
+        version = "removed" if one.version is None else f"{one.version}{settings_of(one)}"
         table.add_row(*map(plain, (one.name, version, one.when, one.who, one.why)))
     if table.row_count:
         show(title, table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from embedserve_store.commands.alias import settings_of
 from embedserve_store.commands.plan_view import show_plan
 from embedserve_store.errors import UnreachableError
 from embedserve_store.format.coverage import Coverage
@@ -67,7 +68,7 @@ def _show_versions(store: ModelStore, model: str) -> None:
 
 def _show_aliases(store: ModelStore, model: str) -> None:
     for name, one in store.aliases(model).items():
-        write(f"alias {name}: version {one.version}")
+        write(f"alias {name}: version {one.version}{settings_of(one)}")
 
 
 def _totals(manifest: Manifest) -> tuple[str, str, str]:

@@ -63,7 +63,8 @@ def compact_deltas(
     Args:
         store: a folder or a URL.
         version: version or alias to begin with. Default: the newest.
-        seq: last delta to include. Default: the last of the line.
+        seq: last delta to include. Default: that of the alias, if ``version`` is one that has a
+            delta, else the last of the line.
         cache: folder into which the version of a remote store is pulled. Default: that of
             ModelStore.
         key: PEM file with the Ed25519 public keys that may have signed a delta. Default: signatures
@@ -78,6 +79,7 @@ def compact_deltas(
     """
     models = ModelStore(store, cache)
     base = models.load(model, version)
+    seq = base.at_seq if seq is None else seq
     line = DeltaLine(models, base.manifest, trusted_keys(key) if key else None)
     if seq is not None:
         check_seq(seq, f"{models.where}/{model}/{FOLDER}/{line.start.line}")

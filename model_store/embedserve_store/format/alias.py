@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.manifest_checksum import parse_sealed, sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
@@ -111,6 +112,8 @@ def parse_alias(text: bytes, model: str, name: str, number: int, where: str) -> 
         shadow=typed({"shadow": 0.0} | data, "shadow", float, where),
         at_seq=None if at_seq is None else typed(data, "at_seq", int, where),
     )
+    if alias.at_seq is not None and not 0 <= alias.at_seq <= DELTA_SEQ_MAX:
+        raise StoreError(f"{where}: at_seq is {alias.at_seq}, expected 0 to {DELTA_SEQ_MAX}")
     if (alias.model, alias.name, alias.change_number) != (model, name, number):
         raise StoreError(
             f"{where}: is change {alias.change_number} of alias {alias.name!r} of model "

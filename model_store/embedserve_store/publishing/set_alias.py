@@ -11,15 +11,14 @@ from datetime import UTC, datetime
 
 from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.alias import FOLDER, Alias, check_name, file_name
-from embedserve_store.format.delta_manifest import FOLDER as DELTAS
 from embedserve_store.format.delta_manifest import (
+    DELTA_SEQ_MAX,
     MANIFEST_BYTES_MAX,
-    check_seq,
     manifest_name,
     parse_delta,
     position_of,
 )
-from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.delta_manifest import FOLDER as DELTAS
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import ATTEMPTS, user, writer
@@ -42,15 +41,17 @@ def set_alias(
 
     Args:
         store: a folder or a URL.
-        version: a version number, or another alias, which is resolved now. None removes the alias.
+        version: a version number, or another alias, whose version and delta are taken as they are
+            now. None removes the alias.
         why, who: reason and author, stored with the change. The default author is USER@HOST.
         share: percentage of the requests that name the model without a version. Servers route these
             requests to this alias. The share applies to servers that follow the alias; another
             version serves the rest.
         shadow: percentage of that other version's batches that this version also looks up, so that
             servers compare the results.
-        at_seq: last delta of the version's line whose rows servers use; the line's start for none.
-            Default: every delta that comes.
+        at_seq: last delta of the version's line whose rows servers use; for those of the version
+            itself, the last delta that it has. Default: that of another alias, else every delta
+            that comes.
 
     Raises:
         StoreError: the name cannot be an alias, the version, the delta or the alias to remove does
@@ -64,12 +65,12 @@ def set_alias(
     who = user() if who is None else who
     check_texts(why=why, who=who)
     models = ModelStore(store)
-    named = None if version is None else models.manifest(model, version)
-    number = None if named is None else named.version
+    number, its_seq = (None, None) if version is None else _named(models, model, version)
     if number is None and name not in models.aliases(model):
         raise StoreError(f"{models.where}/{model}: no alias {name!r} to remove")
+    at_seq = its_seq if at_seq is None else at_seq
     if at_seq is not None:
-        _check_delta(models, named, at_seq)
+        _check_delta(models, model, number, at_seq)
     when = datetime.now(UTC).isoformat(timespec="seconds")
     change = Alias(model, name, 0, number, who, when, why, float(share), float(shadow), at_seq)
     write = writer(models.where, f"{model}/{FOLDER}")
@@ -86,26 +87,32 @@ def set_alias(
     raise StoreError(f"{models.where}/{model}: others changed alias {name!r} {ATTEMPTS} times")
 
 
-def _check_delta(models: ModelStore, base: Manifest | None, at_seq: int) -> None:
-    """Raises StoreError unless version ``base`` can be served as it is after delta ``at_seq``."""
-    if base is None:
+def _named(models: ModelStore, model: str, version: int | str) -> tuple[int, int | None]:
+    """Returns the number of a version and, if ``version`` is an alias, the delta of that alias."""
+    alias = models.alias_named(model, version)
+    return models.manifest(model, version).version, None if alias is None else alias.at_seq
+
+
+def _check_delta(models: ModelStore, model: str, number: int | None, at_seq: int) -> None:
+    """Raises StoreError unless a version can be served as it is after delta ``at_seq``."""
+    if number is None:
         raise StoreError(f"at_seq is {at_seq}: an alias that is removed has no delta")
-    start, where = position_of(base), f"{models.where}/{base.model}"
-    if at_seq < start.seq:
+    start, where = position_of(models.manifest(model, number)), f"{models.where}/{model}"
+    if not start.seq <= at_seq <= DELTA_SEQ_MAX:
         raise StoreError(
-            f"at_seq is {at_seq}: version {base.version} of {where} has the deltas up to "
-            f"{start.seq} in its own rows"
+            f"{where}: at_seq is {at_seq}, expected {start.seq} to {DELTA_SEQ_MAX}: version "
+            f"{number} has the deltas up to {start.seq} in its own rows"
         )
     if at_seq > start.seq:
-        check_seq(at_seq, where)
         path = f"{start.line}/{manifest_name(at_seq)}"
         try:
-            text = models.read_beside(base.model, DELTAS, path, MANIFEST_BYTES_MAX)
+            text = models.read_beside(model, DELTAS, path, MANIFEST_BYTES_MAX)
         except MissingFileError:
             raise StoreError(
-                f"{where}: delta {at_seq} of line {start.line} does not exist (embedserve deltas)"
+                f"{where}: at_seq is {at_seq}, and line {start.line} has no such delta "
+                "(embedserve deltas)"
             ) from None
-        parse_delta(text, base.model, start.line, at_seq, f"{where}/{DELTAS}/{path}")
+        parse_delta(text, model, start.line, at_seq, f"{where}/{DELTAS}/{path}")
 
 
 def _check_there(models: ModelStore, change: Alias) -> None:
@@ -145,34 +152,45 @@ def roll_back(
 ) -> Rollback:
     """Points the alias ``name`` back to its previous version, at the delta that it had there.
 
-    Also removes every other alias of ``model`` that gives another version a share of the requests
-    or a shadow. These are removed first, so that a call that fails half-way can be repeated.
-    Another rollback goes back one version further.
+    Also removes every other alias of ``model`` that gives another version, or other deltas of this
+    one, a share of the requests or a shadow. These are removed first, so that a call that fails
+    half-way can be repeated. Another rollback goes back one version further.
 
     Args:
         store: a folder or a URL.
-        to: a version number, or another alias, which is resolved now. None: the previous version.
+        to: a version number, or another alias, as in set_alias. A number comes with the delta that
+            the alias last had there. None: the previous version.
         why, who: reason and author, stored with each change, as in set_alias.
 
     Raises:
         StoreError: the alias does not exist, never named another version, or its previous version
-            no longer exists; or in the cases of set_alias.
+            or delta no longer exists; or in the cases of set_alias.
     """
     models = ModelStore(store)
     now = models.aliases(model)
     if name not in now:
         there = ", ".join(now) or "none"
         raise StoreError(f"{models.where}/{model}: no alias {name!r}, aliases are {there}")
-    number, at_seq = (
-        _before(models, model, name) if to is None else (models.manifest(model, to).version, None)
-    )
+    past, at_seqs = _past(models, model, name)
+    if to is None and len(past) == 1:
+        raise StoreError(
+            f"{models.where}/{model}: {name} was no other version than {past[0]} before: say which"
+        )
+    if to is None:
+        number, at_seq = past[-2], at_seqs[past[-2]]
+    else:
+        number, at_seq = _named(models, model, to)
+        at_seq = at_seqs.get(number) if at_seq is None else at_seq
     if number not in models.versions(model):
         there = ", ".join(map(str, models.versions(model)))
         raise StoreError(
             f"{models.where}/{model}: {name} was version {number} before, which does not exist any "
             f"more; versions are {there}"
         )
-    others = [one for other, one in now.items() if other != name and one.version != number]
+    if at_seq is not None:
+        _check_delta(models, model, number, at_seq)
+    rows = (number, at_seq)
+    others = [one for one in now.values() if one.name != name and (one.version, one.at_seq) != rows]
     removed = tuple(one for one in others if one.share or one.shadow)
     for one in removed:
         set_alias(store, model, one.name, None, why=why, who=who)
@@ -180,8 +198,9 @@ def roll_back(
     return Rollback(now[name], after, removed)
 
 
-def _before(models: ModelStore, model: str, name: str) -> tuple[int, int | None]:
-    """Returns the version that an alias named before its current version, and its delta."""
+def _past(models: ModelStore, model: str, name: str) -> tuple[list[int], dict[int, int | None]]:
+    """Returns the versions that an alias has named, the current one last, and the delta that it
+    last had at each."""
     past: list[int] = []
     at_seqs: dict[int, int | None] = {}
     for change in reversed(models.alias_history(model, name)):
@@ -190,8 +209,4 @@ def _before(models: ModelStore, model: str, name: str) -> tuple[int, int | None]
         if change.version is not None:
             past.append(change.version)
             at_seqs[change.version] = change.at_seq
-    if len(past) == 1:
-        raise StoreError(
-            f"{models.where}/{model}: {name} was no other version than {past[0]} before: say which"
-        )
-    return past[-2], at_seqs[past[-2]]
+    return past, at_seqs

@@ -94,7 +94,9 @@ class Deltas(BaseModel):
 
     line: int = Field(description="Version at which the line of deltas begins.")
     seq: int = Field(description="Last delta whose rows are served; 0 for none.")
-    wanted_seq: int = Field(description="Last delta that is known to be in the store.")
+    wanted_seq: int = Field(
+        description="Last delta that is known to be in the store, up to at_seq."
+    )
     as_of: str | None = Field(
         None, description="Time at which training read the last delta's rows: ISO 8601, UTC."
     )
@@ -116,8 +118,8 @@ class Deltas(BaseModel):
     undo_from: int = Field(description="First delta to which an undo needs no store.")
     at_seq: int | None = Field(
         None,
-        description="Last delta that may be applied: that of an alias with --at-seq. Absent "
-        "if every delta may.",
+        description="Last delta that may be applied: that of an alias with --at-seq, or during a "
+        "move that of the next version. Absent if every delta may.",
     )
     signatures: str | None = Field(
         None, description="required: deltas need a signature (--delta-key). Absent otherwise."

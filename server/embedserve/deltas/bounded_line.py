@@ -18,7 +18,8 @@ class BoundedLine(DeltaLine):
     """Line that shows no delta after the last one that a version may have.
 
     Attributes:
-        last_seq: returns that one, or an earlier seq than the version's own; None: no bound.
+        last_seq: returns its seq, which may be lower than that of the version's own rows; None: no
+            bound.
     """
 
     def __init__(

@@ -143,14 +143,15 @@ class FollowedLines:
         return served is not None and served.model.hold.is_set
 
     def _last_seq(self, model: FollowedModel, key: tuple[str, int]) -> int | None:
-        """Returns the last delta that a version may have: that of its alias, and that of the next
-        version of its name, once that one may serve."""
+        """Returns the last delta that a version may have: that of its alias. Once the next version
+        of its name may serve, it gets no delta that the next one lacks."""
         version = self._wanted.get(key)
         bounds = [] if version is None or version.at_seq is None else [version.at_seq]
         for one in self._followed.values():
             is_next = one.version.is_next and one.version.name == key[0]
             if is_next and one.model is not model and one.model.caught_up.is_set:
-                bounds += [one.model.live.seq] if _are_of_one_line(model, one.model) else []
+                last = max(one.model.live.seq, model.live.seq)
+                bounds += [last] if _are_of_one_line(model, one.model) else []
         return min(bounds, default=None)
 
     def _open_wanted(self) -> None:

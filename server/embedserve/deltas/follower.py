@@ -95,8 +95,7 @@ class DeltaFollower:
         waiting: list[Waiting] = []
         is_held = self._hold.is_set
         try:
-            if not is_held:
-                self._keep_bound()
+            self._keep_bound(is_held=is_held)
             self._list_if_due()
             if is_held:
                 self._read_ahead(1)
@@ -269,20 +268,29 @@ class DeltaFollower:
         why = " ".join(undo.delta.why.split())
         logger.warning("%s: delta %d reverts to delta %d: %s", self._name, seq, target, why)
 
-    def _keep_bound(self) -> None:
-        """Brings former rows back if the version may no longer have those that it has, because its
-        alias names an earlier delta.
+    def _keep_bound(self, *, is_held: bool) -> None:
+        """Counts only deltas that the version may have, and goes back where it has later ones.
+
+        Args:
+            is_held: whether the rows are to stay as they are.
 
         Raises:
             RowsFullError, StoreError: as ``_revert``.
         """
         last, start = self._line.last_seq(), self._line.start
+        if last != self._state.at_seq:
+            self._found_s, self._list_after_s = time.monotonic(), LIST_AFTER_S  # a gap counts now
+            self._state = replace(self._state, at_seq=last)
         if last is None:
             return
         wanted = min(self._state.wanted_seq, max(last, self._position.seq))
         self._state = replace(self._state, wanted_seq=wanted)
-        if self._position.seq > max(last, start.seq):
-            self._go_back(max(last, start.seq))
+        target = max(last, start.seq)
+        if self._position.seq > target and not is_held:
+            try:
+                self._go_back(target)
+            except (RowsFullError, StoreError) as error:
+                raise type(error)(f"cannot go back to delta {target}: {error}") from error
 
     def _go_back(self, target: int) -> None:
         """Brings the rows after delta ``target`` back. Raises as ``_revert``."""
@@ -369,7 +377,6 @@ class DeltaFollower:
                 ids_changed=self._rows.ids_changed,
                 memory_bytes=self._rows.memory_bytes,
                 undo_from=self._rows.undo_from,
-                at_seq=self._line.last_seq(),
             )
         )
 

@@ -97,8 +97,9 @@ class RowsWriter:
     def undo_from(self) -> int:
         """Returns the first seq that ``revert`` may go back to; the committed one if there is no
         other."""
-        states = [*self._kept, self._live.committed] if self._has_undone_rows else self._kept
-        return states[max(0, len(states) - self._live.undo - 1)][1]
+        states = [*self._kept, *([self._live.committed] if self._has_undone_rows else [])]
+        # A version that went back has earlier seqs behind later ones.
+        return min(seq for _, seq in states[max(0, len(states) - self._live.undo - 1) :])
 
     @property
     def memory_bytes(self) -> int:

@@ -106,7 +106,7 @@ FAMILIES = (
     Family("embedserve_delta_seq", GAUGE, NAME, "",
            "Last delta whose rows are served."),
     Family("embedserve_delta_wanted_seq", GAUGE, NAME, "",
-           "Last delta that is known to be in the store."),
+           "Last delta that is known to be in the store and may be applied."),
     Family("embedserve_delta_lag_seconds", GAUGE, NAME, "seconds",
            "Age of the oldest delta that is not applied. 0 if all are applied."),
     Family("embedserve_delta_look_age_seconds", GAUGE, NAME, "seconds",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import pytest
 from server.deltas.followed import Followed
 
+from embedserve.deltas.follower import LIST_AFTER_S, LIST_AFTER_S_MAX
 from embedserve.deltas.memory import RowsFullError
 from embedserve_store import compact_deltas, undo_deltas
 from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX
@@ -77,6 +79,7 @@ def test_rows_go_back_from_the_store(followed: Followed) -> None:
     repair = followed.damage(1)
     followed.follower.look()
     assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 4, rows_at(4))
+    assert followed.status.read().reason.startswith("cannot go back to delta 1: ")
     repair()
     followed.follower.look()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
@@ -104,6 +107,7 @@ def test_without_room_the_rows_stay_until_there_is(
         patch.setattr(followed.rows, "apply", apply)
         followed.follower.look()
     assert (followed.state, followed.changed()) == ("full", rows_at(3))
+    assert followed.status.read().reason == "cannot go back to delta 1: no room"
     followed.follower.look()
     assert (followed.state, followed.changed()) == ("following", rows_at(1))
 
@@ -147,9 +151,14 @@ def test_during_a_hold_rows_do_not_go_back(followed: Followed) -> None:
     push_each(followed, 1, 3)
     followed.follower.look()
     followed.hold.set(True)
+    push_each(followed, 4, 5)
+    followed.follower.look()
+    followed.follower.look()
+    assert followed.status.read().wanted_seq == 5
     followed.last_seq = 1
     followed.follower.look()
-    assert (followed.state, followed.live.seq) == ("held", 3)
+    now = followed.status.read()
+    assert (now.state, followed.live.seq, now.wanted_seq, now.lag_s()) == ("held", 3, 3, 0)
     followed.hold.set(False)
     followed.follower.look()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
@@ -173,10 +182,41 @@ def test_a_gap_after_the_bound_is_no_fault(
     followed.last_seq = 1
     followed.follower.look()
     assert (followed.state, followed.live.seq) == ("following", 1)
+    followed.follower._list_after_s = LIST_AFTER_S_MAX  # long without a new delta
     followed.last_seq = None
-    monkeypatch.setattr(followed.follower, "_list_after_s", 0.0)
+    followed.follower.look()
+    assert followed.state == "following"
+    now_s = time.monotonic() + LIST_AFTER_S
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     followed.follower.look()
     assert followed.state == "stalled"
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_an_applier_killed_on_the_way_back_is_continued(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch, is_committed: bool
+) -> None:
+    push_each(followed, 1, 3)
+    followed.follower.look()
+    followed.last_seq = 1
+    bring_back = followed.follower._bring_back
+
+    def killed(target: int, seq: int) -> None:
+        if is_committed:
+            bring_back(target, seq)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(followed.follower, "_bring_back", killed)
+    with pytest.raises(KeyboardInterrupt):
+        followed.follower.look()
+    followed.follower = followed.started()
+    followed.follower.look()
+    now = followed.status.read()
+    assert (now.state, now.applied.seq, followed.changed()) == ("following", 1, rows_at(1))
+    assert now.undo_from <= 1
+    followed.last_seq = None
+    followed.follower.look()
+    assert (followed.live.seq, followed.changed()) == (3, rows_at(3))
 
 
 def test_a_compacted_version_goes_back_to_its_own_rows_at_most(followed: Followed) -> None:

@@ -71,7 +71,8 @@ class Model:
         self.writer = DeltaWriter(folder, model="m")
         self.models = ModelStore(folder)
         version = self.models.load("m")
-        self.line = BoundedLine(self.models, version.manifest)
+        self.last_seq: int | None = None
+        self.line = BoundedLine(self.models, version.manifest, None, lambda: self.last_seq)
         self.live = LiveRows(version, 1 << 20, 1, undo, new_ids_percent=percent)
         self.reader = RowsReader(self.live, 0, self.live.version.plan)
         self.status = DeltaStatus(self.line.start)
@@ -317,10 +318,17 @@ class LiveIdsMachine(RuleBasedStateMachine):
         self.states.append(self.states[to])
         self.model.writer.resume()
 
+    @rule(back=st.none() | st.integers(0, 6))
+    def bound(self, back: int | None) -> None:
+        """An alias names a delta, or none."""
+        self.model.last_seq = None if back is None else max(0, len(self.states) - 1 - back)
+
     @rule()
     def look(self) -> None:
         self.model.follower.look()
         assert not self.model.status.read().reason
+        last = self.model.last_seq
+        assert last is None or self.model.live.seq <= last
 
     @rule()
     def restart(self) -> None:

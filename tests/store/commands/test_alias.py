@@ -145,11 +145,12 @@ def test_an_alias_shows_its_delta(two: Path) -> None:
     said = run(*stable, "1", "--at-seq", "1", "--share", "5")[2]
     assert said == "m: stable is version 1 at delta 1, with a share of 5 %: a new alias\n"
     assert "1 at delta 1, with a share of 5 %" in run(*stable)[1]
+    assert "alias stable: version 1 at delta 1, with" in run("inspect", two, "m")[1]
     run(*stable, "2")
     assert run("rollback", two, "m")[2] == "m: stable is version 1 at delta 1: it was version 2\n"
     assert run(*stable, "1", "--at-seq", "2")[::2] == (
         1,
-        f"embedserve: {two}/m: delta 2 of line 1 does not exist (embedserve deltas)\n",
+        f"embedserve: {two}/m: at_seq is 2, and line 1 has no such delta (embedserve deltas)\n",
     )
     assert run(*stable, "--at-seq", "0")[::2] == (
         1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,6 +16,8 @@ from store.listing import everything_under
 
 from embedserve_store import DeltaWriter, compact_deltas
 from embedserve_store.errors import StoreError
+from embedserve_store.format.delta_manifest import manifest_name
+from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing import added_file
@@ -80,11 +83,11 @@ def test_an_alias_names_a_delta(with_deltas: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "at_seq", "reason"),
     [
-        (1, 4, r"store/m: delta 4 of line 1 does not exist \(embedserve deltas\)$"),
-        (1, -1, r"at_seq is -1: version 1 of \S+/m has the deltas up to 0 in its own rows$"),
-        (3, 1, r"at_seq is 1: version 3 of \S+/m has the deltas up to 2 in its own rows$"),
-        (1, 2**32, r"store/m: seq is 4294967296, expected 1 to 4294967295$"),
-        (2, 1, r"store/m: delta 1 of line 2 does not exist \(embedserve deltas\)$"),
+        (1, 4, r"store/m: at_seq is 4, and line 1 has no such delta \(embedserve deltas\)$"),
+        (1, -1, "m: at_seq is -1, expected 0 to 4294967295: version 1 has the deltas up to 0 in "),
+        (3, 1, "m: at_seq is 1, expected 2 to 4294967295: version 3 has the deltas up to 2 in "),
+        (1, 2**32, "store/m: at_seq is 4294967296, expected 0 to 4294967295: version 1 has "),
+        (2, 1, r"store/m: at_seq is 1, and line 2 has no such delta \(embedserve deltas\)$"),
         (None, 1, "at_seq is 1: an alias that is removed has no delta$"),
     ],
 )
@@ -95,6 +98,43 @@ def test_a_delta_that_cannot_be_named_changes_nothing(
     with pytest.raises(StoreError, match=reason):
         set_alias(with_deltas, "m", "stable", version, at_seq=at_seq)
     assert ModelStore(with_deltas).alias("m", "stable") == before
+
+
+def test_a_rollback_keeps_the_delta_that_a_version_had(with_deltas: Path) -> None:
+    models = ModelStore(with_deltas)
+    set_alias(with_deltas, "m", "stable", 1, at_seq=2)
+    set_alias(with_deltas, "m", "stable", 2)
+    set_alias(with_deltas, "m", "canary", 1, share=10)  # with delta 3, which is bad
+    done = roll_back(with_deltas, "m", to=1)
+    assert (done.after.version, done.after.at_seq) == (1, 2)
+    assert [one.name for one in done.removed] == ["canary"]
+    set_alias(with_deltas, "m", "old", 1, at_seq=1)
+    assert roll_back(with_deltas, "m", to="old").after.at_seq == 1
+    (with_deltas / "m/deltas/1" / manifest_name(1)).unlink()
+    set_alias(with_deltas, "m", "stable", 2)
+    set_alias(with_deltas, "m", "canary", 1, share=10)
+    with pytest.raises(StoreError, match="at_seq is 1, and line 1 has no such delta"):
+        roll_back(with_deltas, "m")
+    assert "canary" in models.aliases("m")
+
+
+def test_an_alias_of_an_alias_has_its_delta(with_deltas: Path) -> None:
+    set_alias(with_deltas, "m", "canary", 1, at_seq=2)
+    assert set_alias(with_deltas, "m", "stable", "canary").at_seq == 2
+    assert set_alias(with_deltas, "m", "stable", "canary", at_seq=1).at_seq == 1
+    made = compact_deltas(with_deltas, "m", version="stable")
+    assert made.manifest.source["line_seq"] == 1
+
+
+@pytest.mark.parametrize("at_seq", [-1, 2**32, 2**70, "2", True, 1.5])
+def test_a_delta_that_no_file_can_name_is_refused(store: Path, at_seq: object) -> None:
+    path = store / "m/aliases/stable/1.json"
+    set_alias(store, "m", "stable", 1)
+    data = json.loads(path.read_bytes()) | {"at_seq": at_seq}
+    path.unlink()
+    path.write_bytes(sealed_json(data))
+    with pytest.raises(StoreError, match=r"stable/1.json: at_seq is "):
+        ModelStore(store).alias("m", "stable")
 
 
 def test_one_that_is_removed_is_none_and_keeps_its_history(store: Path) -> None:

@@ -220,7 +220,7 @@ class RolloutCoordinator:
         one.update_shares()
         if not found.wanted:
             return
-        self._followed.stop_at(name, found.wanted, found.shares.at_seq)
+        self._followed.set_at_seq(name, found.wanted, found.shares.at_seq)
         self._set_wanted(name, one, found.wanted)
         needs_no_rollout = (
             self._is_being_rolled_out(name, found.wanted) or found.wanted == one.number
@@ -252,7 +252,7 @@ class RolloutCoordinator:
         else:
             one = self._names.setdefault(command.name, ServedName())
             one.failure = None
-            self._followed.stop_at(command.name, command.version, command.at_seq)
+            self._followed.set_at_seq(command.name, command.version, command.at_seq)
             if one.wanted:  # the store names the version that is loaded
                 one.wanted = command.version
             if not self._is_being_rolled_out(command.name, command.version):

@@ -70,9 +70,11 @@ class FollowedVersions:
         self._next = None
         return found
 
-    def stop_at(self, name: str, number: int, at_seq: int | None) -> None:
-        """Makes the rows of a version, served as ``name`` or not yet, those after delta ``at_seq``,
-        as soon as there is such a delta. None: those after the last delta that there is."""
+    def set_at_seq(self, name: str, number: int, at_seq: int | None) -> None:
+        """Sets the last delta that a version may have, served as ``name`` or not yet; None: any.
+
+        A version that has later ones goes back.
+        """
         before = self._at_seqs.pop((name, number), None)
         if at_seq is not None:
             self._at_seqs[name, number] = at_seq
@@ -138,14 +140,11 @@ class FollowedVersions:
         with from now on; None if it follows no deltas."""
         if self._next is None:
             return None
+        if (former := self.served.get(name)) is not None:
+            self._at_seqs.pop((name, _number(former)), None)
         model = self.served[name] = self._next
         self._generations[name] = self._next_generation
         self._next = None
-        self._at_seqs = {
-            (other, number): at_seq
-            for (other, number), at_seq in self._at_seqs.items()
-            if other != name or number == _number(model)
-        }
         self.tell()
         return model.live.version
 

@@ -258,8 +258,19 @@ def test_a_version_keeps_its_delta_until_the_next_one_serves(server: Server) -> 
     server.next.caught_up.set(True)
     server.coordinator.check_rollout()
     assert (server.started_with, at_seqs(server)) == ([2], {"2": None})
-    server.find(1)  # it comes back without the delta that it had
-    assert at_seqs(server) == {"1": None, "2": None}
+    server.followed.prepare("m", RolloutVersion(1, str(server.training.deltas.parents[1] / "1")))
+    assert at_seqs(server) == {"1": None, "2": None}  # it comes back without the delta that it had
+
+
+def test_a_version_that_waits_for_another_keeps_its_delta(server: Server) -> None:
+    for number, at_seq in ((2, 3), (3, 4)):
+        path = str(server.training.deltas.parents[1] / str(number))
+        command = AdminCommand(Operation.LOAD, "m", number, path, at_seq)
+        server.coordinator.on_report(0, command)
+    server.prepared()
+    server.next.caught_up.set(True)
+    server.coordinator.check_rollout()
+    assert (server.started_with, at_seqs(server)) == ([2], {"2": 3, "3": 4})
 
 
 def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
@@ -267,9 +278,9 @@ def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
     made = make_followed(ServeSettings("", deltas="follow", delta_memory=1 << 20), opened)
     followed = FollowedVersions(ServeSettings(""), {"m": made})
     assert [one.at_seq for one in followed.followed()] == [2]
-    followed.stop_at("m", 1, None)
+    followed.set_at_seq("m", 1, None)
     assert [one.at_seq for one in followed.followed()] == [None]
-    followed.stop_at("m", 1, 4)
+    followed.set_at_seq("m", 1, 4)
     followed.remove("m")
     followed.served["m"] = made
     followed._generations["m"] = 1
