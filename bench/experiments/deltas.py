@@ -5,8 +5,8 @@
         [--rows 10000] [--notify redis://127.0.0.1:6379]
 
 The model has 8 tables of 100,000 rows of 64 float32. The server runs on core 0, wrk with 64
-connections on core 1. The deltas of ``latency`` are written before, and published by links, so that
-no trainer takes the load's core.
+connections on core 1; ``replay``, without load, also on both. The deltas of ``latency`` are written
+before, and published by links, so that no trainer takes the load's core.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ def changes(rows: int) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(store: str | Path, port: int, *options: str) -> Iterator[str]:
-    """Runs a server on core 0, and yields its URL once it is ready."""
+def serving(store: str | Path, port: int, *options: str, cores: str = "0") -> Iterator[str]:
+    """Runs a server on ``cores``, and yields its URL once it is ready."""
     url = f"http://127.0.0.1:{port}"
     ports = ("--http-port", str(port), "--grpc-port", str(port + 1))
     command = [sys.executable, "-m", "embedserve", "serve", str(store), *ports, *options]
     with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(pinned("0", command), stdout=log, stderr=log)
+        server = subprocess.Popen(pinned(cores, command), stdout=log, stderr=log)
         try:
             until(lambda: status(f"{url}/health/ready") == 200, 0.01)
             yield url
@@ -263,22 +263,24 @@ def apply_seconds(url: str) -> float:
 
 
 def replay(store: Path, rounds: int) -> None:
-    """Prints rows per second that a starting server applies, and seconds until it is ready."""
+    """Prints rows per second that a starting server applies, and seconds until it is ready, on one
+    core and on two: the applier replays while a worker is restored."""
     publish_model(store)
     count = 20
     with DeltaWriter(store, model=MODEL) as writer:
         for _ in range(count):
             writer.push_rows(changes(LARGE))
     rows = count * LARGE * TABLES
-    for _ in range(rounds):
+    for cores in ("0", "0,1") * rounds:
         start_s = time.perf_counter()
-        with serving(store, PORT, *FOLLOW) as url:
+        with serving(store, PORT, *FOLLOW, cores=cores) as url:
             ready_s, apply_s = time.perf_counter() - start_s, apply_seconds(url)
-        with serving(store, PORT):
-            plain_s = time.perf_counter() - start_s - ready_s
+        start_s = time.perf_counter()
+        with serving(store, PORT, cores=cores):
+            plain_s = time.perf_counter() - start_s
         print(
-            f"{rows:,} rows in {apply_s:.2f} s: {rows / apply_s / 1e6:.2f} M/s; ready after "
-            f"{ready_s:.1f} s, without deltas {plain_s:.1f} s"
+            f"cores {cores}: {rows:,} rows in {apply_s:.2f} s: {rows / apply_s / 1e6:.2f} M/s; "
+            f"ready after {ready_s:.1f} s, without deltas {plain_s:.1f} s"
         )
 
 
