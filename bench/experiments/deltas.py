@@ -2,7 +2,7 @@
 
     PYTHONPATH=bench python bench/experiments/deltas.py rates|latency|served|undo|replay \\
         [--rows-per-minute 1000000] [--rounds 6] [--seconds 5] [--store s3://bucket/folder] \\
-        [--rows 10000] [--notify redis://127.0.0.1:6379]
+        [--alone] [--rows 10000] [--notify redis://127.0.0.1:6379]
 
 The model has 8 tables of 100,000 rows of 64 float32. The server runs on core 0, wrk with 64
 connections on core 1; ``replay``, without load, also on both. The deltas of ``latency`` are written
@@ -211,7 +211,7 @@ def latency(store: Path, load: Load, rounds: int, seconds: int, rows_per_minute:
     print(f"deltas of {rows * TABLES} rows that waited at the end of each round: {lags}")
 
 
-def served(store: str | Path, rounds: int, count: int, notify: str) -> None:
+def served(store: str | Path, rounds: int, count: int, notify: str, *, is_alone: bool) -> None:
     """Prints seconds from a trainer's rows to their being served, for ``count`` rows of each
     table; pushes begin at random times between two polls."""
     publish_model(store)
@@ -219,7 +219,7 @@ def served(store: str | Path, rounds: int, count: int, notify: str) -> None:
     options = (*FOLLOW, "--delta-notify", notify) if notify else FOLLOW
     with (
         serving(store, PORT, *options) as url,
-        DeltaWriter(store, model=MODEL, notify=notify or None) as writer,
+        DeltaWriter(store, model=MODEL, notify=notify or None, is_alone=is_alone) as writer,
     ):
         for _ in range(rounds):
             rows = changes(count)
@@ -293,6 +293,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=LARGE, help="of each table, for `served`")
     parser.add_argument("--notify", default="", help="broker for `served`. Default: polls")
     parser.add_argument("--store", help="empty store for `served`. Default: a folder")
+    parser.add_argument("--alone", action="store_true", help="is_alone of DeltaWriter, `served`")
     chosen = parser.parse_args()
     need("wrk")
     with tempfile.TemporaryDirectory(prefix="bench-deltas-") as folder:
@@ -304,7 +305,13 @@ def main() -> None:
             case "latency":
                 latency(store, load, chosen.rounds, chosen.seconds, chosen.rows_per_minute)
             case "served":
-                served(chosen.store or store, chosen.rounds, chosen.rows, chosen.notify)
+                served(
+                    chosen.store or store,
+                    chosen.rounds,
+                    chosen.rows,
+                    chosen.notify,
+                    is_alone=chosen.alone,
+                )
             case "undo":
                 undo(store, chosen.rounds)
             case "replay":
