@@ -93,8 +93,13 @@ def waiting(log: Path, *arguments: object) -> Iterator[Running]:
     with log.open("wb") as output:
         process = subprocess.Popen(command("serve", *arguments, "--wait", *ports), stderr=output)
     server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
+
+    def is_waiting() -> bool:
+        assert process.poll() is None, log.read_text()
+        return "waiting for what is to be served" in log.read_text()
+
     try:
-        until(lambda: b"waiting for what is to be served" in log.read_bytes())
+        until(is_waiting)
         until(lambda: status(server.http + "/health/live") == 200)
         yield server
     finally:
