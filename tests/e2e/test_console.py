@@ -382,7 +382,8 @@ import('/console/models.js').then(({ showModels }) => {
   const follows = { seq: 1234567, wanted_seq: 1234567, state: "following", reason: "" };
   const stalls = { seq: 12, wanted_seq: 14, state: "stalled", reason: "delta 13 is missing" };
   const holds = { seq: 12, wanted_seq: 14, state: "held", reason: "" };
-  const each = [undefined, follows, stalls, holds];
+  const stays = { seq: 1200, wanted_seq: 1200, state: "following", reason: "", at_seq: 1200 };
+  const each = [undefined, follows, stalls, holds, stays];
   const models = each.map((deltas, version) => ({ ...other, version, deltas }));
   showModels(models, "m", null);
   return [...document.querySelectorAll("#models p")].map((one) => [one.className, one.innerText]);
@@ -396,6 +397,7 @@ def test_versions_that_follow_deltas_say_how_far_they_are(page: Page, demo: Demo
         ["hint", "m 1: delta 1,234,567, following"],
         ["error", "m 2: delta 12 of 14, stalled: delta 13 is missing"],
         ["hint", "m 3: delta 12 of 14, held"],
+        ["hint", "m 4: delta 1,200, following up to 1,200"],
     ]
 
 

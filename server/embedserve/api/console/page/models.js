@@ -70,10 +70,11 @@ function comingOf(model) {
 }
 
 function deltasOf(model) {
-  const { seq, wanted_seq: wanted, state, reason } = model.deltas;
+  const { seq, wanted_seq: wanted, at_seq: last, state, reason } = model.deltas;
   const isStopped = state === "stalled" || state === "full";
   const of = wanted > seq ? ` of ${wanted.toLocaleString("en")}` : "";
-  return element("p", { class: isStopped ? "error" : "hint" }, `${titleOf(model)}: delta ${seq.toLocaleString("en")}${of}, ${state}${reason ? `: ${reason}` : ""}`);
+  const upTo = last == null ? "" : ` up to ${last.toLocaleString("en")}`;
+  return element("p", { class: isStopped ? "error" : "hint" }, `${titleOf(model)}: delta ${seq.toLocaleString("en")}${of}, ${state}${upTo}${reason ? `: ${reason}` : ""}`);
 }
 
 /** Fetches plans that are not cached and draws all; drops those of versions no longer served. */
