@@ -10,6 +10,7 @@ import base64
 import json
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -41,7 +42,10 @@ def has_way_out() -> bool:
 
 
 def podman(*arguments: object) -> str:
-    return run_tool("podman", *arguments, limit_s=PODMAN_S_MAX).decode()
+    """Runs podman elsewhere: where it is started, it leaves a file "oom" of a container that was
+    killed for its memory."""
+    elsewhere = Path(tempfile.gettempdir())
+    return run_tool("podman", *arguments, cwd=elsewhere, limit_s=PODMAN_S_MAX).decode()
 
 
 def rendered() -> dict[str, dict[str, Any]]:
