@@ -65,10 +65,11 @@ def set_alias(
     who = user() if who is None else who
     check_texts(why=why, who=who)
     models = ModelStore(store)
-    number, its_seq = (None, None) if version is None else _named(models, model, version)
+    number, other = (None, None) if version is None else _named(models, model, version)
     if number is None and name not in models.aliases(model):
         raise StoreError(f"{models.where}/{model}: no alias {name!r} to remove")
-    at_seq = its_seq if at_seq is None else at_seq
+    if at_seq is None and other is not None:
+        at_seq = other.at_seq
     if at_seq is not None:
         _check_delta(models, model, number, at_seq)
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -87,10 +88,11 @@ def set_alias(
     raise StoreError(f"{models.where}/{model}: others changed alias {name!r} {ATTEMPTS} times")
 
 
-def _named(models: ModelStore, model: str, version: int | str) -> tuple[int, int | None]:
-    """Returns the number of a version and, if ``version`` is an alias, the delta of that alias."""
+def _named(models: ModelStore, model: str, version: int | str) -> tuple[int, Alias | None]:
+    """Returns the number of a version, and the alias if ``version`` is one."""
     alias = models.alias_named(model, version)
-    return models.manifest(model, version).version, None if alias is None else alias.at_seq
+    number = version if alias is None else alias.version
+    return models.manifest(model, number).version, alias
 
 
 def _check_delta(models: ModelStore, model: str, number: int | None, at_seq: int) -> None:
@@ -179,8 +181,8 @@ def roll_back(
     if to is None:
         number, at_seq = past[-2], at_seqs[past[-2]]
     else:
-        number, at_seq = _named(models, model, to)
-        at_seq = at_seqs.get(number) if at_seq is None else at_seq
+        number, other = _named(models, model, to)
+        at_seq = at_seqs.get(number) if other is None else other.at_seq
     if number not in models.versions(model):
         there = ", ".join(map(str, models.versions(model)))
         raise StoreError(

@@ -224,6 +224,7 @@ async def test_a_killed_worker_is_replaced_and_no_counter_goes_back(tmp_path: Pa
             "embedserve_worker_restarts_total", lambda value: value >= restarts + 1
         )
         await server.until_metric("embedserve_workers", lambda value: value >= 2)
+        assert await server.metric("embedserve_worker_restarts_total") == restarts + 1
         assert await server.metric("embedserve_requests_total") == 40
         assert await server.post() == 200
         await server.until_metric("embedserve_requests_total", lambda value: value >= 41)

@@ -109,6 +109,8 @@ def test_a_rollback_keeps_the_delta_that_a_version_had(with_deltas: Path) -> Non
     assert (done.after.version, done.after.at_seq) == (1, 2)
     assert [one.name for one in done.removed] == ["canary"]
     set_alias(with_deltas, "m", "old", 1, at_seq=1)
+    set_alias(with_deltas, "m", "newest", 1)
+    assert roll_back(with_deltas, "m", to="newest").after.at_seq is None  # as that alias is
     assert roll_back(with_deltas, "m", to="old").after.at_seq == 1
     (with_deltas / "m/deltas/1" / manifest_name(1)).unlink()
     set_alias(with_deltas, "m", "stable", 2)
