@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
-import uvloop
+from event_loop import event_loop_policy
 from protocols.drivers import PROTOCOLS
 from protocols.servers import Servers
 from server.waiting import given_up_after
 
+__all__ = ["event_loop_policy"]
 TEST_S_MAX = 60
 
 
@@ -32,10 +32,3 @@ def protocol(request: pytest.FixtureRequest) -> str:
 async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Servers]:
     async with AsyncExitStack() as stack:
         yield Servers(tmp_path_factory.mktemp("shm"), stack)
-
-
-@pytest.fixture(scope="session")
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """uvloop's, as served: asyncio leaves Nagle's algorithm on, which holds responses up."""
-    policy: asyncio.AbstractEventLoopPolicy = uvloop.EventLoopPolicy()
-    return policy
