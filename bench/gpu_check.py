@@ -34,6 +34,7 @@ from gpu_timings import (
     looking_up,
     serving,
     several_at_once,
+    uploading_deltas,
 )
 from lookup_cases import CASES, check, check_most_rows
 from nvml import driver_rows
@@ -122,6 +123,7 @@ STEPS: tuple[Step, ...] = (
     gathering_rows,
     looking_up,
     several_at_once,
+    uploading_deltas,
     unified_memory,
     serving,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +25,15 @@ from lookup_cases import mostly_zeros
 from running_servers import running
 from workloads import Request, Tables, Workload, workload
 
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.engine.gpus import WORK_BYTES, gpus_for
 from embedserve.engine.restore import restore
 from embedserve.engine.sharded import shard
 from embedserve_client import GrpcEmbedClient
 from embedserve_store import TableSpec
+from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.memory.available_memory import available_bytes
 
 QUICK_TABLES = Tables("quick", 8, 1000, 64)
@@ -44,6 +49,10 @@ AT_ONCE = 8
 """Distinct requests of a workload that several threads send."""
 ASKED_S, QUICK_ASKED_S = 5.0, 0.5
 CALLERS = 8
+CHANGED = 10_000
+"""Rows of each table in a delta."""
+CHANGED_BYTES = 1 << 30
+UPLOADS = 25
 
 Row = tuple[str, str]
 """(measurement, result)."""
@@ -211,6 +220,49 @@ def _look_up_for(
         taken.append(time.perf_counter() - start)
     np.testing.assert_array_equal(values, expected[which])
     return taken
+
+
+def uploading_deltas(asked: CheckOptions) -> Iterator[Row]:
+    """Measures how long the rows of a delta take to the GPU, while a thread looks up."""
+    what = f"{CHANGED:,} rows of each of {QUICK_TABLES.count} tables"
+    if not asked.is_cuda:
+        yield what, "left out: lookups read them in this host's memory"
+        return
+    work = asked.workloads("uniform")[0]
+    live = LiveRows(kernel.version_of(work), CHANGED_BYTES, readers=1)
+    engine = restore(live.version, asked.one_device, live=live)
+    assert engine.spare_rows is not None
+    reader = RowsReader(live, 0, engine.plan, engine.spare_rows.upload)
+    request, random, ended = work.requests[0], np.random.default_rng(0), threading.Event()
+    counts = request.lengths.reshape(len(live.version.manifest.features), -1).sum(axis=1)
+
+    def look_up_always() -> None:
+        while not ended.is_set():
+            view, _ = reader.begin()
+            numbers = reader.newest(request.ids, counts, view)
+            engine.lookup(numbers, request.lengths.reshape(-1))
+            reader.end(view)
+
+    writer, taken = RowsWriter(live), []
+    with ThreadPoolExecutor(1) as pool:
+        lookups = pool.submit(look_up_always)
+        try:
+            for seq in range(1, UPLOADS + 1):
+                writer.apply(seq, [_changed(one, random) for one in live.version.manifest.tables])
+                start_s = time.perf_counter()
+                reader.advance()
+                taken.append(1e3 * (time.perf_counter() - start_s))
+        finally:
+            ended.set()
+        lookups.result()
+    least, most = min(taken), max(taken)
+    yield what, f"p50 {statistics.median(taken):.1f} ms, {least:.1f} to {most:.1f}"
+
+
+def _changed(table: TableSpec, random: np.random.Generator) -> ChangedRows:
+    count = min(CHANGED, table.num_embeddings // 2)
+    numbers = np.sort(random.choice(table.num_embeddings, count, replace=False))
+    return ChangedRows(table, numbers, np.zeros((count, table.row_bytes), np.uint8))
 
 
 def serving(asked: CheckOptions) -> Iterator[Row]:

@@ -70,3 +70,4 @@ def test_gpu_tests_are_collected_without_what_a_gpu_host_lacks() -> None:
     for test in ("test_cuda_equals_the_stored_rows", "test_column_shards_that_share_a_gpu"):
         assert f"tests/engine/test_gpu.py::{test}" in done.stdout
     assert "tests/engine/test_live_rows.py::test_changed_rows_on_a_gpu[int4]" in done.stdout
+    assert "tests/engine/test_live_ids.py::test_ids_come_and_go[cuda]" in done.stdout

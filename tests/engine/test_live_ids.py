@@ -1,0 +1,347 @@
+"""Batches over ids that deltas add and remove, and over an alias that goes to a delta and back.
+
+Each batch has the ids and the rows of the delta that its seq names, on each device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pooled import collection
+from running_servers import Running, running
+from torchrec import PoolingType
+
+from embedserve.batching.join import join
+from embedserve.batching.lookup_engine import begin_view, changed_ids, end_view, find_rows
+from embedserve.deltas.applier_process import PROCESS_NAME
+from embedserve.deltas.bounded_line import BoundedLine
+from embedserve.deltas.follower import DeltaFollower
+from embedserve.deltas.live_rows import LiveRows
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.status import FOLLOWING, DeltaStatus, FollowedModel
+from embedserve.engine.restore import restore
+from embedserve.lookup_types import LookupRequest
+from embedserve.model_info import ModelInfo
+from embedserve_store import (
+    DeltaWriter,
+    IdRule,
+    ModelStore,
+    RevertedError,
+    publish,
+    set_alias,
+    undo_deltas,
+)
+from embedserve_store.ids.string_hashes import hash_strings
+
+MEMORY = 2 << 20
+UNDO = 6
+WAIT_S_MAX = 60
+ALWAYS = 20
+"""Ids of each table that every push changes."""
+TABLES = {"user": (400, 8), "taste": (500, 5), "word": (300, 12)}
+"""(rows, dim) of each. User and taste share a feature, and so their ids."""
+FEATURES = {"user": ["u"], "taste": ["u"], "word": ["w"]}
+KNOWN = 200
+"""Ids of each vocabulary at the start. Ids below are positions among all that there can be."""
+IDS = 600
+Values = dict[str, np.ndarray]
+"""Value of each id [IDS], of each table; 0 for an id that is not there."""
+
+devices = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu:1",
+        "cpu:2",
+        pytest.param(
+            "cuda",
+            marks=(
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+            ),
+        ),
+    ],
+)
+
+
+def names_of(table: str, ids: np.ndarray) -> list[Any]:
+    """Returns ids as callers have them; those of integers are in no order, and large."""
+    if table == "word":
+        return [f"word {one}" for one in ids]
+    return [int(one) * 0x9E3779B97F4A7C15 % 2**63 for one in ids]
+
+
+class Training:
+    """Pushes rows and ids, and knows what each delta has.
+
+    Attributes:
+        at: values after each delta.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self.store = store
+        source = collection(
+            [(n, *TABLES[n], FEATURES[n], PoolingType.SUM) for n in ("user", "taste", "word")]
+        )
+        state, vocabularies, rules = {}, {}, {}
+        for table in TABLES:
+            values = 1 + torch.arange(TABLES[table][0], dtype=torch.float32)
+            with torch.no_grad():
+                source.embedding_bags[table].weight[:] = values[:, None]
+            state[table] = np.where(np.arange(IDS) < KNOWN, 1.0 + np.arange(IDS), 0)
+            vocabularies[table] = names_of(table, np.arange(KNOWN))
+            id_type = "string" if table == "word" else "int64"
+            rules[table] = IdRule("map", id_type=id_type, unknown="skip")
+        publish(source, store, model="m", dtype="float32", ids=rules, vocabularies=vocabularies)
+        self.at: dict[int, Values] = {0: state}
+        self.columns = ModelStore(store).manifest("m", 1).columns
+        self.writer = DeltaWriter(store, model="m")
+        self._random = np.random.default_rng(3)
+
+    def push(self) -> None:
+        """Pushes some new ids, some with other rows, and removes some."""
+        seq = self.writer.seq + 1
+        after = {table: values.copy() for table, values in self.at[seq - 1].items()}
+        rows, removed = {}, {}
+        for tables in (("user", "taste"), ("word",)):
+            values = after[tables[0]]
+            known, unknown = np.flatnonzero(values), np.flatnonzero(values == 0)
+            gone = self._random.choice(known[known >= ALWAYS], 20, replace=False)
+            new = self._random.choice(unknown, 22, replace=False)
+            kept = np.setdiff1d(known, gone)
+            some = np.union1d(np.arange(ALWAYS), self._random.choice(kept, 30, replace=False))
+            changed = np.concatenate([some, new])
+            removed[tables[0]] = names_of(tables[0], gone)
+            for table in tables:
+                after[table][changed], after[table][gone] = 1000.0 * seq + len(table), 0
+                pushed = np.repeat(after[table][changed, None], TABLES[table][1], 1)
+                rows[table] = names_of(table, changed), pushed.astype(np.float32)
+        self.at[seq] = after
+        assert self.writer.push_rows(rows, removed=removed) == seq
+
+    def undo(self, to: int) -> None:
+        self.at[self.writer.seq + 1] = self.at[to]
+        undo_deltas(self.store, "m", to=to, why="wrong")
+        with suppress(RevertedError):
+            self.writer.push_rows({})
+        self.writer.resume()
+
+    def check(self, values: np.ndarray, seq: int) -> None:
+        """Compares ``values`` [IDS, sum of dims], those of all ids, with delta ``seq``."""
+        assert values.shape == (IDS, self.columns[-1].end)
+        for column in self.columns:
+            found, name = values[:, column.start : column.end], column.table.name
+            is_wrong = found != self.at[seq][name][:, None]
+            assert not is_wrong.any(), (seq, column.key, np.argwhere(is_wrong)[:9])
+
+
+class Served:
+    """A version whose deltas are followed, and an engine over its rows.
+
+    Attributes:
+        last_seq: delta of the alias.
+    """
+
+    def __init__(self, training: Training, device: str) -> None:
+        self.training = training
+        version = ModelStore(training.store).load("m", 1)
+        self.last_seq: int | None = None
+        models = ModelStore(training.store)
+        self._line = BoundedLine(models, version.manifest, None, lambda: self.last_seq)
+        self.live = LiveRows(version, MEMORY, 1, UNDO, new_ids_percent=1000)
+        self.engine = restore(self.live.version, device, live=self.live)
+        upload = None if self.engine.spare_rows is None else self.engine.spare_rows.upload
+        self.reader = self.engine.rows = RowsReader(self.live, 0, self.engine.plan, upload)
+        self._status = DeltaStatus(self._line.start)
+        self.start_applier()
+        self.info = ModelInfo(
+            manifest=self.engine.manifest,
+            plan=self.engine.plan,
+            translator=self.engine.translator,
+            device_type=self.engine.device_type,
+            replanned=self.engine.replanned,
+            lookup_kind=self.engine.lookup_kind,
+        )
+        rows = np.arange(IDS)
+        self._ids = np.concatenate([names_of("user", rows), hash_strings(names_of("word", rows))])
+
+    def start_applier(self) -> None:
+        """Starts one that knows the newest rows alone, as after the one before was killed."""
+        followed = FollowedModel(self.live, self._status)
+        self._follower = DeltaFollower("m", self._line, followed, MEMORY)
+
+    def follow(self) -> None:
+        while self._follower.look() or self._follower.look():
+            pass  # deltas after an undo are found by the next look
+        assert self._status.read().state == FOLLOWING, self._status.read().reason
+
+    def look_up(self) -> int:
+        """Looks all ids up, compares their values, and returns the seq."""
+        lengths = np.ones(2 * IDS, np.int32)
+        request = LookupRequest("m", self.info.features, self._ids, lengths, None, IDS)
+        view = begin_view(self.engine)
+        assert view is not None
+        try:
+            batch = join([request], self.info, changed_ids(self.engine, view))
+            assert batch is not None
+            batch.view = view
+            find_rows(self.engine, batch)
+            values = self.engine.lookup(batch.ids, batch.lengths, batch.weights)
+        finally:
+            end_view(self.engine, view)
+        self.training.check(values, view[1])
+        return view[1]
+
+    def look_up_newest(self) -> int:
+        self.follow()
+        self.reader.advance()
+        return self.look_up()
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(tmp_path)
+    yield made
+    made.writer.close()
+
+
+@devices
+def test_ids_come_and_go(training: Training, device: str) -> None:
+    """Rows of removed ids get other ids, and removed ids come back. All is as in a version that is
+    compacted, and after undos from memory and from the store."""
+    served = Served(training, device)
+    assert served.look_up_newest() == 0
+    for seq in range(1, 7):
+        training.push()
+        assert served.look_up_newest() == seq
+    training.undo(4)
+    assert served.look_up_newest() == 7
+    training.push()
+    assert served.look_up_newest() == 8
+    served.start_applier()
+    training.undo(1)
+    assert served.look_up_newest() == 9
+    for _ in range(3):  # in one step
+        training.push()
+    assert served.look_up_newest() == 12
+    served.engine.check()
+
+
+@devices
+@pytest.mark.parametrize("kept", ["memory", "store"])
+def test_an_alias_goes_to_a_delta_and_back(training: Training, device: str, kept: str) -> None:
+    """One name of the version follows every delta meanwhile."""
+    stable, canary = Served(training, device), Served(training, device)
+    for _ in range(5):
+        training.push()
+        stable.look_up_newest()
+    training.undo(3)
+    for bound in (5, 2, 0, 4, None, 1, 6, None):
+        if kept == "store":
+            stable.start_applier()
+        stable.last_seq = bound
+        training.push()
+        last = training.writer.seq
+        assert stable.look_up_newest() == (last if bound is None else bound)
+        assert canary.look_up_newest() == last
+    stable.engine.check()
+
+
+@devices
+def test_every_lookup_has_the_ids_of_its_seq(training: Training, device: str) -> None:
+    """Ids come and go, and an alias moves, while threads look up and rows are uploaded."""
+    served, ended = Served(training, device), threading.Event()
+    random = np.random.default_rng(5)
+
+    def look_up_always() -> set[int]:
+        seqs = set()
+        while not ended.is_set():
+            seqs.add(served.look_up())
+        return seqs
+
+    def upload_always() -> None:
+        while not ended.wait(0.001):
+            served.reader.advance()
+
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(look_up_always) for _ in range(3)]
+        uploads = threads.submit(upload_always)
+        try:
+            for step in range(60):
+                training.push()
+                if step % 8 == 5:
+                    training.undo(max(0, training.writer.seq - int(random.integers(1, 9))))
+                if step % 5 == 4:
+                    back = int(random.integers(0, 9))
+                    served.last_seq = max(0, training.writer.seq - back) if back else None
+                served.follow()
+        finally:
+            ended.set()
+        assert all(len(one.result()) > 10 for one in running)
+        uploads.result()
+
+
+@devices
+def test_two_aliases_of_a_version_are_served(
+    training: Training, device: str, tmp_path: Path
+) -> None:
+    """One goes back, from memory and, once the applier was killed, from the store."""
+    for package in ("prometheus_client", "typer", "uvloop"):
+        pytest.importorskip(package)  # a GPU host may lack what a server needs
+    client_package = pytest.importorskip("embedserve_client")
+    bags = {
+        feature: [[one] for one in names_of(table, np.arange(IDS))]
+        for feature, table in (("u", "user"), ("w", "word"))
+    }
+    for _ in range(4):
+        training.push()
+    set_alias(training.store, "m", "stable", 1, at_seq=2)
+    set_alias(training.store, "m", "canary", 1)
+    names = ("--model", "m@stable", "--model", "m@canary", "--devices", device)
+    options = ("--deltas", "follow", "--follow", "alias", "--follow-s", "0.1")
+    limits = ("--delta-new-ids-percent", "1000", "--delta-memory", str(MEMORY), "--workers", "1")
+    log = tmp_path / "log"
+    with (
+        running(training.store, log, *names, *options, *limits, is_warm=False) as server,
+        client_package.EmbedClient(server.http) as client,
+    ):
+
+        def until(name: str, seq: int) -> None:
+            ends_s = time.monotonic() + WAIT_S_MAX
+            found = None
+            while found != seq:
+                assert time.monotonic() < ends_s, (name, found, seq)
+                result = client.embed(bags, model=name)
+                found = result.seq
+                assert found is not None
+                training.check(result.values, found)
+
+        until("m@stable", 2)
+        for bound in (4, 1, None, 3, 5, None):
+            if bound == 3:
+                kill_applier(server)
+            training.push()
+            set_alias(training.store, "m", "stable", 1, at_seq=bound)
+            until("m@stable", training.writer.seq if bound is None else bound)
+            until("m@canary", training.writer.seq)
+    said = log.read_text()
+    assert "m@stable: goes back to delta 1, the last that it may have" in said
+    assert "Traceback" not in said
+
+
+def kill_applier(server: Running) -> None:
+    pid = server.process.pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        if Path(f"/proc/{child}/comm").read_text().strip() == PROCESS_NAME:
+            os.kill(int(child), signal.SIGKILL)
+            return
+    raise AssertionError("there is no applier")
