@@ -105,7 +105,8 @@ fuzz: install
 soak: install
 	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m soak.soak $(SOAK)
 
-# Half an hour of deltas, undos, compactions and kills under load: SOAK="--minutes 30 --kills 30".
+# Half an hour of deltas, undos, compactions and kills under load: SOAK="--minutes 30 --kills 30"; with
+# ids that come and go, and an alias that is moved between deltas: SOAK="--ids --alias".
 soak-deltas: install
 	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m soak.deltas $(SOAK)
 

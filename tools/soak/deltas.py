@@ -5,7 +5,11 @@ value is the seq. Callers check that every response has rows of one delta, and n
 than the response before. Meanwhile deltas are undone and compacted, and the trainer, the applier
 and the workers are killed. At the end, all rows must be those of the last seq. Prints one table.
 
-    make soak-deltas SOAK="--minutes 30 --kills 30 --rows-per-minute 1000000"
+With --ids the deltas also add and remove ids, and every response must have the ids of its delta.
+With --alias the server has a second name for the version, an alias that is moved to a delta, back,
+and on again.
+
+    make soak-deltas SOAK="--minutes 30 --kills 30 --rows-per-minute 1000000 --ids --alias"
 """
 
 from __future__ import annotations
@@ -20,10 +24,9 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
@@ -34,16 +37,22 @@ import torch
 from numpy.typing import NDArray
 from processes import children, memory_bytes
 from running_servers import free_port
+from soak import delta_ids
 from soak.delta_clients import (
+    ALIAS,
+    ALIAS_NAME,
     DIM,
     MODEL,
+    NAME,
     PUSH_EVERY_S,
     ROWS,
     TABLES,
+    Found,
     call,
     changed_rows,
     train,
 )
+from soak.delta_report import CALM_S, Report, print_report
 
 from embedserve.deltas.applier_process import PROCESS_NAME
 from embedserve_client import EmbedClient
@@ -54,6 +63,7 @@ from embedserve_store import (
     TableSpec,
     compact_deltas,
     publish,
+    set_alias,
     undo_deltas,
 )
 
@@ -61,9 +71,10 @@ UNDO_EVERY_S = 20.0
 UNDONE_MAX = 100
 """Most deltas that are undone at once. Some of these undos go past the memory for undos."""
 COMPACT_EVERY_S = 300.0
+ALIAS_EVERY_S = 7.0
+BACK_MAX = 150
+"""Deltas that an alias goes back by, at most. Some of them are past the memory for undos."""
 SAMPLE_EVERY_S = 0.5
-CALM_S = 10.0
-"""Seconds after a kill that do not count for the lag."""
 MEMORY = 512 << 20
 UNDO = 64
 WORKERS = 2
@@ -76,31 +87,49 @@ main()
 """
 
 
-@dataclass
-class Report:
-    """Outcome of a run."""
+@dataclass(frozen=True)
+class SoakOptions:
+    """Options of a run.
 
-    counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    lags_s: list[float] = field(default_factory=list)
-    """Lag at each sample that is not soon after a kill."""
-    memory: list[int] = field(default_factory=list)
-    """Bytes of changed rows at each sample."""
-    supervised: list[int] = field(default_factory=list)
-    """Private bytes of all processes of the server at each sample."""
+    Attributes:
+        devices: as of embedserve serve.
+        has_ids: whether deltas add and remove ids.
+        has_alias: whether an alias of the version is served, too, and moved.
+    """
+
+    rows_per_minute: int
+    seed: int
+    devices: str
+    has_ids: bool
+    has_alias: bool
 
 
 class DeltaSoak:
     """A server, a trainer and callers, and what happens to them."""
 
-    def __init__(self, folder: Path, rows_per_minute: int, seed: int, devices: str) -> None:
+    def __init__(self, folder: Path, options: SoakOptions) -> None:
         self.report = Report()
         self._store = folder / "store"
-        self._random = Random(seed)
-        self._rows_per_push = round(rows_per_minute * PUSH_EVERY_S / 60)
+        self._options = options
+        self._random = Random(options.seed)
+        self._rows_per_push = round(options.rows_per_minute * PUSH_EVERY_S / 60)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["soak.delta_clients", "torch"])
         self._http, grpc = free_port(), free_port()
+        self._names = [NAME, ALIAS_NAME] if options.has_alias else [NAME]
+        self._publish()
+        if options.has_alias:
+            set_alias(self._store, MODEL, ALIAS, 1)
+        self._server = self._start_server(folder, grpc)
+        self._await(lambda: self._models() is not None)
+        self._trainer = self._start_trainer()
+        self._pipe, theirs = self._context.Pipe()
+        where = f"http://127.0.0.1:{self._http}", f"127.0.0.1:{grpc}"
+        arguments = (*where, self._names, options.has_ids, theirs)
+        self._callers = self._context.Process(target=call, args=arguments)
+        self._callers.start()
+
+    def _publish(self) -> None:
         weights = {
             f"ebc.embedding_bags.t{table}.weight": torch.zeros(ROWS, DIM) for table in range(TABLES)
         }
@@ -108,23 +137,26 @@ class DeltaSoak:
             TableSpec(f"t{table}", ROWS, DIM, (f"f{table}",), "sum", "float32")
             for table in range(TABLES)
         ]
-        publish(weights, self._store, model=MODEL, tables=tables)
+        vocabularies: dict[str, Any] = {}
+        if self._options.has_ids:
+            weights |= delta_ids.weights()
+            tables += delta_ids.tables()
+            vocabularies = delta_ids.vocabularies()
+        publish(weights, self._store, model=MODEL, tables=tables, vocabularies=vocabularies)
+
+    def _start_server(self, folder: Path, grpc: int) -> subprocess.Popen[bytes]:
+        devices = self._options.devices
         workers = 1 if devices == "cuda" else WORKERS
         options = ("--deltas", "follow", "--workers", workers, "--delta-memory", MEMORY)
         ports = ("--http-port", self._http, "--grpc-port", grpc)
         # Versions that are compacted meanwhile are not for this server.
-        model = ("--model", f"{MODEL}@1", "--devices", devices)
-        arguments = ("serve", self._store, *model, *ports, *options)
+        names = [part for name in self._names for part in ("--model", name)]
+        follow = ("--follow", "alias", "--follow-s", 0.2) if self._options.has_alias else ()
+        arguments = ("serve", self._store, *names, "--devices", devices, *ports, *options, *follow)
         with (folder / "server.log").open("wb") as log:
-            self._server = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-c", SERVE, *map(str, arguments)], stdout=log, stderr=log
             )
-        self._await(lambda: self._models() is not None)
-        self._trainer = self._start_trainer()
-        self._pipe, theirs = self._context.Pipe()
-        where = f"http://127.0.0.1:{self._http}", f"127.0.0.1:{grpc}"
-        self._callers = self._context.Process(target=call, args=(*where, theirs))
-        self._callers.start()
 
     def run(self, minutes: float, kills: int) -> None:
         start_s = time.monotonic()
@@ -132,6 +164,7 @@ class DeltaSoak:
         kill_every_s = 60 * minutes / kills if kills else float("inf")
         kill_s, undo_s = start_s + kill_every_s, start_s + UNDO_EVERY_S
         compact_s, calm_s = start_s + COMPACT_EVERY_S, start_s + CALM_S
+        alias_s = start_s + ALIAS_EVERY_S if self._options.has_alias else float("inf")
         while (now := time.monotonic()) < end_s:
             if now >= kill_s:
                 self._kill()
@@ -142,6 +175,9 @@ class DeltaSoak:
             if now >= compact_s:
                 self._compact()
                 compact_s += COMPACT_EVERY_S
+            if now >= alias_s:
+                self._move_alias()
+                alias_s += ALIAS_EVERY_S
             self._sample(is_calm=now >= calm_s)
             time.sleep(min(SAMPLE_EVERY_S, max(0.0, kill_s - time.monotonic())))
         self._finish()
@@ -154,7 +190,8 @@ class DeltaSoak:
         self._server.wait(60)
 
     def _start_trainer(self) -> BaseProcess:
-        process = self._context.Process(target=train, args=(str(self._store), self._rows_per_push))
+        arguments = (str(self._store), self._rows_per_push, self._options.has_ids)
+        process = self._context.Process(target=train, args=arguments)
         process.start()
         return process
 
@@ -197,6 +234,14 @@ class DeltaSoak:
             )
             self.report.counts["undos"] += 1
 
+    def _move_alias(self) -> None:
+        """Moves the alias to a delta, later or earlier than where it is, or lets it follow all."""
+        last = self._line().seqs()[-1]
+        back = self._random.choice((None, 0, 3, BACK_MAX))
+        at_seq = None if back is None else max(0, last - self._random.randint(0, back))
+        set_alias(self._store, MODEL, ALIAS, 1, at_seq=at_seq)
+        self.report.counts["moves of the alias"] += 1
+
     def _compact(self) -> None:
         made = compact_deltas(self._store, MODEL, version=1)
         seq = made.manifest.source["line_seq"]
@@ -205,6 +250,9 @@ class DeltaSoak:
             rows = version.tables.rows(f"t{table}").view(np.float32)[:, 0]
             if not np.array_equal(rows, expected):
                 self.report.wrong.append(f"compacted {seq}: table t{table} differs")
+        if self._options.has_ids:
+            found = delta_ids.differences(version, delta_ids.slots_after(self._line(), seq))
+            self.report.wrong += [f"compacted {seq}: ids of table {one} differ" for one in found]
         self.report.counts["compactions"] += 1
 
     def _line(self) -> DeltaLine:
@@ -219,15 +267,21 @@ class DeltaSoak:
                 values[changed_rows(kept, table, self._rows_per_push // TABLES)] = kept
         return tables
 
-    def _models(self) -> dict[str, Any] | None:
+    def _models(self, name: str = NAME) -> dict[str, Any] | None:
+        """Returns what the server shows of the deltas of a served name; None without a response."""
         try:
             with urllib.request.urlopen(
                 f"http://127.0.0.1:{self._http}/models", timeout=10
             ) as said:
-                found: dict[str, Any] = json.load(said)["models"][0]["deltas"]
+                models = json.load(said)["models"]
+            found: dict[str, Any] = models[self._names.index(name)]["deltas"]
         except (OSError, LookupError, ValueError):
             return None
         return found
+
+    def _settle(self, name: str, seq: int) -> None:
+        """Waits until a served name is at delta ``seq``."""
+        self._await(lambda: (now := self._models(name)) is not None and now["seq"] == seq)
 
     def _sample(self, *, is_calm: bool) -> None:
         if (now := self._models()) is None:
@@ -246,27 +300,47 @@ class DeltaSoak:
         self._trainer.kill()
         self._trainer.join()
         last = self._line().seqs()[-1]
-        self._await(lambda: (now := self._models()) is not None and now["seq"] == last)
+        self._settle(NAME, last)
+        if self._options.has_alias:
+            for at_seq in (last // 2, None):
+                set_alias(self._store, MODEL, ALIAS, 1, at_seq=at_seq)
+                self._settle(ALIAS_NAME, last if at_seq is None else at_seq)
         self._pipe.send("stop")
-        wrong, values, counts = self._pipe.recv()
+        wrong, found, counts = self._pipe.recv()
         self.report.wrong += wrong
         self.report.counts += counts
         self.report.counts["deltas"] = last
-        newest = {}
-        line = self._line()
-        for seq, found in values.items():
+        self._compare(found)
+        self._compare_all_rows(last)
+
+    def _compare(self, found: Found) -> None:
+        """Compares what responses had with the deltas that are kept at their seqs."""
+        line, wrong = self._line(), self.report.wrong
+        for seq, values in found.values.items():
             first = next(line.kept(seq), None)
-            newest[seq] = float(first.seq if first else 0)
-            if found != {newest[seq]}:
-                self.report.wrong.append(f"seq {seq}: {found}, expected {newest[seq]}")
-        self.report.counts["seqs that callers saw"] = len(newest)
+            newest = float(first.seq if first else 0)
+            if values != {newest}:
+                wrong.append(f"seq {seq}: {values}, expected {newest}")
+        for seq, slots in found.slots.items():
+            expected = delta_ids.slots_after(line, seq)
+            for slot, delta in sorted(slots):
+                if delta != expected.get(slot, -1):
+                    wrong.append(f"seq {seq}: slot {slot} has the ids of {delta}, of {expected}")
+        self.report.counts["seqs that callers saw"] = len(found.values)
+        if self._options.has_ids:
+            self.report.counts["slots of ids compared"] = sum(map(len, found.slots.values()))
+
+    def _compare_all_rows(self, last: int) -> None:
+        """Compares some rows of the whole tables, through all names, with those of the last seq."""
         some = slice(0, ROWS, ROWS // 400)
-        bags = [[row] for row in range(ROWS)[some]]
+        rows = [[row] for row in range(ROWS)[some]]
+        bags = {f"f{table}": rows for table in range(TABLES)}
         with EmbedClient(f"http://127.0.0.1:{self._http}") as client:
-            result = client.embed({f"f{table}": bags for table in range(TABLES)})
+            results = {name: client.embed(bags, model=name) for name in self._names}
         for table, expected in enumerate(self._state(last)):
-            if not np.array_equal(result.values[:, table * DIM], expected[some]):
-                self.report.wrong.append(f"at the end table t{table} differs")
+            for name, result in results.items():
+                if not np.array_equal(result.values[:, table * DIM], expected[some]):
+                    self.report.wrong.append(f"{name}: at the end table t{table} differs")
 
     def _await(self, is_true: Callable[[], bool]) -> None:
         end_s = time.monotonic() + SETTLED_S_MAX
@@ -276,19 +350,6 @@ class DeltaSoak:
             time.sleep(0.1)
 
 
-def print_report(report: Report) -> None:
-    for what, count in sorted(report.counts.items()):
-        print(f"{count:10,} {what}")
-    p99_s, most_s = np.quantile(report.lags_s or [0], 0.99), max(report.lags_s, default=0)
-    print(f"lag, but for {CALM_S:g} s after a kill: p99 {p99_s:.2f} s, at most {most_s:.2f} s")
-    for name, samples in (("changed rows", report.memory), ("processes", report.supervised)):
-        thirds = [max(one) / 1e6 for one in np.array_split(samples, 3)]
-        print(f"memory of {name}: {', '.join(f'{one:.0f}' for one in thirds)} MB in each third")
-    print(f"wrong: {len(report.wrong)}")
-    for one in report.wrong[:20]:
-        print("  ", one)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
@@ -296,14 +357,17 @@ def main() -> None:
     parser.add_argument("--rows-per-minute", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--devices", default="cpu", help="as of embedserve serve")
+    parser.add_argument("--ids", action="store_true", help="deltas add and remove ids, too")
+    parser.add_argument("--alias", action="store_true", help="serve and move an alias, too")
     parser.add_argument("--output", type=Path, help="folder for the store and the log")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-deltas-") as where:
         folder = chosen.output or Path(where)
         folder.mkdir(parents=True, exist_ok=True)
-        with closing(
-            DeltaSoak(folder, chosen.rows_per_minute, chosen.seed, chosen.devices)
-        ) as soak:
+        options = SoakOptions(
+            chosen.rows_per_minute, chosen.seed, chosen.devices, chosen.ids, chosen.alias
+        )
+        with closing(DeltaSoak(folder, options)) as soak:
             soak.run(chosen.minutes, chosen.kills)
     print_report(soak.report)
     sys.exit(1 if soak.report.wrong else 0)
