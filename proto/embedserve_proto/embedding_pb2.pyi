@@ -108,7 +108,7 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("model", "version", "features", "keys", "length_per_key", "tables", "unpooled", "alias", "share")
+    __slots__ = ("model", "version", "features", "keys", "length_per_key", "tables", "unpooled", "alias", "share", "fingerprint", "part", "parts")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,9 @@ class Model(_message.Message):
     UNPOOLED_FIELD_NUMBER: _ClassVar[int]
     ALIAS_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: int
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -127,7 +130,10 @@ class Model(_message.Message):
     unpooled: bool
     alias: str
     share: float
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., unpooled: bool = ..., alias: _Optional[str] = ..., share: _Optional[float] = ...) -> None: ...
+    fingerprint: str
+    part: int
+    parts: int
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[Table, _Mapping]]] = ..., unpooled: bool = ..., alias: _Optional[str] = ..., share: _Optional[float] = ..., fingerprint: _Optional[str] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class Table(_message.Message):
     __slots__ = ("name", "num_embeddings", "embedding_dim", "pooling", "dtype", "features", "sharding", "ids")
