@@ -1,27 +1,23 @@
 """Lists, reads, downloads and uploads the files of a remote store through fsspec.
 
-The only module that uses fsspec. It converts the errors of fsspec's file systems to StoreError. It
-handles bytes and sizes, and knows nothing of models. Never imports torch; imports fsspec when a
-store is opened.
+The only module that uses fsspec. It handles bytes and sizes, and knows nothing of models. Never
+imports torch; imports fsspec when a store is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
 from embedserve_store.remote.retry_log import RetryLog
-
-logger = logging.getLogger(__name__)
+from embedserve_store.remote.store_errors import logged_waits, one_line, translated
 
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 8
@@ -37,8 +33,6 @@ several such reads at a time has this rate. The limit of the wait follows from i
 PART_S_MAX = 600.0
 """Seconds until a part in transfer times out. The limit equals 28 kB/s; at a lower rate no large
 version would ever arrive."""
-WAIT_LOG_S = 10.0
-"""Seconds after which a wait for the store is logged, and again after each doubling."""
 
 _MODIFIED = ("LastModified", "mtime", "last_modified", "updated", "created")
 """Keys under which file systems of fsspec say when a file was written."""
@@ -129,22 +123,22 @@ class RemoteFolder:
             raise StoreError(f"{self.url}/{name}: more than {bytes_max} bytes, which is the limit")
         return data
 
-    def blocks(self, name: str, start: int, size: int) -> Iterator[bytes]:
-        """Yields ``name`` of ``size`` bytes from byte ``start`` on, in order, in parts.
+    def blocks(self, name: str, start: int, stop: int) -> Iterator[bytes]:
+        """Yields bytes ``start`` to ``stop`` of ``name``, in order, in parts.
 
         Several parts are requested concurrently.
 
         Raises:
-            StoreError: the file no longer has this size.
+            StoreError: the file ends before ``stop``.
         """
         pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="download")
         parts: deque[Future[bytes]] = deque()
         try:
-            for at in range(start, size, PART_BYTES):
+            for at in range(start, stop, PART_BYTES):
                 if len(parts) == PARTS_AT_ONCE:
                     yield parts.popleft().result()
-                stop = min(at + PART_BYTES, size)
-                parts.append(pool.submit(self._whole_part, name, at, stop))
+                end = min(at + PART_BYTES, stop)
+                parts.append(pool.submit(self._whole_part, name, at, end))
             while parts:
                 yield parts.popleft().result()
         finally:
@@ -165,14 +159,14 @@ class RemoteFolder:
     def upload(self, name: str, blocks: Iterator[bytes]) -> None:
         """Writes a file from ``blocks``, replacing an existing one."""
         where = f"{self.url}/{name}"
-        with _translated(where):
+        with translated(where):
             file = self._files.open(f"{self.root}/{name}", "wb", block_size=PART_BYTES)
         try:
             for block in blocks:
-                with _translated(where):
+                with translated(where):
                     file.write(block)
         finally:
-            with _translated(where):
+            with translated(where):
                 file.close()
 
     def size(self, name: str, read_bytes: int = 0) -> int:
@@ -230,7 +224,7 @@ class RemoteFolder:
 
         If the store has no conditional writes, the later of two concurrent writers wins.
         """
-        with _translated(f"{self.url}/{name}"):
+        with translated(f"{self.url}/{name}"):
             if self._files.exists(f"{self.root}/{name}"):
                 return False
             try:
@@ -247,7 +241,7 @@ class RemoteFolder:
 
         Creates the file ``name`` twice, and removes it.
         """
-        with _translated(f"{self.url}/{name}"):
+        with translated(f"{self.url}/{name}"):
             path = f"{self.root}/{name}"
             self._files.pipe_file(path, b"1", mode="create")
             try:
@@ -296,7 +290,7 @@ class RemoteFolder:
                 reason = f", for {read_bytes:,} bytes at {CONFIRM_BYTES_PER_S:,} bytes/s"
             if self.has_s3_calls:
                 files = self._patient_files(read_s)
-        with _translated(where), _logged_waits(where):
+        with translated(where), logged_waits(where):
             if not getattr(files, "async_impl", False):
                 return getattr(files, method)(*args, **kwargs)
             from fsspec.asyn import sync as run
@@ -349,7 +343,7 @@ def _open(url: str, response_s: float | None = None) -> tuple[Any, str]:
     except ImportError as error:
         raise StoreError(f"{url}: this kind of store is not installed: {EXTRA}") from error
     except ValueError as error:
-        raise StoreError(f"{url}: not a store: {_line(error)}") from error
+        raise StoreError(f"{url}: not a store: {one_line(error)}") from error
     return files, root.rstrip("/")
 
 
@@ -367,43 +361,3 @@ def _options(url: str) -> dict[str, Any]:
         configured = conf.get("s3", {}).get("config_kwargs", {})
         options["config_kwargs"] = {"response_checksum_validation": "when_required"} | configured
     return options
-
-
-@contextmanager
-def _translated(where: str) -> Iterator[None]:
-    """Converts errors of any file system to StoreError, with ``where`` at the start of the message.
-
-    It catches Exception, because the libraries under fsspec share no base class. The errors of
-    botocore and aiohttp are unrelated, and not all of them are OSErrors.
-    """
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{where}: does not exist") from error
-    except Exception as error:
-        raise UnreachableError(f"{where}: the remote store says: {_line(error)}") from error
-
-
-@contextmanager
-def _logged_waits(where: str) -> Iterator[None]:
-    """Logs a wait for ``where`` after WAIT_LOG_S, and again after each doubling."""
-    is_done = threading.Event()
-
-    def log() -> None:
-        waited_s = 0.0
-        wait_s = WAIT_LOG_S
-        while not is_done.wait(wait_s):
-            waited_s += wait_s
-            wait_s = waited_s
-            logger.warning("%s: the remote store has not answered for %g s", where, waited_s)
-
-    thread = threading.Thread(target=log, name="store-wait", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

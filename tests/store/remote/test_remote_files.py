@@ -15,7 +15,7 @@ import pytest
 import s3fs
 
 from embedserve_store.errors import MissingFileError, StoreError, UnreachableError
-from embedserve_store.remote import remote_files
+from embedserve_store.remote import store_errors
 from embedserve_store.remote.remote_files import RemoteFolder
 
 EMPTY = (
@@ -59,7 +59,7 @@ def answering(answer: Callable[[], int]) -> Iterator[int]:
 def test_a_store_that_hangs_is_logged_and_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote_files, "WAIT_LOG_S", 0.2)
+    monkeypatch.setattr(store_errors, "WAIT_LOG_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(monkeypatch, silent.getsockname()[1])
         folder = RemoteFolder("s3://bucket/store")

@@ -13,7 +13,7 @@ from store.remote.s3_proxy import Response, S3Proxy, serve_proxy
 
 from embedserve_store import ModelStore, copy_versions
 from embedserve_store.errors import UnreachableError
-from embedserve_store.remote import remote_files
+from embedserve_store.remote import remote_files, store_errors
 from embedserve_store.remote.remote_files import RemoteFolder
 
 Publish = Callable[..., Path]
@@ -63,7 +63,7 @@ class SlowStore(logging.Handler):
 @pytest.fixture
 def slow(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
     """The store behind AWS_ENDPOINT_URL, with a client that waits a second elsewhere."""
-    monkeypatch.setattr(remote_files, "WAIT_LOG_S", 0.5)
+    monkeypatch.setattr(store_errors, "WAIT_LOG_S", 0.5)
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", READ_S)
     store = SlowStore()
     logger = logging.getLogger("embedserve_store")
