@@ -27,20 +27,28 @@ from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.format.version_folder import version_numbers
 from embedserve_store.ids.id_map import IdMap, IdMaps
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.parts.part import Holding, NoRows, Part, check_holding
+from embedserve_store.parts.part_manifest import part_manifest
+from embedserve_store.plans.part_plan import part_plan
 from embedserve_store.plans.plan import Plan
 from embedserve_store.transfer.stored_version import (
     SMALL_FILE_BYTES_MAX,
     StoredVersion,
     version_in_folder,
 )
-from embedserve_store.writing.version_lock import hold
+from embedserve_store.writing.version_lock import VersionLock, hold
 
 
 class LocalStore:
-    """Folder of published models: STORE/MODEL/VERSION/."""
+    """Folder of published models: STORE/MODEL/VERSION/.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    Args:
+        holding: rows of the versions that ``load`` opens.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], holding: Holding = None) -> None:
         self.path = Path(path)
+        self._holding = holding
 
     def models(self) -> list[str]:
         """Returns the sorted names of the models that have a version.
@@ -75,11 +83,12 @@ class LocalStore:
 
         Raises:
             StoreError: the version does not exist. Or one of its files is missing, damaged, of
-                another format version, or contradicts another file. Rows are not read: see
-                verification.py.
+                another format version, or contradicts another file. Or it does not have the parts
+                that the store was opened with. Rows are not read, except for the goldens of a part:
+                see verification.py.
         """
         chosen = self._find(model, version)
-        return _load(self.path / model / str(chosen), model, chosen)
+        return _load(self.path / model / str(chosen), model, chosen, self._holding)
 
     def manifest(self, model: str, version: int | None = None) -> Manifest:
         """Reads the manifest of a version, by default the highest; raises StoreError."""
@@ -170,17 +179,56 @@ def _listed(folder: Path, what: str) -> list[str]:
         raise _unreadable(folder, f"the {what} cannot be read", error, StoreError) from error
 
 
-def _load(path: Path, model: str, version: int) -> ModelVersion:
+def _load(path: Path, model: str, version: int, holding: Holding) -> ModelVersion:
     held = hold(path)
     manifest = _read_manifest(path / "manifest.json", model, version)
     _check_files(path, manifest)
     plan_path = path / "plan.json"
     plan = Plan.from_json(parse_json(_read(plan_path), str(plan_path)), str(plan_path))
     plan.check(manifest.tables, str(plan_path))
-    tables = TablesFile.open(path / "tables.safetensors", manifest.tables)
-    loaded = ModelVersion(path, manifest, plan, tables, _open_id_maps(path, manifest), held)
+    if holding is not None:
+        check_holding(plan, holding, str(path))
+    if isinstance(holding, Part):
+        return _load_part(path, manifest, plan, holding, held)
+    file = path / "tables.safetensors"
+    if isinstance(holding, NoRows):
+        tables = TablesFile.without_rows(file)
+    else:
+        tables = TablesFile.open(file, manifest.tables)
+    id_maps = _open_id_maps(path, manifest)
+    loaded = ModelVersion(path, manifest, plan, tables, id_maps, held, holding=holding)
     loaded.goldens()
     return loaded
+
+
+def _load_part(
+    path: Path, whole: Manifest, plan: Plan, part: Part, held: VersionLock | None
+) -> ModelVersion:
+    hosts = plan.hosts
+    assert hosts is not None
+    for name, checksums in whole.part_checksums.items():
+        if len(checksums) != hosts.parts:
+            raise StoreError(
+                f"{path}: table {name!r} has checksums of {len(checksums)} parts, expected "
+                f"{hosts.parts}"
+            )
+    if not whole.part_checksums:
+        raise StoreError(f"{path}: the manifest has no checksums of its {hosts.parts} parts")
+    manifest = part_manifest(whole, hosts, part.number)
+    first_rows = {table.name: hosts.rows[table.name][part.number] for table in manifest.tables}
+    tables = TablesFile.open_ranges(
+        path / "tables.safetensors", whole.tables, manifest.tables, first_rows
+    )
+    return ModelVersion(
+        path,
+        manifest,
+        part_plan(plan, manifest.tables),
+        tables,
+        {},
+        held,
+        holding=part,
+        published=whole,
+    )
 
 
 def _read_manifest(path: Path, model: str, version: int) -> Manifest:

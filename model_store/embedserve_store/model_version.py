@@ -16,6 +16,8 @@ from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.goldens.goldens_file import Goldens, load_goldens
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.parts.part import Holding, Part
+from embedserve_store.parts.part_goldens import part_goldens
 from embedserve_store.plans.plan import Plan
 from embedserve_store.writing.version_lock import VersionLock
 
@@ -35,13 +37,33 @@ class ModelVersion:
     at_seq: int | None = None
     """Last delta whose rows may be served, where the version was opened by an alias that names one;
     else None."""
+    holding: Holding = None
+    """Rows that were opened: a part, none, or all (None). ``manifest``, ``plan`` and ``tables`` are
+    those of the part. Without rows, ``tables`` is empty and the others are the version's."""
+    published: Manifest | None = None
+    """Manifest of the whole version, if ``manifest`` is that of a part; else None."""
+
+    @property
+    def part(self) -> Part | None:
+        """Returns the part of the version that was opened; None if it is all of it, or no rows."""
+        return self.holding if isinstance(self.holding, Part) else None
+
+    @property
+    def whole(self) -> Manifest:
+        """Returns the manifest as it was published, with all tables."""
+        return self.manifest if self.published is None else self.published
 
     @cached_property
     def translator(self) -> IdTranslator:
         return IdTranslator(self.manifest, self.id_maps)
 
     def goldens(self) -> Goldens:
-        """Reads the goldens; raises StoreError if the file has changed since it was published."""
+        """Reads the goldens; raises StoreError if the file has changed since it was published.
+
+        Those of a part are not read but sampled from its rows.
+        """
+        if self.part is not None:
+            return part_goldens(self.manifest, self.tables)
         path = self.path / "goldens.safetensors"
         try:
             return load_goldens(path, self.manifest, self.translator)

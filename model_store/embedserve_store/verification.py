@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import CHECKED_FILES
@@ -17,12 +21,14 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import BLOCK_BYTES, Progress, TablesFile, header_bytes
 from embedserve_store.ids.id_map import IdMaps
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.plans.host_plan import HostPlan
 
 
 def verify(version: ModelVersion, progress: Progress | None = None) -> None:
     """Reads every byte of ``version`` and compares it with the checksums in its manifest.
 
-    In format version 1 the manifest itself has no checksum.
+    Of a part only its rows are read, and without rows only the other files. In format version 1 the
+    manifest itself has no checksum.
 
     Raises:
         StoreError: a file or table has changed since it was published.
@@ -32,8 +38,8 @@ def verify(version: ModelVersion, progress: Progress | None = None) -> None:
     for name in CHECKED_FILES:
         found = hashlib.sha256(_read(version.path / name)).hexdigest()
         check_sha256(found, version.manifest.files[name], str(version.path / name))
-    tables = version.tables
-    _check_header(tables.path, header_bytes(tuple(tables.tables.values())))
+    if version.tables.tables:
+        _check_header(version.tables.path, header_bytes(version.whole.tables))
     _verify_id_maps(version)
     bytes_before = 0
     for name in version.tables.offsets:
@@ -79,6 +85,17 @@ def _read_header(path: Path) -> bytes:
         raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
+def part_checksums(tables: TablesFile, hosts: HostPlan) -> dict[str, tuple[str, ...]]:
+    """Returns the hexadecimal sha256 of the rows of each part, by table, reading them in blocks."""
+    return {
+        name: tuple(
+            _rows_sha256(tables.rows(name)[rows.start : rows.stop], table.row_bytes)
+            for rows in (hosts.rows_on(name, part) for part in range(hosts.parts))
+        )
+        for name, table in tables.tables.items()
+    }
+
+
 def table_sha256(
     tables: TablesFile, table: TableSpec, bytes_before: int = 0, progress: Progress | None = None
 ) -> str:
@@ -87,14 +104,24 @@ def table_sha256(
     Args:
         bytes_before: bytes of the tables before this one, for ``progress``.
     """
-    digest = hashlib.sha256()
     rows = tables.rows(table.name)
-    step = max(1, BLOCK_BYTES // table.row_bytes)
+
+    def report(rows_done: int) -> None:
+        if progress:
+            bytes_done = bytes_before + rows_done * table.row_bytes
+            progress(table.name, rows_done, len(rows), bytes_done)
+
+    return _rows_sha256(rows, table.row_bytes, report)
+
+
+def _rows_sha256(
+    rows: NDArray[np.uint8], row_bytes: int, report: Callable[[int], None] = lambda rows_done: None
+) -> str:
+    """Returns the hexadecimal sha256 of ``rows``, and reports the rows done after each block."""
+    digest = hashlib.sha256()
+    step = max(1, BLOCK_BYTES // row_bytes)
     for start in range(0, len(rows), step):
         block = rows[start : start + step]
         digest.update(block.data)
-        if progress:
-            rows_done = start + len(block)
-            bytes_done = bytes_before + rows_done * table.row_bytes
-            progress(table.name, rows_done, len(rows), bytes_done)
+        report(start + len(block))
     return digest.hexdigest()

@@ -1,6 +1,7 @@
 """Shows a sharding plan: a table of where each table is located, and a bar for each rank.
 
-Each table has a letter, which stands for its bytes in the bars; colors are redundant. Output goes
+A plan over several hosts also has a bar for each part. Each table has a letter, which stands for
+its bytes in the bars; colors are redundant. Output goes
 to stdout, in the width of the terminal.
 """
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.host_plan import HostPlan
 from embedserve_store.plans.plan import Plan, TablePlan, shard_bytes
 from embedserve_store.terminal.sizes import human_bytes
 
@@ -40,14 +42,24 @@ def show_plan(
     """Prints where ``plan`` places ``tables``, with the bytes that they take on ``device_type``.
 
     Args:
-        memory_bytes: memory of each rank; if given, bars are drawn in proportion to it.
+        memory_bytes: memory of each rank; if given, bars are drawn in proportion to it. Over
+            several hosts, the bars of the parts are.
     """
     letters = _letters(tables)
     title = f"plan over {count_ranks(plan.world_size)}"
     out.print(title, style="italic", soft_wrap=True, markup=False)
     out.print(_tables_grid(out.width, tables, plan, letters, device_type))
     out.print()
-    out.print(_ranks_grid(out.width, tables, plan, letters, device_type, memory_bytes))
+    of_rank = memory_bytes if plan.hosts is None else None
+    out.print(_ranks_grid(out.width, tables, plan, letters, device_type, of_rank))
+    if plan.hosts is not None:
+        title = f"rows over {plan.hosts.parts} hosts, each with {count_ranks(plan.world_size)}"
+        out.print()
+        out.print(title, style="italic", soft_wrap=True, markup=False)
+        out.print(_cuts_grid(out.width, tables, plan.hosts, letters))
+        out.print()
+        of_host = None if memory_bytes is None else plan.world_size * memory_bytes
+        out.print(_parts_grid(out.width, tables, plan.hosts, letters, of_host))
 
 
 def count_ranks(world_size: int) -> str:
@@ -152,18 +164,83 @@ def _ranks_grid(
         (f"rank {rank}", human_bytes(held[rank]), _share(held, rank), _rows_on(plan, rank))
         for rank in range(plan.world_size)
     ]
+    scale = max(*held, memory_bytes or 0, 1)
+    parts = [
+        [(letters[t.name], _bytes_on(plan, t, rank, device_type)) for t in tables]
+        for rank in range(plan.world_size)
+    ]
+    return _bars_grid(width, rows, parts, scale, memory_bytes)
+
+
+def _cuts_grid(
+    width: int, tables: Sequence[TableSpec], hosts: HostPlan, letters: Mapping[str, str]
+) -> Table:
+    """Returns a row for each table: whole on a part, or the number of its rows on each part."""
+    grid = _grid(1 if width < NARROW_COLUMNS else 2)
+    grid.add_column("")
+    grid.add_column("table", overflow="fold", min_width=8)
+    grid.add_column("parts", overflow="fold", min_width=10)
+    for table in tables:
+        letter = letters[table.name]
+        on_parts = where_on_parts(hosts, table.name)
+        grid.add_row(Text(letter, style=_style(letter)), Text(table.name), on_parts)
+    return grid
+
+
+def where_on_parts(hosts: HostPlan, name: str) -> str:
+    """Returns a short description of the parts that have rows of a table.
+
+    >>> where_on_parts(HostPlan(2, {"user": (0, 4, 8), "tag": (0, 0, 3)}), "tag")
+    'part 1'
+    """
+    counts = [len(hosts.rows_on(name, part)) for part in range(hosts.parts)]
+    held = [part for part, count in enumerate(counts) if count]
+    return f"part {held[0]}" if len(held) == 1 else f"{_counted(counts)} rows"
+
+
+def _parts_grid(
+    width: int,
+    tables: Sequence[TableSpec],
+    hosts: HostPlan,
+    letters: Mapping[str, str],
+    memory_bytes: int | None,
+) -> Table:
+    held = hosts.bytes_per_part(tables)
+    counts = hosts.rows_per_part()
+    rows = [
+        (f"part {part}", human_bytes(held[part]), _share(held, part), f"{counts[part]:,}")
+        for part in range(hosts.parts)
+    ]
+    parts = [
+        [(letters[t.name], len(hosts.rows_on(t.name, part)) * t.row_bytes) for t in tables]
+        for part in range(hosts.parts)
+    ]
+    return _bars_grid(width, rows, parts, max(*held, memory_bytes or 0, 1), memory_bytes)
+
+
+def _bars_grid(
+    width: int,
+    rows: Sequence[tuple[str, str, str, str]],
+    parts: Sequence[Sequence[tuple[str, int]]],
+    scale: int,
+    memory_bytes: int | None,
+) -> Table:
+    """Returns a grid of bars, one for each of ``rows`` (name, bytes, share, number of rows).
+
+    Args:
+        parts: letters and bytes of each bar.
+        scale: bytes of the longest bar.
+    """
     headings = ("", "bytes", "share", "rows")
     taken = sum(2 + max(map(len, column)) for column in zip(headings, *rows, strict=True))
     bar_cells = max(BAR_CELLS_MIN, width - taken - 2)
-    scale = max(*held, memory_bytes or 0, 1)
     grid = _grid()
     grid.add_column("", no_wrap=True)
     grid.add_column("", no_wrap=True)
     for heading in headings[1:]:
         grid.add_column(heading, justify="right", no_wrap=True)
-    for rank, (name, *numbers) in enumerate(rows):
-        parts = [(letters[t.name], _bytes_on(plan, t, rank, device_type)) for t in tables]
-        grid.add_row(name, bar(parts, scale, bar_cells, memory_bytes), *numbers)
+    for (name, *numbers), of_row in zip(rows, parts, strict=True):
+        grid.add_row(name, bar(of_row, scale, bar_cells, memory_bytes), *numbers)
     return grid
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from embedserve_store import PublishedVersion, publish, read_description
 from embedserve_store.commands.inspect import compared_lines
 from embedserve_store.commands.per_table_option import parse_per_table_option, parse_sharding
+from embedserve_store.commands.plan_view import count_ranks
 from embedserve_store.format.manifest import FROM_DESCRIPTION, GOLDENS
 from embedserve_store.plans.constraints import read_constraints
 from embedserve_store.publishing.pooled_error import PooledError
@@ -28,6 +29,7 @@ class PublishFlags:
     dtype: str | None = None
     sharding: str | None = None
     world_size: int | None = None
+    hosts: int | None = None
     constraints: Path | None = None
     device_memory: str | None = None
     max_error: float | None = None
@@ -62,6 +64,7 @@ def publish_checkpoint(
             dtype=parse_per_table_option(flags.dtype) if flags.dtype else None,
             sharding=parse_sharding(flags.sharding) if flags.sharding else None,
             world_size=flags.world_size,
+            hosts=flags.hosts,
             constraints=read_constraints(flags.constraints) if flags.constraints else None,
             device_memory_bytes=parse_bytes(memory) if memory else None,
             max_error=flags.max_error,
@@ -123,11 +126,15 @@ def report(published: PublishedVersion) -> None:
         say("the description was not checked against the training model's answers: see --expected")
     for line in compared_lines(manifest):
         say(line)
-    ranks = published.plan.world_size
+    hosts = published.plan.hosts
+    if hosts is not None:
+        for part, nbytes in enumerate(hosts.bytes_per_part(manifest.tables)):
+            say(f"part {part} of {hosts.parts}: {human_bytes(nbytes)}")
+    ranks = count_ranks(published.plan.world_size)
+    over = ranks if hosts is None else f"{hosts.parts} hosts with {ranks} each"
     say(
         f"published {manifest.model} version {published.version}: "
-        f"{human_bytes(manifest.nbytes)} over {ranks} {'rank' if ranks == 1 else 'ranks'}, "
-        f"in {published.where}"
+        f"{human_bytes(manifest.nbytes)} over {over}, in {published.where}"
     )
 
 

@@ -38,7 +38,7 @@ from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.publishing.version_writer import PublishedVersion, finish_version
 from embedserve_store.transfer.file_check import IDS, TABLES
 from embedserve_store.transfer.receive import TransferProgress
-from embedserve_store.verification import table_sha256
+from embedserve_store.verification import part_checksums, table_sha256
 from embedserve_store.writing.staging import sync
 
 
@@ -55,10 +55,10 @@ def compact_deltas(
 ) -> PublishedVersion:
     """Publishes a version with the deltas after it as the next version of ``model``.
 
-    The line continues: later deltas apply to both versions. Plan and bags of the goldens are those
-    of the version; new bags are drawn if an id of theirs was removed. The vocabularies are those
-    after the last delta. The goldens' results are pooled from the new rows. If the last delta has
-    goldens of its own, the new rows are compared with them.
+    The line continues: later deltas apply to both versions. Plan, parts and bags of the goldens are
+    those of the version; new bags are drawn if an id of theirs was removed. The vocabularies are
+    those after the last delta. The goldens' results are pooled from the new rows. If the last delta
+    has goldens of its own, the new rows are compared with them.
 
     Args:
         store: a folder or a URL.
@@ -120,7 +120,8 @@ def _write(
     specs = tuple(replace(one, sha256=table_sha256(tables, one)) for one in specs)
     source = {key: value for key, value in base.manifest.source.items() if key != COMPARED}
     source |= provenance("deltas") | {GOLDENS: FROM_DESCRIPTION} | position.to_source()
-    manifest = replace(base.manifest, tables=specs, source=source)
+    parts = part_checksums(tables, base.plan.hosts) if base.plan.hosts is not None else {}
+    manifest = replace(base.manifest, tables=specs, source=source, part_checksums=parts)
     shutil.copyfile(base.path / "plan.json", staging / "plan.json")
     _write_goldens(base, manifest, tables, staging / "goldens.safetensors")
     return finish_version(manifest, base.plan, staging, {}, ())

@@ -6,6 +6,10 @@ the version (local_store.py does). Never imports torch.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -15,6 +19,7 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.json_fields import parse_json, typed
 from embedserve_store.format.manifest_checksum import check_seal
+from embedserve_store.format.table_groups import table_groups
 from embedserve_store.format.table_spec import (
     TableSpec,
     answer_keys,
@@ -31,6 +36,8 @@ GOLDENS = "goldens"
 FROM_TRAINING = "compared with the training model's own answers"
 PARTLY_FROM_TRAINING = f"{FROM_TRAINING}, which cannot tell all"
 FROM_DESCRIPTION = "of the rows, pooled as described: not compared with the training model"
+PARTS = "parts_sha256"
+"""Key of Manifest.part_checksums in the JSON."""
 CHECKED_FILES = ("plan.json", "goldens.safetensors")
 """Files for which the manifest has a sha256 of the whole file. tables.safetensors has a sha256 for
 each table."""
@@ -62,6 +69,8 @@ class Manifest:
     comparison of the goldens, and the publisher's own fields under "meta"."""
     files: dict[str, str] = field(default_factory=dict)
     """Hexadecimal sha256 of plan.json and goldens.safetensors, by file name."""
+    part_checksums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Hexadecimal sha256 of the rows of each part of the host plan, by table; empty without one."""
 
     @cached_property
     def features(self) -> tuple[str, ...]:
@@ -111,25 +120,21 @@ class Manifest:
 
     @cached_property
     def table_groups(self) -> tuple[tuple[TableSpec, ...], ...]:
-        """Returns the tables in groups that share features, directly or through other tables.
-
-        A table without shared features is a group of its own. Groups are in the order of their
-        first tables.
-        """
-        parents = list(range(len(self.tables)))
-        users: dict[str, int] = {}
-        for index, table in enumerate(self.tables):
-            for feature in table.feature_names:
-                roots = [_root(parents, one) for one in (index, users.setdefault(feature, index))]
-                parents[max(roots)] = min(roots)
-        groups: dict[int, list[TableSpec]] = {}
-        for index, table in enumerate(self.tables):
-            groups.setdefault(_root(parents, index), []).append(table)
-        return tuple(map(tuple, groups.values()))
+        """Returns the tables in groups that share features; see ``table_groups``."""
+        return table_groups(self.tables)
 
     @cached_property
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self.tables)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Returns the hexadecimal sha256 of the manifest's JSON with sorted keys.
+
+        It identifies a published version, whatever store or cache it is read from.
+        """
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def has_same_content(self, other: Manifest) -> bool:
         """Returns whether both versions have the same rows, tables, id rules and plan.
@@ -141,7 +146,7 @@ class Manifest:
         return same and len(plans) == 1
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        data = {
             "format_version": FORMAT_VERSION,
             "model": self.model,
             "version": self.version,
@@ -150,6 +155,9 @@ class Manifest:
             "source": self.source,
             "files": self.files,
         }
+        if self.part_checksums:
+            data[PARTS] = {name: list(parts) for name, parts in self.part_checksums.items()}
+        return data
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Manifest:
@@ -181,24 +189,44 @@ class Manifest:
             ),
             source=typed(data, "source", dict, where),
             files=_files_from_json(typed(data, "files", dict, where), where),
+            part_checksums=_parts_from_json(data.get(PARTS, {}), where),
         )
         check_tables(manifest.tables, where)
         check_weighted(manifest.tables, manifest.is_weighted, where)
+        _check_parts(manifest, where)
         return manifest
-
-
-def _root(parents: list[int], index: int) -> int:
-    """Returns the root of ``index`` in the forest ``parents``, and shortens the path to it."""
-    while parents[index] != index:
-        parents[index] = parents[parents[index]]
-        index = parents[index]
-    return index
 
 
 def _files_from_json(data: dict[str, Any], where: str) -> dict[str, str]:
     for name in CHECKED_FILES:
         typed(data, name, str, f"{where}: files")
     return {name: data[name] for name in CHECKED_FILES}
+
+
+def _parts_from_json(data: Any, where: str) -> dict[str, tuple[str, ...]]:
+    if not isinstance(data, dict):
+        raise StoreError(f"{where}: {PARTS} is {data!r:.80}, expected lists by table")
+    for name, parts in data.items():
+        if not isinstance(parts, list) or not all(map(_is_sha256, parts)):
+            raise StoreError(f"{where}: {PARTS}: {name!r} is {parts!r:.80}, expected sha256s")
+    return {name: tuple(parts) for name, parts in data.items()}
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
+def _check_parts(manifest: Manifest, where: str) -> None:
+    """Raises StoreError unless all tables have checksums of as many parts, or none has."""
+    if not manifest.part_checksums:
+        return
+    names = {table.name for table in manifest.tables}
+    for name in sorted(manifest.part_checksums.keys() ^ names):
+        problem = "is missing" if name in names else "is not one of the tables"
+        raise StoreError(f"{where}: {PARTS}: {name!r} {problem}")
+    counts = {name: len(parts) for name, parts in manifest.part_checksums.items()}
+    if len({*counts.values()}) > 1 or not min(counts.values()):
+        raise StoreError(f"{where}: {PARTS}: the tables have checksums of {counts} parts")
 
 
 def parse_manifest(text: bytes, where: str) -> Manifest:

@@ -8,7 +8,7 @@ private memory. publishing/tables_writer.py writes the file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,6 +90,9 @@ class TablesFile:
     tables: Mapping[str, TableSpec]
     opened: FileState | None = None
     """State of the file when it was mapped; None if ``data`` is a copy."""
+    file_offsets: Mapping[str, int] | None = None
+    """Offset of each table from the beginning of the file, if the file has more rows than these
+    tables: for a part of a version. None if the tables are the whole file."""
 
     @classmethod
     def open(
@@ -112,6 +115,64 @@ class TablesFile:
             tables={table.name: table for table in tables},
             opened=FileState.of(path),
         )
+
+    @classmethod
+    def open_ranges(
+        cls,
+        path: Path,
+        tables: tuple[TableSpec, ...],
+        ranges: tuple[TableSpec, ...],
+        first_rows: Mapping[str, int],
+    ) -> TablesFile:
+        """Maps ``path`` as ``open`` does, for a range of the rows of some tables.
+
+        Args:
+            tables: tables of the whole file.
+            ranges: tables with the rows of their ranges only.
+            first_rows: first row of each range by table.
+
+        Raises:
+            StoreError: as ``open``.
+        """
+        whole = cls.open(path, tables)
+        offsets = {
+            table.name: whole.offsets[table.name] + first_rows[table.name] * table.row_bytes
+            for table in ranges
+        }
+        offsets = dict(sorted(offsets.items(), key=lambda item: item[1]))
+        header = len(header_bytes(tables))
+        return replace(
+            whole,
+            offsets=offsets,
+            tables={table.name: table for table in ranges},
+            file_offsets={name: header + offset for name, offset in offsets.items()},
+        )
+
+    @classmethod
+    def without_rows(cls, path: Path) -> TablesFile:
+        """Returns tables without any rows, for a process that holds none. Opens no file."""
+        return cls(path, np.zeros(0, np.uint8), {}, {})
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of the tables, which for a part are fewer than those of the file."""
+        return sum(table.nbytes for table in self.tables.values())
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Returns the ranges of ``data`` that have rows of the tables, as start and stop.
+
+        Ranges that touch are joined. The range of a whole file is all of ``data``.
+        """
+        if self.file_offsets is None:
+            return [(0, self.data.nbytes)]
+        joined: list[tuple[int, int]] = []
+        for name, start in sorted(self.offsets.items(), key=lambda item: item[1]):
+            stop = start + self.tables[name].nbytes
+            if joined and joined[-1][1] == start:
+                start = joined.pop()[0]
+            joined.append((start, stop))
+        return joined
 
     @property
     def is_mapped(self) -> bool:

@@ -39,7 +39,7 @@ def populate(version: ModelVersion, available: int) -> None:
     Raises:
         StoreError: the file was changed in place.
     """
-    if version.tables.data.nbytes > SHARE * available:
+    if sum(stop - start for start, stop in version.tables.spans) > SHARE * available:
         return
     for piece in _pieces(version.tables):
         error = _madvise(piece, MADV_POPULATE_READ)
@@ -72,10 +72,16 @@ def drop_pages(rows: NDArray[np.uint8]) -> None:
 
 
 def _pieces(tables: TablesFile) -> Iterator[NDArray[np.uint8]]:
-    for start in range(0, tables.data.nbytes if tables.is_mapped else 0, PIECE_BYTES):
-        began = time.thread_time()
-        yield tables.data[start : start + PIECE_BYTES]
-        time.sleep(RESTS * (time.thread_time() - began))
+    """Yields the mapped rows of ``tables`` in chunks that begin on a page, with rests in between.
+
+    The first and the last page of a part's rows may also have rows of another part.
+    """
+    for first, stop in tables.spans if tables.is_mapped else ():
+        aligned = first - (tables.data.ctypes.data + first) % mmap.PAGESIZE
+        for start in range(max(0, aligned), stop, PIECE_BYTES):
+            began = time.thread_time()
+            yield tables.data[start : min(start + PIECE_BYTES, stop)]
+            time.sleep(RESTS * (time.thread_time() - began))
 
 
 def _madvise(piece: NDArray[np.uint8], advice: int) -> int:

@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,7 +33,7 @@ READ_BYTES = 32 << 20
 def check_room(versions: Iterable[ModelVersion], available: int) -> None:
     """Raises StoreError if the tables of ``versions`` do not fit into ``available`` bytes."""
     versions = [*versions]
-    needed = sum(version.manifest.nbytes for version in versions)
+    needed = sum(version.tables.nbytes for version in versions)
     if needed > available:
         paths = ", ".join(str(version.tables.path) for version in versions)
         raise StoreError(
@@ -44,15 +45,24 @@ def check_room(versions: Iterable[ModelVersion], available: int) -> None:
 def make_resident(version: ModelVersion, progress: Progress | None = None) -> ModelVersion:
     """Returns ``version`` with its tables copied into memory of this process.
 
-    Processes that are forked later share the memory.
+    Processes that are forked later share the memory. Of a part only its rows are copied.
 
     Raises:
         StoreError: the tables can no longer be read.
     """
-    data = _huge_memory(version.tables.data.nbytes)
-    read_tables(version.tables, data, progress)
+    tables, data = version.tables, _huge_memory(version.tables.nbytes)
+    if tables.file_offsets is not None:
+        tables = replace(tables, offsets=_dense_offsets(tables))
+    read_tables(tables, data, progress)
     data.flags.writeable = False
-    return replace(version, tables=replace(version.tables, data=data, opened=None))
+    return replace(version, tables=replace(tables, data=data, opened=None))
+
+
+def _dense_offsets(tables: TablesFile) -> dict[str, int]:
+    """Returns offsets of the tables without gaps, in the order that aligns them best."""
+    ordered = file_order(tables.tables.values())
+    starts = accumulate((table.nbytes for table in ordered), initial=0)
+    return {table.name: start for table, start in zip(ordered, starts, strict=False)}
 
 
 def read_tables(
@@ -68,9 +78,11 @@ def read_tables(
             data_start = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
             bytes_before = 0
             for table in file_order(tables.tables.values()):
-                offset = tables.offsets[table.name]
+                offset, in_file = tables.offsets[table.name], data_start + bytes_before
+                if tables.file_offsets is not None:
+                    in_file = tables.file_offsets[table.name]
                 rows = data[offset : offset + table.nbytes]
-                for done in _read_rows(file, data_start + bytes_before, rows, tables.path):
+                for done in _read_rows(file, in_file, rows, tables.path):
                     if progress:
                         rows_done = done // table.row_bytes
                         bytes_done = bytes_before + done
@@ -124,9 +136,9 @@ def huge_page_bytes(versions: Iterable[ModelVersion]) -> int:
     that holds such a table as a whole.
     """
     addresses = [
-        version.tables.rows(table.name).ctypes.data
+        version.tables.rows(name).ctypes.data
         for version in versions
-        for table in version.manifest.tables
+        for name in version.tables.tables
     ]
     total = 0
     is_ours = False

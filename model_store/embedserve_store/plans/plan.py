@@ -15,6 +15,7 @@ from typing import Any
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec, row_bytes, stored_columns
 from embedserve_store.plans.constraints import TableConstraints
+from embedserve_store.plans.host_plan import HostPlan
 from embedserve_store.plans.sharding_types import why_not
 
 FORMAT_VERSION = 1
@@ -68,6 +69,8 @@ class Plan:
     constraints: Mapping[str, TableConstraints]
     """Constraints under which a host with another number of devices makes a new plan. Tables
     without constraints are left to the planner."""
+    hosts: HostPlan | None = None
+    """Rows of each host, for a model that is served by several; None for one host."""
 
     def bytes_per_rank(self, tables: Sequence[TableSpec], device_type: str = "cpu") -> list[int]:
         """Returns the bytes of ``tables`` on each rank: stored bytes on cpu, padded rows on cuda.
@@ -142,7 +145,7 @@ class Plan:
         return {plan.sharding_type for plan in plans} == {"row_wise"} and len(bounds) == 1
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        data: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "world_size": self.world_size,
             "tables": {
@@ -163,6 +166,9 @@ class Plan:
                 name: constraint.to_json() for name, constraint in self.constraints.items()
             },
         }
+        if self.hosts is not None:
+            data["hosts"] = self.hosts.to_json()
+        return data
 
     @classmethod
     def from_json(cls, data: Any, where: str) -> Plan:
@@ -198,6 +204,9 @@ class Plan:
                     name: TableConstraints.from_json(value, f"{where}: constraints: {name}")
                     for name, value in data.get("constraints", {}).items()
                 },
+                hosts=HostPlan.from_json(data["hosts"], f"{where}: hosts")
+                if "hosts" in data
+                else None,
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise StoreError(f"{where}: not a sharding plan: {error!r}") from error
@@ -206,7 +215,7 @@ class Plan:
         """Raises StoreError unless the plan is valid for ``tables``, the tables of the manifest.
 
         The plan must have exactly these tables, and shards must cover each table once (a
-        data_parallel table once per rank). Ranks and constraints must be valid.
+        data_parallel table once per rank). Ranks, constraints and a host plan must be valid.
         """
         if self.world_size < 1:
             raise StoreError(f"{where}: world_size is {self.world_size}, expected 1 or more")
@@ -221,6 +230,8 @@ class Plan:
             if name not in names:
                 raise StoreError(f"{where}: constraints: table {name!r} is not in the manifest")
             constraint.check(by_name[name], f"{where}: constraints: {name}")
+        if self.hosts is not None:
+            self.hosts.check(tables, f"{where}: hosts")
 
 
 def shard_bytes(shard: Shard, table: TableSpec, device_type: str = "cpu") -> int:

@@ -21,6 +21,8 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSha
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
+from embedserve_store.plans.host_plan import with_hosts
+from embedserve_store.plans.part_plan import check_parts_fit
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, check_fits, shard_bytes
 from embedserve_store.plans.planner_request import (
     Constraints,
@@ -53,6 +55,7 @@ def make_plan(
     device_type: str = "cpu",
     device_memory_bytes: int | None = None,
     constraints: Constraints | None = None,
+    hosts: int | None = None,
 ) -> Plan:
     """Plans ``tables`` over ``world_size`` ranks with torchrec's EmbeddingShardingPlanner.
 
@@ -65,6 +68,8 @@ def make_plan(
         device_memory_bytes: memory of each rank. Default: on cuda the memory of this host's GPUs,
             on cpu no limit.
         constraints: constraints by table; not allowed with a Plan, which has its own.
+        hosts: number of hosts over which the tables are divided first, with ``world_size`` ranks on
+            each. Default: that of the Plan, or 1.
 
     Raises:
         InvalidModelError: a sharding, table or constraint is unknown or contradicts another. Or
@@ -77,8 +82,9 @@ def make_plan(
         device_type=device_type,
         device_memory_bytes=device_memory_bytes,
         constraints=constraints,
+        hosts=hosts,
     )
-    check_fits(plan, tables, _memory(device_type, plan, device_memory_bytes), device_type)
+    check_parts_fit(plan, tables, _memory(device_type, plan, device_memory_bytes), device_type)
     return plan
 
 
@@ -90,6 +96,7 @@ def draft_plan(
     device_type: str = "cpu",
     device_memory_bytes: int | None = None,
     constraints: Constraints | None = None,
+    hosts: int | None = None,
     costs: ShardCosts | None = None,
 ) -> Plan:
     """Makes a plan like ``make_plan``, without an error if no plan fits the memory.
@@ -100,10 +107,13 @@ def draft_plan(
         costs: costs of shards, in place of torchrec's cost model.
     """
     if isinstance(sharding, Plan):
-        return _checked(sharding, tables, world_size, constraints)
+        return with_hosts(_checked(sharding, tables, world_size, constraints), tables, hosts)
     wanted = combined(tables, sharding, own_constraints(tables, constraints or {}))
     ranks = 1 if world_size is None else world_size
-    return _search(tables, wanted, ranks, device_type, device_memory_bytes, costs)
+    if hosts is not None and device_memory_bytes is not None:
+        device_memory_bytes *= max(1, hosts)  # each host has about 1 / hosts of every shard
+    plan = _search(tables, wanted, ranks, device_type, device_memory_bytes, costs)
+    return with_hosts(plan, tables, hosts)
 
 
 def plan_under(

@@ -72,19 +72,24 @@ def from_torchrec(
 
 
 def default_sharding(
-    tables: Sequence[TableSpec], described: Mapping[str, str], constraints: Constraints
+    tables: Sequence[TableSpec],
+    described: Mapping[str, str],
+    constraints: Constraints,
+    hosts: int | None = None,
 ) -> dict[str, str]:
     """Returns the default sharding of each table.
 
     This is the type of ``described`` (by table), or else "auto" among the types that its
-    constraints allow, or else table_wise.
+    constraints allow, or else table_wise. It is "auto" instead of table_wise over several
+    ``hosts``, because a table that must be table_wise is not divided over them.
 
     Raises:
         InvalidModelError: a constraint is wrong, as in own_constraints.
     """
     own = own_constraints(tables, constraints)
     allowed = {name: AUTO for name, one in own.items() if one.sharding_types}
-    default = dict.fromkeys((table.name for table in tables), "table_wise")
+    kind = AUTO if (hosts or 1) > 1 else "table_wise"
+    default = dict.fromkeys((table.name for table in tables), kind)
     return default | allowed | dict(described)
 
 

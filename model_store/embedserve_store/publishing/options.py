@@ -35,6 +35,9 @@ class PublishOptions(TypedDict, total=False):
             table, or a complete Plan. None: as the description specifies, else what the constraints
             allow, else table_wise.
         world_size: number of ranks to plan for. None: the Plan's number, or 1 without a Plan.
+        hosts: number of hosts over which the tables are divided by rows, for a model larger than a
+            host. Each has ``world_size`` ranks. Above 1, tables without ``sharding`` are "auto".
+            None: the Plan's number, or 1.
         constraints: torchrec's ParameterConstraints, by table.
         device_memory_bytes: memory of each rank, which the plan must fit.
         max_error: largest relative L2 error of a table's pooled vectors; a larger error is
@@ -62,6 +65,7 @@ class PublishOptions(TypedDict, total=False):
     vocabularies: Vocabularies | None
     sharding: Choice | Plan | None
     world_size: int | None
+    hosts: int | None
     constraints: Constraints | None
     device_memory_bytes: int | None
     max_error: float | None

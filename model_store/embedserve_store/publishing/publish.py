@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError, failed_write
 from embedserve_store.format.coverage import COMPARED
@@ -58,9 +58,6 @@ from embedserve_store.remote.upload import upload_version
 from embedserve_store.sources.description import Description, check_no_draft
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.writing.staging import check_room, check_writable, staging_folder
-
-if TYPE_CHECKING:
-    from embedserve_store.plans.planner import Constraints
 
 SMALL_FILES_BYTES = 16 << 20
 """Bytes of free disk space required for goldens, plan and manifest, in addition to the tables and
@@ -140,8 +137,7 @@ def make_draft(
     made = make_source(source, tables, options.get("prefix", ""), options.get("dtype"))
     if (is_weighted := options.get("is_weighted")) is not None:
         made = replace(made, is_weighted=is_weighted)
-    constraints = options.get("constraints")
-    sharding = _wanted_sharding(made.tables, options.get("sharding"), described, constraints or {})
+    sharding = _wanted_sharding(made.tables, options, described)
     _check_model_name(model)
     _check_description(made.tables, model, made.is_weighted)
     for table in made.tables:
@@ -150,8 +146,9 @@ def make_draft(
         made.tables,
         sharding=sharding,
         world_size=options.get("world_size"),
-        constraints=constraints,
+        constraints=options.get("constraints"),
         device_memory_bytes=options.get("device_memory_bytes"),
+        hosts=options.get("hosts"),
     )
     vocabularies = {
         **(described.vocabularies if described else {}),
@@ -300,6 +297,7 @@ def check_options(
     dtype: Choice,
     sharding: Choice | Plan,
     world_size: int | None,
+    hosts: int | None = None,
 ) -> None:
     """Rejects, before training, options that ``publish`` would reject before it reads a weight.
 
@@ -313,22 +311,22 @@ def check_options(
     described = with_dtypes(tuple(tables), dtype)
     _check_model_name(model)
     _check_description(described, model)
-    make_plan(described, sharding=sharding, world_size=world_size)
+    make_plan(described, sharding=sharding, world_size=world_size, hosts=hosts)
     check_writable(Path(store) / model)
 
 
 def _wanted_sharding(
-    tables: Sequence[TableSpec],
-    sharding: Choice | Plan | None,
-    described: Description | None,
-    constraints: Constraints,
+    tables: Sequence[TableSpec], options: PublishOptions, described: Description | None
 ) -> Choice | Plan:
     from embedserve_store.plans.planner_request import default_sharding
 
+    sharding = options.get("sharding")
     if isinstance(sharding, Plan):
         return sharding
     if sharding is None:
-        return default_sharding(tables, described.sharding if described else {}, constraints)
+        types = described.sharding if described else {}
+        constraints = options.get("constraints") or {}
+        return default_sharding(tables, types, constraints, options.get("hosts"))
     return choice_by_table("sharding", tables, sharding)
 
 

@@ -73,6 +73,7 @@ def publish_sharded(
         dtype=options.get("dtype") or "float32",
         sharding=sharding,
         world_size=options.get("world_size"),
+        hosts=options.get("hosts"),
     )
     description = Description(tables, is_weighted)
     options = {**options, "prefix": prefix, "sharding": sharding}

@@ -32,6 +32,7 @@ from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.ids.id_map import IdMap, write_id_maps
 from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.plans.plan import Plan
+from embedserve_store.publishing.part_digests import PartDigests
 from embedserve_store.publishing.pooled_error import PooledError, pooled_error
 from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.sources import live
@@ -161,11 +162,13 @@ def finish_version(
 def _write_tables(draft: Draft, staging: Path) -> Manifest:
     """Writes the rows and the id maps, and returns the manifest with their checksums."""
     rows = draft.source.rows
+    parts = PartDigests(draft.plan.hosts) if draft.plan.hosts is not None else None
     checksums = write_tables(
         staging / "tables.safetensors",
         draft.manifest.tables,
         lambda table: _encoded_blocks(rows[table.name], table, draft.checksums.get(table.name)),
         draft.progress,
+        parts,
     )
     maps = draft.id_maps
     map_checksums = write_id_maps(staging / "ids.safetensors", maps) if maps else {}
@@ -176,7 +179,11 @@ def _write_tables(draft: Draft, staging: Path) -> Manifest:
             ids = replace(ids, sha256=map_checksums[table.name])
         return replace(table, sha256=checksums[table.name], ids=ids)
 
-    return replace(draft.manifest, tables=tuple(map(with_checksums, draft.manifest.tables)))
+    return replace(
+        draft.manifest,
+        tables=tuple(map(with_checksums, draft.manifest.tables)),
+        part_checksums=parts.checksums(checksums) if parts is not None else {},
+    )
 
 
 def check_errors(errors: Mapping[str, PooledError], manifest: Manifest, max_error: float) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def pull(version: StoredVersion, folder: Path, progress: TransferProgress | None = None) -> None:
-    """Makes ``folder``, CACHE/MODEL/NUMBER, a checked copy of ``version``.
+    """Makes ``folder``, CACHE/MODEL/NUMBER, a checked copy of ``version``, or of its part.
 
     Does nothing if another process has made the copy meanwhile.
 
@@ -62,7 +62,7 @@ def place(
     staged = staging / version.path
     staged.mkdir(parents=True, exist_ok=True)
     receive(version, staged, progress)
-    LocalStore(staging).load(version.model, version.number)
+    LocalStore(staging, version.holding).load(version.model, version.number)
     return reveal(staged, folder)
 
 

@@ -20,9 +20,11 @@ from embedserve_store.format.table_spec import NAME_PATTERN
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.parts.part import Holding
 from embedserve_store.remote.pull import pull
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.file_check import MANIFEST
+from embedserve_store.transfer.part_transfer import held_version
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.transfer.stored_version import (
     SMALL_FILE_BYTES_MAX,
@@ -61,15 +63,27 @@ class RemoteStore:
 
     Loading a version pulls it if it is not in the cache. Processes may share a cache. Each version
     is pulled by one process, and appears whole after every byte has been checked. Each URL has its
-    own folder in the cache. model_store.py drops unused versions from the cache.
+    own folder in the cache, and so has each part. model_store.py drops unused versions from the
+    cache.
+
+    Args:
+        holding: rows of the versions that ``load`` pulls and opens.
     """
 
     def __init__(
-        self, url: str, cache: str | os.PathLike[str], progress: TransferProgress | None = None
+        self,
+        url: str,
+        cache: str | os.PathLike[str],
+        progress: TransferProgress | None = None,
+        holding: Holding = None,
     ) -> None:
         self._remote = RemoteFolder(url)
         self._progress = progress
-        self._local = LocalStore(Path(cache) / _folder_name(self._remote.url))
+        self._holding = holding
+        name = _folder_name(self._remote.url)
+        if holding is not None:
+            name += holding.cache_suffix
+        self._local = LocalStore(Path(cache) / name, holding)
 
     def models(self) -> list[str]:
         """Returns the names of the models that have a version, as LocalStore does.
@@ -125,6 +139,8 @@ class RemoteStore:
         """Pulls the version if needed and opens it. Retries if another process removes it."""
         for _ in range(PULL_ATTEMPTS):
             if not folder.is_dir():
+                if self._holding is not None and wanted.holding is None:
+                    wanted = held_version(wanted, self._holding)
                 pull(wanted, folder, self._progress)
             try:
                 return self._local.load(wanted.model, wanted.number)
@@ -186,7 +202,8 @@ class RemoteStore:
             number,
             listed,
             lambda: remote.read(f"{model}/{number}/{MANIFEST}", SMALL_FILE_BYTES_MAX),
-            lambda name, start: remote.blocks(f"{model}/{number}/{name}", start, listed[name]),
+            lambda name, start, stop: remote.blocks(f"{model}/{number}/{name}", start, stop),
+            holding=self._holding,
         )
 
     def files_beside(self, model: str, what: str) -> list[str]:

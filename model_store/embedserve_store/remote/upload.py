@@ -125,7 +125,7 @@ def _checked(
     """Yields the bytes of a file; raises DamagedError at its end if they are not as published."""
     check = version.check(name)
     bytes_done = 0
-    for block in version.blocks(name, 0):
+    for block in version.blocks(name, 0, version.files[name]):
         check.update(block)
         yield block
         bytes_done += len(block)

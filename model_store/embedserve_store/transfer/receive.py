@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from embedserve_store.errors import StoreError
-from embedserve_store.transfer.file_check import MANIFEST
+from embedserve_store.transfer.file_check import MANIFEST, TABLES
+from embedserve_store.transfer.sparse_file import receive_ranges
 from embedserve_store.transfer.stored_version import StoredVersion, file_blocks
 from embedserve_store.writing.direct_file import BUFFER_BYTES, new_file
 from embedserve_store.writing.staging import make_read_only, sync, write_synced
@@ -46,7 +47,25 @@ def receive(version: StoredVersion, staged: Path, progress: TransferProgress | N
         if problem:
             path.unlink()
             raise StoreError(problem)
+    if version.ranges:
+        _receive_part(version, staged / TABLES, progress)
     write_synced(staged / MANIFEST, version.manifest_json)
+
+
+def _receive_part(version: StoredVersion, path: Path, progress: TransferProgress | None) -> None:
+    """Writes the rows of a part. What an earlier transfer has left of them is not used."""
+    size = sum(one.layout.nbytes for one in version.ranges)
+    bytes_done = 0
+
+    def report(count: int) -> None:
+        nonlocal bytes_done
+        bytes_done += count
+        if progress:
+            progress(TABLES, bytes_done, size)
+
+    if problem := receive_ranges(version, path, report):
+        path.unlink()
+        raise StoreError(problem)
 
 
 def _kept_bytes(path: Path, size: int) -> int:
@@ -85,7 +104,7 @@ def _receive_file(
     if kept_bytes < size:
         # The checksum of a block is computed while the disk writes the block.
         with new_file(path, size, kept_bytes) as file, ThreadPoolExecutor(1) as hasher:
-            for block in version.blocks(name, kept_bytes):
+            for block in version.blocks(name, kept_bytes, size):
                 checked = hasher.submit(check.update, block)
                 file.write(block)
                 checked.result()

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
-from embedserve_store.transfer.file_check import IDS, MANIFEST, TABLES, FileCheck, file_layouts
+from embedserve_store.parts.part import Holding, NoRows
+from embedserve_store.transfer.file_check import (
+    IDS,
+    MANIFEST,
+    TABLES,
+    FileCheck,
+    FileLayout,
+    file_layouts,
+)
 from embedserve_store.writing.direct_file import DIRECT_BYTES_MIN
 from embedserve_store.writing.version_lock import VersionLock, hold
 
@@ -24,8 +32,20 @@ This code publishes no larger file.
 BLOCK_BYTES = 8 << 20
 """Bytes of a block in which a local file is read; 8 MiB."""
 
-Blocks = Callable[[str, int], Iterator[bytes]]
-"""Reads a file of a version, by its name, from a byte to its end, in blocks."""
+Blocks = Callable[[str, int, int], Iterator[bytes]]
+"""Reads a file of a version, by its name, from a byte to before another, in blocks."""
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Contiguous bytes of tables.safetensors, with the checksums of the tables in them."""
+
+    start: int
+    layout: FileLayout
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.layout.nbytes
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,10 @@ class StoredVersion:
     blocks: Blocks = field(compare=False, repr=False)
     hold: VersionLock | None = field(default=None, compare=False, repr=False)
     """Lock that prevents the removal of a version in a folder."""
+    holding: Holding = None
+    """Rows that are transferred; None for all. The others are left out of the copy."""
+    ranges: tuple[FileRange, ...] = ()
+    """Ranges of tables.safetensors of a part, which is not among ``files`` then."""
 
     @property
     def path(self) -> str:
@@ -51,7 +75,8 @@ class StoredVersion:
 
     @property
     def nbytes(self) -> int:
-        return len(self.manifest_json) + sum(self.files.values())
+        ranges = sum(one.layout.nbytes for one in self.ranges)
+        return len(self.manifest_json) + sum(self.files.values()) + ranges
 
     def check(self, name: str) -> FileCheck:
         """Returns the check of a file's bytes; errors name the file in this store."""
@@ -66,11 +91,13 @@ def stored_version(
     read_manifest: Callable[[], bytes],
     blocks: Blocks,
     held: VersionLock | None = None,
+    holding: Holding = None,
 ) -> StoredVersion:
     """Reads the manifest of a version and checks it against the files in the version's folder.
 
     Args:
         listed: size in bytes of each file in the folder, by name.
+        holding: rows that will be transferred. Without rows, the file of rows need not exist.
 
     Raises:
         StoreError: the manifest is damaged, or a file is missing or has the wrong size.
@@ -79,6 +106,8 @@ def stored_version(
     text = read_manifest()
     manifest = parse_manifest(text, f"{where}/{MANIFEST}")
     layouts = file_layouts(manifest)
+    if isinstance(holding, NoRows):
+        del layouts[TABLES]
     for name in layouts:
         if name not in listed:
             raise StoreError(f"{where}/{name}: does not exist")
@@ -112,7 +141,7 @@ def version_in_folder(folder: Path) -> StoredVersion:
         int(folder.name),
         listed,
         (folder / MANIFEST).read_bytes,
-        lambda name, start: file_blocks(folder / name, start),
+        lambda name, start, stop: file_blocks(folder / name, start, stop),
         held,
     )
 

@@ -52,6 +52,14 @@ Sharding = Annotated[
 WorldSize = Annotated[
     int | None, typer.Option(help="Ranks of the sharding plan. Default: from the plan, else 1.")
 ]
+Hosts = Annotated[
+    int | None,
+    typer.Option(
+        help="Hosts over which the tables are divided by rows, with the ranks of the plan on each."
+        " Above 1, the default sharding is auto. Default: from the plan, else 1.",
+        min=1,
+    ),
+]
 Constraints = Annotated[
     Path | None,
     typer.Option(help="YAML or JSON: fields of TorchRec's ParameterConstraints by table."),
@@ -184,6 +192,7 @@ def publish(
     dtype: Dtype = None,
     sharding: Sharding = None,
     world_size: WorldSize = None,
+    hosts: Hosts = None,
     constraints: Constraints = None,
     device_memory: DeviceMemory = None,
     max_error: MaxError = None,
@@ -204,6 +213,7 @@ def publish(
             dtype=dtype,
             sharding=sharding,
             world_size=world_size,
+            hosts=hosts,
             constraints=constraints,
             device_memory=device_memory,
             max_error=max_error,
@@ -248,6 +258,7 @@ def plan(
         int | None, typer.Option(help="Ranks of the plan. Default: from the stored plan, else 1.")
     ] = None,
     sharding: PlanSharding = None,
+    hosts: Hosts = None,
     constraints: Annotated[
         Path | None,
         typer.Option(help="YAML or JSON: fields of TorchRec's ParameterConstraints by table."),
@@ -297,7 +308,15 @@ def plan(
         if kubernetes:
             pod = PodOptions(workers, tables, follow, hot_percent / 100, store)
         options = PlanOptions(
-            world_size, sharding, constraints, device_memory, device_type, output, asked, pod
+            world_size,
+            sharding,
+            constraints,
+            device_memory,
+            device_type,
+            output,
+            asked,
+            hosts,
+            pod,
         )
         if model:
             plan_version(source, cache, model, version, options)

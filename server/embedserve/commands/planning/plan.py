@@ -26,7 +26,9 @@ from embedserve_store.format.version_folder import to_json_bytes
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
-from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan, check_fits
+from embedserve_store.plans.host_plan import with_hosts
+from embedserve_store.plans.part_plan import check_parts_fit, fullest_rank_bytes
+from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan
 from embedserve_store.sources.description import read_description
 from embedserve_store.terminal.console import console, say
 from embedserve_store.terminal.sizes import human_bytes, parse_bytes
@@ -51,6 +53,7 @@ class PlanOptions:
     device_type: str = "cpu"
     output: Path | None = None
     from_metrics: ServerClient | None = None
+    hosts: int | None = None
     pod: PodOptions | None = None
     """If set, the resources of a pod for the plan are printed instead of the plan."""
 
@@ -110,6 +113,10 @@ def plan_version(
         say(f"planned anew: the stored plan is for {count_ranks(stored.world_size)}")
     else:
         planned = stored
+    if options.hosts is None and options.sharding is None:
+        planned = replace(planned, hosts=stored.hosts)
+    elif planned is stored:
+        planned = with_hosts(stored, tables, options.hosts)
     _show(tables, planned, options, rows)
 
 
@@ -145,7 +152,7 @@ def _planned(
         from embedserve_store.plans.planner import draft_plan
         from embedserve_store.plans.planner_request import default_sharding
     if sharding is None:
-        sharding = default_sharding(tables, described or {}, constraints)
+        sharding = default_sharding(tables, described or {}, constraints, options.hosts)
     return draft_plan(
         tables,
         sharding=sharding,
@@ -153,6 +160,7 @@ def _planned(
         device_type=options.device_type,
         device_memory_bytes=_memory_bytes(options),
         constraints=constraints,
+        hosts=options.hosts,
     )
 
 
@@ -183,8 +191,8 @@ def _show(
     if copied and device_type == "cpu":
         say(f"on the CPU {human_bytes(copied)} of column shards are copied, all else is mapped")
     if memory_bytes is not None:
-        check_fits(plan, tables, [memory_bytes] * plan.world_size, device_type)
-        fullest = max(plan.bytes_per_rank(tables, device_type))
+        check_parts_fit(plan, tables, [memory_bytes] * plan.world_size, device_type)
+        fullest = fullest_rank_bytes(plan, tables, device_type)
         say(
             f"fits: the fullest rank takes {human_bytes(fullest)} of its "
             f"{human_bytes(memory_bytes)}, {100 * fullest / memory_bytes:.0f}%"

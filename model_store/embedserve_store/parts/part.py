@@ -1,0 +1,70 @@
+"""Names the part of a version that a process holds. Never imports torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from embedserve_store.errors import StoreError
+from embedserve_store.plans.plan import Plan
+
+PART_PATTERN = re.compile(r"(0|[1-9][0-9]*)/([1-9][0-9]*)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part ``number``, from 0 on, of a version that is divided into ``count`` parts."""
+
+    number: int
+    count: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless the number is below the count."""
+        if not 0 <= self.number < self.count:
+            raise ValueError(f"part is {self}, expected a number from 0 to {self.count - 1}")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """Returns the part that ``text`` names; raises ValueError if it names none.
+
+        >>> Part.parse("3/8")
+        Part(number=3, count=8)
+        """
+        found = PART_PATTERN.fullmatch(text)
+        if found is None:
+            raise ValueError(f"part is {text!r}, expected NUMBER/COUNT, such as 0/8 or 7/8")
+        return cls(int(found[1]), int(found[2]))
+
+    @property
+    def cache_suffix(self) -> str:
+        """Suffix of the folder in the cache that has this part of the versions of a store."""
+        return f"-part-{self.number}-of-{self.count}"
+
+
+@dataclass(frozen=True)
+class NoRows:
+    """Selects the small files of a version without any rows, which is all that a router holds."""
+
+    cache_suffix = "-no-rows"
+
+
+NO_ROWS = NoRows()
+Holding = Part | NoRows | None
+"""Selection of the rows that a process holds; None for all rows."""
+
+
+def check_holding(plan: Plan, holding: Part | NoRows, where: str) -> None:
+    """Raises StoreError unless a version with ``plan`` has the parts that ``holding`` selects from.
+
+    Args:
+        where: name of the version in errors.
+    """
+    if plan.hosts is None:
+        raise StoreError(f"{where}: was published without --hosts, so it has no parts")
+    if isinstance(holding, Part) and holding.count != plan.hosts.parts:
+        raise StoreError(
+            f"{where}: part {holding} was requested, but the version has {plan.hosts.parts} parts"
+        )

@@ -1,0 +1,73 @@
+"""Selects the files and the ranges of rows of a version that a process holds, for a transfer.
+
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from itertools import pairwise
+
+from embedserve_store.format.json_fields import parse_json
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.manifest_checksum import check_sha256
+from embedserve_store.format.tables_file import file_order, header_bytes
+from embedserve_store.parts.part import NoRows, Part, check_holding
+from embedserve_store.plans.host_plan import HostPlan
+from embedserve_store.plans.plan import Plan
+from embedserve_store.transfer.file_check import IDS, TABLES, FileLayout
+from embedserve_store.transfer.stored_version import FileRange, StoredVersion
+
+PLAN = "plan.json"
+
+
+def held_version(version: StoredVersion, holding: Part | NoRows) -> StoredVersion:
+    """Returns ``version`` with only the files and ranges that ``holding`` selects.
+
+    Reads the plan from the store of the version.
+
+    Raises:
+        StoreError: the plan is damaged, or does not have the part.
+        UnreachableError: the store stopped responding.
+    """
+    where = f"{version.where}/{PLAN}"
+    text = b"".join(version.blocks(PLAN, 0, version.files[PLAN]))
+    check_sha256(hashlib.sha256(text).hexdigest(), version.manifest.files[PLAN], where)
+    plan = Plan.from_json(parse_json(text, where), where)
+    plan.check(version.manifest.tables, where)
+    check_holding(plan, holding, version.where)
+    left_out = {TABLES} if isinstance(holding, NoRows) else {TABLES, IDS}
+    files = {name: size for name, size in version.files.items() if name not in left_out}
+    ranges: tuple[FileRange, ...] = ()
+    if isinstance(holding, Part):
+        assert plan.hosts is not None
+        ranges = part_ranges(version.manifest, plan.hosts, holding.number)
+    return replace(version, files=files, holding=holding, ranges=ranges)
+
+
+def part_ranges(manifest: Manifest, hosts: HostPlan, number: int) -> tuple[FileRange, ...]:
+    """Returns the ranges of tables.safetensors with the rows of part ``number``, without header.
+
+    Tables whose rows follow each other in the file are in one range.
+    """
+    checksums = {name: parts[number] for name, parts in manifest.part_checksums.items()}
+    spans: list[tuple[int, int, str]] = []
+    start = len(header_bytes(manifest.tables))
+    for table in file_order(manifest.tables):
+        rows = hosts.rows_on(table.name, number)
+        if rows:
+            first = start + rows.start * table.row_bytes
+            spans.append((first, start + rows.stop * table.row_bytes, table.name))
+        start += table.nbytes
+    cuts = [at for at, (one, other) in enumerate(pairwise(spans), 1) if one[1] != other[0]]
+    return tuple(
+        FileRange(
+            joined[0][0],
+            FileLayout(
+                tuple((name, stop - first) for first, stop, name in joined),
+                {name: checksums[name] for _, _, name in joined},
+            ),
+        )
+        for joined in (spans[one:other] for one, other in pairwise([0, *cuts, len(spans)]))
+    )
