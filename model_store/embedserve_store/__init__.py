@@ -30,7 +30,9 @@ from embedserve_store.format.tables_file import Progress, TablesFile
 from embedserve_store.goldens.goldens_file import Bags, Goldens
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.parts.part import NO_ROWS, Part
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
+from embedserve_store.plans.host_plan import HostPlan
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.options import PublishOptions
@@ -45,6 +47,7 @@ from embedserve_store.sources.description import Description, read_description
 from embedserve_store.verification import verify
 
 __all__ = [
+    "NO_ROWS",
     "Alias",
     "Bags",
     "CopiedModel",
@@ -53,12 +56,14 @@ __all__ = [
     "Description",
     "Event",
     "Goldens",
+    "HostPlan",
     "IdRule",
     "InvalidModelError",
     "Manifest",
     "ModelStore",
     "ModelVersion",
     "Note",
+    "Part",
     "Plan",
     "PooledError",
     "Progress",

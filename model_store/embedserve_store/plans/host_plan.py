@@ -122,7 +122,8 @@ def plan_hosts(
     A table is cut into even ranges of rows over all parts, or stays whole. It stays whole if the
     constraints of ``plan`` allow only WHOLE_TYPES, if it is small (SMALL_SHARE), or if it has fewer
     rows than there are parts. Whole tables go, the largest first, to the part with the fewest
-    bytes. Tables that share features are cut alike, or are whole on one part.
+    bytes. Tables that share features count as one table: they are cut alike, or are whole on one
+    part.
 
     Args:
         groups: groups of tables that share features. Default: those of ``table_groups``.
@@ -140,7 +141,7 @@ def plan_hosts(
         if _stays_whole(group, plan, parts, small_bytes):
             whole.append(group)
             continue
-        cuts = [_row_count(group) * part // parts for part in range(parts + 1)]
+        cuts = [_cut(group, part, parts) for part in range(parts + 1)]
         bounds |= {table.name: _clipped(cuts, table) for table in group}
     cut_tables = [table for table in tables if table.name in bounds]
     held = HostPlan(parts, bounds).bytes_per_part(cut_tables)
@@ -179,6 +180,21 @@ def _stays_whole(group: Sequence[TableSpec], plan: Plan, parts: int, small_bytes
         one is not None and one.sharding_types and WHOLE_TYPES.issuperset(one.sharding_types)
         for one in constraints
     )
+
+
+def _cut(group: Sequence[TableSpec], part: int, parts: int) -> int:
+    """Returns the row before which ``part`` of ``parts`` of the bytes of ``group`` lie.
+
+    Tables of a group with fewer rows add bytes to its first rows only.
+    """
+    left, start = _group_bytes(group) * part // parts, 0
+    for count in sorted({table.num_embeddings for table in group}):
+        width = sum(table.row_bytes for table in group if table.num_embeddings >= count)
+        if left <= (count - start) * width:
+            return start + left // width
+        left -= (count - start) * width
+        start = count
+    return start
 
 
 def _row_count(group: Sequence[TableSpec]) -> int:

@@ -6,6 +6,7 @@ commands that need it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -307,17 +308,8 @@ def plan(
         pod = None
         if kubernetes:
             pod = PodOptions(workers, tables, follow, hot_percent / 100, store)
-        options = PlanOptions(
-            world_size,
-            sharding,
-            constraints,
-            device_memory,
-            device_type,
-            output,
-            asked,
-            hosts,
-            pod,
-        )
+        options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
+        options = replace(options, from_metrics=asked, hosts=hosts, pod=pod)
         if model:
             plan_version(source, cache, model, version, options)
         else:

@@ -94,6 +94,32 @@ def test_a_written_plan_is_taken_again(tables: Path, tmp_path: Path) -> None:
     assert "world_size is 3, but the plan is for 2 ranks" in other.stderr
 
 
+def test_parts_of_several_hosts_are_shown(tables: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    result = run(tables, "--hosts", "3", "--world-size", "2", "--output", output)
+    lines = words(result)
+    assert ["rows", "over", "3", "hosts,", "each", "with", "2", "ranks"] in lines
+    assert ["A", "user", "2", "x", "333", "+", "334", "rows"] in lines
+    assert ["B", "movie", "333", "+", "2", "x", "334", "rows"] in lines
+    parts = [line for line in lines if line[:1] == ["part"]]
+    assert [line[1] for line in parts] == ["0", "1", "2"]
+    assert [line[-1] for line in parts] == ["666", "667", "668"]
+    assert [line[-2] for line in parts] == ["33.3%", "33.3%", "33.4%"]
+    assert read_plan(output).hosts is not None
+    assert run(tables, "--sharding", output).stdout == result.stdout
+    one = run(tables, "--sharding", output, "--hosts", "1")
+    assert "part 0" not in one.stdout
+
+
+def test_each_part_must_fit_the_memory_of_its_host(tables: Path) -> None:
+    result = run(tables, "--hosts", "3", "--device-memory", "110KB")
+    assert result.exit_code == 0, result.stderr
+    assert "fits: the fullest rank takes 105.7 KiB of its 107.4 KiB" in result.stderr
+    result = run(tables, "--hosts", "2", "--device-memory", "110KB")
+    assert result.exit_code == 1
+    assert "part 0 of 2: rank 0 would hold 162,000 bytes of tables" in result.stderr
+
+
 def test_constraints_are_read_from_a_file(tables: Path, tmp_path: Path) -> None:
     constraints = tmp_path / "constraints.json"
     fields = {"sharding_types": ["column_wise"], "min_partition": 16}
@@ -101,6 +127,15 @@ def test_constraints_are_read_from_a_file(tables: Path, tmp_path: Path) -> None:
     options = ("--world-size", "4", "--sharding", "auto", "--constraints", constraints)
     (movie,) = [line for line in words(run(tables, *options)) if "column_wise" in line]
     assert movie[-6:-2] == ["4", "x", "16", "columns,"]
+
+
+def test_a_version_can_be_shown_over_other_hosts(two_rank_store: Path) -> None:
+    lines = words(run(two_rank_store, "shop", "--hosts", "2"))
+    assert [line[:2] for line in lines if line[:1] == ["part"]] == [["part", "0"], ["part", "1"]]
+    lines = words(run(two_rank_store, "shop", "--hosts", "2", "--world-size", "3"))
+    assert [line[:2] for line in lines if line[:1] == ["part"]] == [["part", "0"], ["part", "1"]]
+    lines = words(run(two_rank_store, "shop", "--world-size", "3"))
+    assert not [line for line in lines if line[:1] == ["part"]]
 
 
 def test_a_version_shows_its_stored_plan(two_rank_store: Path) -> None:

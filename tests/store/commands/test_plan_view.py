@@ -10,6 +10,7 @@ from rich.console import Console
 
 from embedserve_store.commands.plan_view import bar, show_plan, where
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.plans.host_plan import with_hosts
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 
@@ -48,6 +49,22 @@ def test_every_table_and_rank_is_shown_in_the_width_there_is(
     letters = [line[0] for line in lines[2:] if line[1:2] == " " and line[0] != " "]
     assert len(letters) == count
     assert len(set(letters)) == min(count, 53)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_every_part_is_shown_in_the_width_there_is(width: int) -> None:
+    tables, plan = many(30, 2)
+    lines = shown(tables, with_hosts(plan, tables, 16), width).splitlines()
+    assert max(map(len, lines)) <= width
+    for i in range(16):
+        assert sum(line.startswith(f"part {i} ") for line in lines) == 1
+
+
+def test_free_memory_of_hosts_is_that_of_their_ranks() -> None:
+    tables, plan = many(2, 2)
+    lines = shown(tables, with_hosts(plan, tables, 2), 80, 375 << 10).splitlines()
+    bars = [line.split()[2] for line in lines[-2:]]
+    assert all(abs(one.count(".") - len(one) / 2) <= 1 for one in bars)
 
 
 def test_of_more_tables_than_letters_the_largest_have_them() -> None:

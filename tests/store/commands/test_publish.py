@@ -11,8 +11,9 @@ from torchrec import PoolingType
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
-from embedserve_store import IdRule, publish
+from embedserve_store import IdRule, ModelStore, publish, verify
 from embedserve_store.commands.publish import report
+from embedserve_store.parts.part import Part
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,37 @@ def test_what_has_not_changed_is_said_and_not_published(
         f"{tmp_path}/s/m/1"
     )
     assert run("--dtype", "int8").startswith("published m version 2")
+
+
+def test_a_model_is_published_for_several_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    torch.save({"embedding_bags.t.weight": torch.ones(1000, 4)}, tmp_path / "c.pt")
+    (tmp_path / "t.yaml").write_text(
+        "tables: [{name: t, num_embeddings: 1000, embedding_dim: 4, feature_names: [t], "
+        "pooling: sum}]\nis_weighted: false\n"
+    )
+    store = tmp_path / "s"
+    command = ["publish", tmp_path / "c.pt", tmp_path / "t.yaml", store, "--model", "m"]
+
+    def run(*more: str) -> list[str]:
+        result = CliRunner().invoke(app, [*map(str, command), *more])
+        assert result.exit_code == 0, result.stderr
+        return result.stderr.splitlines()[-4:]
+
+    assert run("--hosts", "3") == [
+        "part 0 of 3: 5.2 KiB",
+        "part 1 of 3: 5.2 KiB",
+        "part 2 of 3: 5.2 KiB",
+        f"published m version 1: 15.6 KiB over 3 hosts with 1 rank each, in {store}/m/1",
+    ]
+    whole = ModelStore(store).load("m")
+    assert whole.plan.hosts is not None
+    assert whole.plan.hosts.rows == {"t": (0, 333, 666, 1000)}
+    verify(ModelStore(store, holds=Part(2, 3)).load("m"))
+    assert "over 1 rank," in run("--hosts", "1")[-1]
+    assert ModelStore(store).load("m").plan.hosts is None
+    result = CliRunner().invoke(app, [*map(str, command), "--hosts", "3", "--sharding=table_wise"])
+    assert result.exit_code == 1
+    assert "hosts is 3, but part 1 would have no rows: use fewer hosts" in result.stderr

@@ -24,6 +24,7 @@ from embedserve_store import (
     remove_version,
     verify,
 )
+from embedserve_store.parts.part import Part
 
 COUNTS = {"user": 300, "item": 77, "tag": 16}
 
@@ -95,6 +96,20 @@ def test_compacting_then_applying_is_applying(store: Path, seq: int) -> None:
     np.testing.assert_equal(rows_of(store, 3), expected)
     remove_version(store, "m", 1)
     np.testing.assert_equal(replayed(store, 2, 7), expected)
+
+
+def test_parts_are_kept_with_the_checksums_of_the_new_rows(
+    tmp_path: Path, make_ebc: Callable[..., Any]
+) -> None:
+    store = tmp_path / "own"
+    before = publish(make_ebc(), store, model="m", hosts=3)
+    push_some(store, 3)
+    made = compact_deltas(store, "m")
+    assert made.plan.hosts == before.plan.hosts
+    assert made.manifest.part_checksums.keys() == before.manifest.part_checksums.keys()
+    assert made.manifest.part_checksums != before.manifest.part_checksums
+    for number in range(3):
+        verify(ModelStore(store, holds=Part(number, 3)).load("m"))
 
 
 def test_vocabularies_go_along(tmp_path: Path, make_ebc: Callable[..., Any]) -> None:

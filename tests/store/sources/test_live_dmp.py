@@ -33,6 +33,7 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.goldens.reference_pooling import pool
 from embedserve_store.local_store import LocalStore
+from embedserve_store.parts.part import Part
 from embedserve_store.plans.plan import Shard
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
@@ -213,6 +214,20 @@ def test_a_width_that_only_torchs_own_kernel_trains_is_published(
     rows = dequantize_rows(version.tables.rows("t"), dtype, 10)
     trained = dmp.state_dict()["ebc.embedding_bags.t.weight"].detach().numpy()
     assert np.abs(rows - trained).max() <= {"float32": 0}.get(dtype, 0.05) * np.ptp(trained)
+
+
+def test_a_sharded_model_is_published_for_several_hosts(tmp_path: Path) -> None:
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=30, embedding_dim=8, feature_names=["f"], pooling=PoolingType.SUM
+    )
+    dmp = sharded(nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[config])}))
+    publish_sharded(dmp, tmp_path, model="m", sharding="row_wise", hosts=4)
+    for number, rows in enumerate((7, 8, 7, 8)):
+        version = LocalStore(tmp_path, Part(number, 4)).load("m")
+        verify(version)
+        assert version.manifest.rows_per_feature == (rows,)
+    with pytest.raises(InvalidModelError, match="hosts is 31, but part 1 would have no rows"):
+        publish_sharded(dmp, tmp_path, model="m", sharding="row_wise", hosts=31)
 
 
 def test_a_url_is_refused_before_anything_is_saved() -> None:

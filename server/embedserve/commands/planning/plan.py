@@ -132,7 +132,8 @@ def _plan_from_metrics(
         constraints = read_constraints(options.constraints) if options.constraints else None
         memory_bytes = _memory_bytes(options)
         asked = RequestedReads(world_size, sharding, constraints, options.device_type, memory_bytes)
-        plan = propose(version, measured, asked)
+        plan = replace(propose(version, measured, asked), hosts=version.plan.hosts)
+        plan = with_hosts(plan, tables, options.hosts)
     show_more = partial(show_balance, version, measured, options.device_type)
     _show(tables, plan, options, rows, show_more)
 

@@ -1,0 +1,27 @@
+"""Names of parts."""
+
+from __future__ import annotations
+
+import pytest
+
+from embedserve_store.parts.part import NO_ROWS, NoRows, Part
+
+
+def test_a_part_is_named_by_its_number_and_the_count() -> None:
+    assert Part.parse("3/8") == Part(3, 8)
+    assert str(Part(3, 8)) == "3/8"
+    assert Part.parse(str(Part(0, 1))) == Part(0, 1)
+    assert Part(3, 8).cache_suffix == "-part-3-of-8"
+    assert NoRows() == NO_ROWS
+
+
+@pytest.mark.parametrize("text", ["", "3", "3/", "/8", "a/8", "-1/8", "3/8/9", " 3/8", "03/8"])
+def test_another_text_is_no_part(text: str) -> None:
+    with pytest.raises(ValueError, match=f"part is {text!r}, expected NUMBER/COUNT"):
+        Part.parse(text)
+
+
+@pytest.mark.parametrize("text", ["8/8", "9/8"])
+def test_a_number_outside_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match=f"part is {text}, expected a number from 0 to 7"):
+        Part.parse(text)

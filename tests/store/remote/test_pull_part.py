@@ -1,0 +1,294 @@
+"""A part is pulled alone: its ranges are checked and written into a sparse file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import s3fs
+import torch
+from store.remote.conftest import Place
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from writable import writable
+
+import embedserve_store
+from embedserve_store import ModelStore, ModelVersion, StoreError, publish, verify
+from embedserve_store.parts.part import NO_ROWS, Holding, Part
+from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.upload import upload_version
+
+PARTS = 4
+PART = Part(1, PARTS)
+ROWS = {"a": 40_000, "b": 10_001, "tiny": 3}
+TABLES = "tables.safetensors"
+
+PULL = """
+import os, sys
+from embedserve_store import ModelStore
+from embedserve_store.parts.part import Part
+from embedserve_store.remote import remote_files
+
+remote_files.PART_BYTES = 100_000
+url, cache = sys.argv[1:]
+
+def progress(file, bytes_done, bytes_total):
+    if file == "tables.safetensors" and bytes_done > bytes_total / 2:
+        os.kill(os.getpid(), 9)
+
+ModelStore(url, cache, progress, holds=Part(1, 4)).load("m")
+"""
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with version 1 of "m" in PARTS parts, with a vocabulary; not to be changed."""
+    store = tmp_path_factory.mktemp("parts")
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=64, feature_names=[name])
+        for name, rows in ROWS.items()
+    ]
+    torch.manual_seed(0)
+    ebc = EmbeddingBagCollection(tables=tables)
+    publish(ebc, store, model="m", hosts=PARTS, vocabularies={"b": range(ROWS["b"])})
+    return store
+
+
+@pytest.fixture
+def source(published: Path, tmp_path: Path) -> Path:
+    """A copy of ``published`` that a test may damage."""
+    return writable(shutil.copytree(published, tmp_path / "source"))
+
+
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes that came from the remote store, by name of the file."""
+    read: dict[str, int] = {}
+    call = RemoteFolder._part
+
+    def part(self: RemoteFolder, name: str, start: int, stop: int, max_s: float) -> bytes:
+        data = call(self, name, start, stop, max_s)
+        file = name.rpartition("/")[2]
+        read[file] = read.get(file, 0) + len(data)
+        return data
+
+    monkeypatch.setattr(RemoteFolder, "_part", part)
+    return read
+
+
+def pull(where: str | Path, cache: Path, holds: Holding = PART) -> ModelVersion:
+    url = f"file://{where}" if isinstance(where, Path) else where
+    return ModelStore(url, cache, holds=holds).load("m")
+
+
+def files(cache: Path) -> list[str]:
+    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock")
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+@pytest.mark.parametrize("number", [0, 3])
+def test_only_the_ranges_of_the_part_are_read(
+    published: Path,
+    place: Place,
+    tmp_path: Path,
+    read_bytes: dict[str, int],
+    kind: str,
+    number: int,
+) -> None:
+    where = place(kind, "store")
+    upload_version(published / "m" / "1", where)
+    read_bytes.clear()
+    version = pull(where, tmp_path / "cache", Part(number, PARTS))
+    assert read_bytes[TABLES] == version.tables.nbytes
+    assert sum(read_bytes.values()) <= 1.01 * version.tables.nbytes
+    file = version.path / TABLES
+    assert file.stat().st_size == (published / "m" / "1" / TABLES).stat().st_size
+    assert file.stat().st_blocks * 512 < version.tables.nbytes + 32_768
+    own = ModelStore(published, holds=Part(number, PARTS)).load("m")
+    for name in own.tables.tables:
+        np.testing.assert_array_equal(version.tables.rows(name), own.tables.rows(name))
+    verify(version)
+    assert version.whole.fingerprint == own.whole.fingerprint
+    assert files(version.path) == [
+        "goldens.safetensors",
+        "manifest.json",
+        "plan.json",
+        TABLES,
+    ]
+
+
+def test_each_part_has_a_folder_of_its_own_that_can_be_opened(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    suffixes: dict[Holding, str] = {
+        Part(1, PARTS): "-part-1-of-4",
+        Part(2, PARTS): "-part-2-of-4",
+        NO_ROWS: "-no-rows",
+        None: "",
+    }
+    names = []
+    for holds, suffix in suffixes.items():
+        version = pull(source, cache, holds)
+        folder = version.path.parent.parent
+        assert folder.name.endswith(suffix)
+        names.append(folder.name.removesuffix(suffix))
+        again = ModelStore(folder, holds=holds).load("m", 1)
+        assert again.path == version.path
+        assert again.manifest == version.manifest
+        assert len(again.goldens().bags.ids)
+        verify(again)
+    assert len(set(names)) == 1
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 4
+
+
+def test_without_rows_no_row_is_read(
+    source: Path, tmp_path: Path, read_bytes: dict[str, int]
+) -> None:
+    (source / "m" / "1" / TABLES).unlink()
+    version = pull(source, tmp_path / "cache", NO_ROWS)
+    assert TABLES not in read_bytes
+    assert files(version.path) == [
+        "goldens.safetensors",
+        "ids.safetensors",
+        "manifest.json",
+        "plan.json",
+    ]
+    assert {*version.id_maps} == {"b"}
+    assert version.tables.nbytes == 0
+    with pytest.raises(StoreError, match=f"{TABLES}: does not exist"):
+        pull(source, tmp_path / "cache")
+
+
+def flip(source: Path, table: str, number: int) -> None:
+    """Flips a bit of the last row of a table on a part."""
+    part = ModelStore(source, holds=Part(number, PARTS)).load("m")
+    assert part.tables.file_offsets is not None
+    path = source / "m" / "1" / TABLES
+    data = bytearray(path.read_bytes())
+    data[part.tables.file_offsets[table] + part.tables.tables[table].nbytes - 1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_found_by_its_part_only(source: Path, tmp_path: Path) -> None:
+    flip(source, "a", 1)
+    with pytest.raises(StoreError, match=f"m/1/{TABLES}: table 'a': sha256 is "):
+        pull(source, tmp_path / "cache")
+    assert files(tmp_path / "cache") == []
+    verify(pull(source, tmp_path / "cache", Part(2, PARTS)))
+
+
+def test_a_flipped_bit_in_the_cache_is_found_by_verify(source: Path, tmp_path: Path) -> None:
+    version = pull(source, tmp_path / "cache")
+    path = version.path / TABLES
+    assert version.tables.file_offsets is not None
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(version.tables.file_offsets["b"])
+        byte = file.read(1)[0]
+        file.seek(version.tables.file_offsets["b"])
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(StoreError, match="table 'b': sha256 is "):
+        verify(version)
+
+
+def test_a_damaged_plan_is_found_before_rows_are_read(
+    source: Path, tmp_path: Path, read_bytes: dict[str, int]
+) -> None:
+    path = source / "m" / "1" / "plan.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(StoreError, match=r"m/1/plan\.json: sha256 is "):
+        pull(source, tmp_path / "cache")
+    assert TABLES not in read_bytes
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_another_number_of_parts_is_rejected(source: Path, tmp_path: Path, number: int) -> None:
+    with pytest.raises(StoreError, match=rf"m/1: part {number}/3 was requested, .* has 4 parts"):
+        pull(source, tmp_path / "cache", Part(number, 3))
+    assert files(tmp_path / "cache") == []
+
+
+def test_a_killed_pull_leaves_nothing_visible_and_can_be_started_again(
+    published: Path, url: str, tmp_path: Path
+) -> None:
+    upload_version(published / "m" / "1", url)
+    cache = tmp_path / "cache"
+    root = str(Path(embedserve_store.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", PULL, url, str(cache)],
+        env=os.environ | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert TABLES in files(cache)
+    (folder,) = [path for path in cache.iterdir() if path.is_dir()]
+    assert ModelStore(folder).models() == []
+    version = pull(url, cache)
+    assert files(cache) == files(version.path)
+    verify(version)
+
+
+def test_an_interrupted_pull_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    def interrupt(file: str, bytes_done: int, bytes_total: int) -> None:
+        if file == TABLES:
+            raise KeyboardInterrupt
+
+    cache = tmp_path / "cache"
+    with pytest.raises(KeyboardInterrupt):
+        ModelStore(f"file://{source}", cache, interrupt, holds=Part(1, PARTS)).load("m")
+    assert files(cache) == []
+
+
+def test_only_the_part_needs_room(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = ModelStore(source, holds=Part(1, PARTS)).load("m").tables.nbytes
+    small = sum(path.stat().st_size for path in (source / "m" / "1").iterdir())
+    small -= sum((source / "m" / "1" / name).stat().st_size for name in (TABLES, "ids.safetensors"))
+    free = shutil.disk_usage(tmp_path)._replace(free=nbytes + small - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(StoreError, match=f"needs {nbytes + small:,} bytes, the disk has "):
+        pull(source, tmp_path / "cache")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=nbytes + small))
+    pull(source, tmp_path / "cache")
+
+
+def test_progress_is_that_of_the_part(source: Path, tmp_path: Path) -> None:
+    reports: list[tuple[str, int, int]] = []
+    url = f"file://{source}"
+    store = ModelStore(url, tmp_path, lambda *report: reports.append(report), Part(1, PARTS))
+    nbytes = store.load("m").tables.nbytes
+    assert [report for report in reports if report[0] == TABLES][-1] == (TABLES, nbytes, nbytes)
+
+
+def test_old_parts_leave_the_cache(
+    published: Path, url: str, objects: s3fs.S3FileSystem, tmp_path: Path
+) -> None:
+    for number in (1, 2, 3):
+        upload_version(published / "m" / "1", url, number)
+        version = pull(url, tmp_path / "cache")
+        del version
+    (folder,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert sorted(path.name for path in (folder / "m").iterdir() if path.is_dir()) == ["2", "3"]
+
+
+def test_a_part_in_the_cache_is_opened_without_the_store(source: Path, tmp_path: Path) -> None:
+    first = pull(source, tmp_path / "cache")
+    again = pull(source, tmp_path / "cache")
+    assert again.path == first.path
+
+
+def test_a_large_part_leaves_no_pages_in_memory(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from embedserve_store.transfer import sparse_file
+
+    monkeypatch.setattr(sparse_file, "DIRECT_BYTES_MIN", 1)
+    monkeypatch.setattr(sparse_file, "SYNC_BYTES", 100_000)
+    verify(pull(source, tmp_path / "cache"))
