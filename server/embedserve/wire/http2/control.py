@@ -8,7 +8,6 @@ from embedserve.wire.http2 import frames
 from embedserve.wire.http2.frame_writer import FRAME_BYTES_TAKEN
 from embedserve.wire.http2.frames import (
     ACK,
-    FRAME_BYTES_MAX,
     GOAWAY,
     PING,
     PRIORITY,
@@ -16,11 +15,11 @@ from embedserve.wire.http2.frames import (
     RST_STREAM,
     SETTINGS,
     STREAM_MASK,
-    WINDOW_MAX,
     WINDOW_UPDATE,
     ErrorCode,
     ProtocolViolation,
     StreamError,
+    check_setting,
     violation,
 )
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
@@ -118,7 +117,7 @@ class ControlFrames:
         for start in range(0, len(payload), 6):
             number = int.from_bytes(payload[start : start + 2], "big")
             value = int.from_bytes(payload[start + 2 : start + 6], "big")
-            _check_setting(number, value)
+            check_setting(number, value)
             if number == frames.SETTINGS_INITIAL_WINDOW_SIZE:
                 window = value
             elif number == frames.SETTINGS_MAX_FRAME_SIZE:
@@ -173,15 +172,3 @@ class ControlFrames:
             if stream is None:
                 raise
             raise StreamError(stream_id, error.code, error.reason) from error
-
-
-def _check_setting(number: int, value: int) -> None:
-    """Raises ProtocolViolation for a value that the setting cannot have."""
-    if number == frames.SETTINGS_ENABLE_PUSH and value > 1:
-        raise violation(f"SETTINGS_ENABLE_PUSH is {value}")
-    if number == frames.SETTINGS_INITIAL_WINDOW_SIZE and value > WINDOW_MAX:
-        raise ProtocolViolation(
-            ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {value}"
-        )
-    if number == frames.SETTINGS_MAX_FRAME_SIZE and not FRAME_BYTES_MAX <= value < 1 << 24:
-        raise violation(f"SETTINGS_MAX_FRAME_SIZE is {value}")

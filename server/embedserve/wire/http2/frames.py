@@ -84,6 +84,18 @@ def violation(reason: str) -> ProtocolViolation:
     return ProtocolViolation(ErrorCode.PROTOCOL_ERROR, reason)
 
 
+def check_setting(number: int, value: int) -> None:
+    """Raises ProtocolViolation for a value that the setting cannot have."""
+    if number == SETTINGS_ENABLE_PUSH and value > 1:
+        raise violation(f"SETTINGS_ENABLE_PUSH is {value}")
+    if number == SETTINGS_INITIAL_WINDOW_SIZE and value > WINDOW_MAX:
+        raise ProtocolViolation(
+            ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {value}"
+        )
+    if number == SETTINGS_MAX_FRAME_SIZE and not FRAME_BYTES_MAX <= value < 1 << 24:
+        raise violation(f"SETTINGS_MAX_FRAME_SIZE is {value}")
+
+
 def without_padding(payload: bytes, flags: int) -> bytes:
     """Returns the payload of DATA or HEADERS without its padding.
 

@@ -1,0 +1,57 @@
+"""Header blocks of calls, encoded in advance for each method and timeout."""
+
+from __future__ import annotations
+
+from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http_stream import Headers
+
+MICROSECONDS_MAX = 99_999_999
+"""Longest timeout in the header: grpc-timeout has at most 8 digits."""
+TIMEOUT_BITS = 4
+"""Significant bits of a timeout in the header. Shards cache the decoded headers of 64 blocks, so
+the timeouts sent are few; each is rounded up by at most an eighth."""
+BLOCKS_MAX = 512
+"""Header blocks cached for a method; TIMEOUT_BITS allow fewer."""
+
+
+class CallHeaders:
+    """Header blocks of the calls of one method at one shard."""
+
+    __slots__ = ("_blocks", "_start")
+
+    def __init__(
+        self, authority: str, path: str, *, scheme: str = "http", metadata: Headers | None = None
+    ) -> None:
+        """
+        Args:
+            authority: host and port of the shard.
+            path: service and method, such as "/package.Service/Method".
+            scheme: "http", or "https" over TLS.
+            metadata: further headers of every call, such as authorization; names in lower case.
+        """
+        self._start = encode(
+            [
+                (b":method", b"POST"),
+                (b":scheme", scheme.encode()),
+                (b":path", path.encode()),
+                (b":authority", authority.encode()),
+                (b"content-type", b"application/grpc"),
+                (b"te", b"trailers"),
+                *(metadata or []),
+            ]
+        )
+        self._blocks: dict[int, bytes] = {}
+
+    def block(self, timeout_s: float) -> bytes:
+        """Returns the header block of a call with ``timeout_s`` seconds, rounded up."""
+        microseconds = min(max(1, int(timeout_s * 1e6)), MICROSECONDS_MAX)
+        shift = max(0, microseconds.bit_length() - TIMEOUT_BITS)
+        steps = -(-microseconds >> shift)
+        return self._blocks.get(steps << shift) or self._encode(steps << shift)
+
+    def _encode(self, microseconds: int) -> bytes:
+        value = b"%du" % min(microseconds, MICROSECONDS_MAX)
+        block = self._start + encode([(b"grpc-timeout", value)])
+        if len(self._blocks) < BLOCKS_MAX:
+            self._blocks[microseconds] = block
+        return block

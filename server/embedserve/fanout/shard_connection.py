@@ -1,0 +1,277 @@
+"""A connection to one shard, as asyncio protocol, from its connect to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol, cast
+
+from embedserve.fanout.call_headers import CallHeaders
+from embedserve.fanout.client_stream import OnReply
+from embedserve.fanout.http2_client import LOST, Http2Client
+from embedserve.wire.http2 import frames
+from embedserve.wire.http_stream import Headers
+
+SERVICE = "/embedserve.v1.EmbeddingService/"
+CONNECT_S_MAX = 5.0
+"""Seconds until the connection is made, and again until the shard's SETTINGS must arrive."""
+CHECK_S = 1.0
+"""Seconds between two checks of the keep-alive."""
+SILENCE_S_MAX = 2.0
+"""Seconds without a received byte, while calls are in flight, after which a ping is sent."""
+PING_S_MAX = 3.0
+"""Seconds that a shard may take to answer the ping; then the connection counts as lost."""
+KEEPALIVE_PING = b"keep-ali"
+RESPONSE_BYTES_MAX = 64 << 20
+
+Address = tuple[str, int]
+
+
+def shown(address: Address) -> str:
+    """Returns the address as HOST:PORT; IPv6 addresses in brackets."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class CallHandle(Protocol):
+    """A call in flight."""
+
+    def cancel(self) -> None:
+        """Cancels the call: its callback is not called. Does nothing after the reply."""
+
+
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """Options of the connections to all shards.
+
+    Attributes:
+        ssl_context: TLS context; None: no TLS.
+        server_hostname: name that the shard's certificate must have; "": the host's.
+        metadata: headers of every call, such as authorization; names in lower case.
+        response_bytes_max: limit of a response message.
+    """
+
+    ssl_context: ssl.SSLContext | None = None
+    server_hostname: str = ""
+    metadata: Headers = field(default_factory=list)
+    response_bytes_max: int = RESPONSE_BYTES_MAX
+
+
+class ShardConnection(asyncio.Protocol):
+    """A connection to a shard. It connects once; a lost one is replaced by a new object.
+
+    Attributes:
+        address: host and port of the shard.
+        last_received_s: time.monotonic() when bytes arrived last.
+        reason: why the connection is not ready.
+    """
+
+    __slots__ = (
+        "_client",
+        "_connecting",
+        "_embed",
+        "_has_ended",
+        "_is_ready",
+        "_list_models",
+        "_loop",
+        "_on_end",
+        "_on_ready",
+        "_options",
+        "_pinged_s",
+        "_start_s",
+        "_timer",
+        "_transport",
+        "address",
+        "last_received_s",
+        "reason",
+    )
+
+    def __init__(
+        self,
+        address: Address,
+        options: ConnectionOptions,
+        on_ready: Callable[[], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        """Begins to connect.
+
+        Args:
+            address: host and port of the shard.
+            options: options of the connection.
+            on_ready: called once, when calls may begin.
+            on_end: called once with the reason, when calls may not or no longer begin: the
+                connection cannot be made, is lost or drains. Calls that end with the connection
+                get their replies afterwards.
+        """
+        self.address = address
+        self.last_received_s = self._start_s = monotonic()
+        self.reason = "connecting"
+        self._options, self._on_ready, self._on_end = options, on_ready, on_end
+        self._client: Http2Client | None = None
+        self._transport: asyncio.Transport | None = None
+        self._is_ready = self._has_ended = False
+        self._pinged_s = 0.0
+        self._timer: asyncio.TimerHandle
+        scheme = "http" if options.ssl_context is None else "https"
+        self._embed, self._list_models = (
+            CallHeaders(shown(address), SERVICE + name, scheme=scheme, metadata=options.metadata)
+            for name in ("Embed", "ListModels")
+        )
+        self._loop = asyncio.get_running_loop()
+        self._connecting = self._loop.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        host, port = self.address
+        context = self._options.ssl_context
+        name = None if context is None else self._options.server_hostname or host
+        try:
+            async with asyncio.timeout(CONNECT_S_MAX):
+                await self._loop.create_connection(
+                    lambda: self, host, port, ssl=context, server_hostname=name
+                )
+        except TimeoutError:
+            self._end(f"no connection within {CONNECT_S_MAX:g} s")
+        except (OSError, ssl.SSLError) as error:
+            self._end(f"cannot connect: {error}")
+
+    # Calls
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether calls may begin."""
+        return self._is_ready
+
+    @property
+    def in_flight(self) -> int:
+        """Number of calls in flight."""
+        return 0 if self._client is None else self._client.in_flight
+
+    def call(
+        self,
+        message: Sequence[bytes],
+        timeout_s: float,
+        on_done: OnReply,
+        metadata: bytes = b"",
+    ) -> CallHandle:
+        """Calls Embed. ``on_done`` is called later and exactly once, unless the call is cancelled.
+
+        Args:
+            message: chunks of the serialized EmbedRequest.
+            timeout_s: value of grpc-timeout. The caller cancels the call when it has passed.
+            on_done: callback for the reply.
+            metadata: further headers, encoded by ``header_blocks.encode``.
+
+        Raises:
+            ConnectionError: the connection is not ready.
+        """
+        if not self._is_ready:
+            raise ConnectionError(self.reason)
+        assert self._client is not None
+        return self._client.call(self._embed.block(timeout_s) + metadata, message, on_done)
+
+    def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:
+        """Calls ListModels; like ``call``."""
+        if not self._is_ready:
+            raise ConnectionError(self.reason)
+        assert self._client is not None
+        return self._client.call(self._list_models.block(timeout_s), (), on_done)
+
+    def ping(self) -> None:
+        """Sends a PING; its answer sets ``last_received_s``."""
+        if self._is_ready and self._client is not None:
+            self._client.write(frames.ping(KEEPALIVE_PING))
+
+    def finish(self, reason: str) -> None:
+        """Accepts no more calls, and closes the connection after those in flight."""
+        if self._client is None:
+            self._connecting.cancel()
+            self._end(reason)
+        else:
+            self._client.finish(reason)
+
+    def close(self, reason: str) -> None:
+        """Closes the connection; calls in flight fail."""
+        if self._client is None:
+            self._connecting.cancel()
+            self._end(reason)
+        else:
+            self._client.close(reason)
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not of that class
+        if self._has_ended:
+            self._transport.abort()
+            return
+        self._start_s = monotonic()
+        limit = self._options.response_bytes_max
+        self._client = Http2Client(self._transport.write, limit, self._on_change)
+        self._timer = self._loop.call_later(CHECK_S, self._check_time)
+
+    def data_received(self, data: bytes) -> None:
+        self.last_received_s = monotonic()
+        if self._client is not None:
+            self._client.receive(data)
+
+    def pause_writing(self) -> None:
+        if self._client is not None:
+            self._client.pause()
+
+    def resume_writing(self) -> None:
+        if self._client is not None:
+            self._client.resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._client is not None:
+            self._timer.cancel()
+            self._client.write = _discard
+            self._client.close(f"{LOST}: {exc}" if exc else LOST)
+
+    def _on_change(self) -> None:
+        """Passes on the client's new state."""
+        client = self._client
+        if client is None:
+            return
+        if client.is_draining:
+            self._end(client.reason)
+        elif client.is_begun:
+            self._is_ready, self.reason = True, ""
+            self._on_ready()
+        if client.is_closed and self._transport is not None:
+            client.write = _discard
+            self._transport.close()
+
+    def _end(self, reason: str) -> None:
+        self._is_ready = False
+        if not self._has_ended:
+            self._has_ended, self.reason = True, reason
+            self._on_end(reason)
+
+    def _check_time(self) -> None:
+        """Sends pings while calls are in flight, and ends a connection that answers none."""
+        client = self._client
+        assert client is not None
+        if client.is_closed:
+            assert self._transport is not None
+            self._transport.abort()  # the shard has not read the rest
+            return
+        self._timer = self._loop.call_later(CHECK_S, self._check_time)
+        now_s = monotonic()
+        if not client.is_begun:
+            if now_s - self._start_s > CONNECT_S_MAX:
+                client.close(f"no SETTINGS within {CONNECT_S_MAX:g} s")
+        elif not client.in_flight or now_s - self.last_received_s < SILENCE_S_MAX:
+            self._pinged_s = 0.0
+        elif not self._pinged_s:
+            self._pinged_s = now_s
+            client.write(frames.ping(KEEPALIVE_PING))
+        elif now_s - self._pinged_s > PING_S_MAX:
+            client.close(f"no answer to a ping within {PING_S_MAX:g} s")
+
+
+def _discard(data: bytes) -> None:
+    """Drops what would be sent on a closed connection."""

@@ -1,0 +1,67 @@
+"""Shards that answer Embed with constant replies: gRPC's own server, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+SHARD = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+
+def embed(message, context):
+    if message == b"fail":
+        context.set_trailing_metadata((("retry-after", "7"),))
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full: %")
+    if message == b"sleep":
+        time.sleep(20)
+    if message == b"left":
+        return b"%f" % context.time_remaining()
+    if message == b"metadata":
+        return repr(sorted(context.invocation_metadata())).encode()
+    return message * int(sys.argv[2])
+
+class Handler(grpc.GenericRpcHandler):
+    def service(self, details):
+        if details.method == "/embedserve.v1.EmbeddingService/ListModels":
+            return grpc.unary_unary_rpc_method_handler(lambda message, context: b"models")
+        if details.method == "/embedserve.v1.EmbeddingService/Embed":
+            return grpc.unary_unary_rpc_method_handler(embed)
+
+options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+server = grpc.server(ThreadPoolExecutor(8), (Handler(),), options=options)
+port = server.add_insecure_port("127.0.0.1:" + sys.argv[1])
+server.start()
+print(port, flush=True)
+server.wait_for_termination()
+"""
+
+
+@dataclass
+class GrpcShard:
+    """A running process, and its port."""
+
+    process: asyncio.subprocess.Process
+    port: int
+
+
+@asynccontextmanager
+async def grpc_shard(repeats: int = 1, port: int = 0) -> AsyncIterator[GrpcShard]:
+    """A shard that repeats the request message ``repeats`` times; killed at the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SHARD, str(port), str(repeats), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        yield GrpcShard(process, int(line))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

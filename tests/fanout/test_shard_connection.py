@@ -1,0 +1,205 @@
+"""Connections to real servers: gRPC's and embedserve's, a killed and a stopped one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from certificates import Authority, client_context
+from fanout.shards import grpc_shard
+from server.fake_engine import FEATURES, FakeEngine
+from server.live import live_server, make_pipeline, serving
+
+from embedserve.fanout import shard_connection
+from embedserve.fanout.reply import (
+    CANCELLED,
+    DEADLINE_EXCEEDED,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    Reply,
+)
+from embedserve.fanout.shard_connection import ConnectionOptions, ShardConnection, shown
+from embedserve.wire.http2.header_blocks import encode
+from embedserve_proto.embedding_pb2 import EmbedRequest, EmbedResponse, ListModelsResponse
+
+WAIT_S = 30
+
+
+class Connected:
+    """A connection to a port of this host, whose calls are awaited."""
+
+    def __init__(self, port: int, options: ConnectionOptions | None = None) -> None:
+        self.ready = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.reason = ""
+        self.connection = ShardConnection(
+            ("127.0.0.1", port), options or ConnectionOptions(), self.ready.set, self._on_end
+        )
+
+    def _on_end(self, reason: str) -> None:
+        assert not self.ended.is_set()
+        self.reason = reason
+        self.ended.set()
+
+    async def begin(self) -> ShardConnection:
+        await asyncio.wait_for(self.ready.wait(), WAIT_S)
+        return self.connection
+
+    async def call(self, *message: bytes, timeout_s: float = 10, metadata: bytes = b"") -> Reply:
+        return await reply_to(
+            lambda on_done: self.connection.call(message, timeout_s, on_done, metadata)
+        )
+
+    async def end(self) -> str:
+        await asyncio.wait_for(self.ended.wait(), WAIT_S)
+        assert not self.connection.is_ready
+        return self.reason
+
+
+async def reply_to(start: Callable[[Callable[[Reply], None]], object]) -> Reply:
+    future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    start(future.set_result)
+    assert not future.done()
+    return await asyncio.wait_for(future, WAIT_S)
+
+
+async def test_grpc_answers() -> None:
+    async with grpc_shard(repeats=1000) as shard:
+        options = ConnectionOptions(metadata=[(b"authorization", b"Bearer x")])
+        connected = Connected(shard.port, options)
+        connection = await connected.begin()
+        assert await connected.call(b"ab", b"c") == Reply(0, "", b"abc" * 1000)
+        large = bytes(range(256)) * 4
+        replies = await asyncio.gather(*[connected.call(large) for _ in range(150)])
+        assert {reply.payload for reply in replies} == {large * 1000}
+        assert await connected.call(b"fail") == Reply(
+            RESOURCE_EXHAUSTED, "full: %", retry_after_s=7
+        )
+        sent = encode([(b"traceparent", b"00-1")])
+        reply = await connected.call(b"metadata", metadata=sent)
+        assert b"'authorization', value='Bearer x'" in reply.payload
+        assert b"'traceparent', value='00-1'" in reply.payload
+        reply = await connected.call(b"left", timeout_s=5)
+        assert 1 < float(reply.payload) <= 5.7
+        assert (await reply_to(lambda done: connection.list_models(5, done))).payload == b"models"
+        assert (await connected.call(b"sleep", timeout_s=0.1)).status in (
+            DEADLINE_EXCEEDED,
+            CANCELLED,
+        )
+        assert connection.in_flight == 0
+        connection.finish("done")
+        assert await connected.end() == "done"
+
+
+async def test_a_large_request_of_grpc_fits_its_windows() -> None:
+    async with grpc_shard() as shard:
+        connected = Connected(shard.port)
+        await connected.begin()
+        message = bytes(range(256)) * 20_000
+        replies = await asyncio.gather(*[connected.call(message) for _ in range(3)])
+        assert [reply.payload == message for reply in replies] == [True] * 3
+        connected.connection.close("done")
+
+
+async def test_a_killed_shard_fails_its_calls() -> None:
+    async with grpc_shard() as shard:
+        connected = Connected(shard.port)
+        await connected.begin()
+        call = asyncio.create_task(connected.call(b"sleep"))
+        await connected.call(b"x")
+        shard.process.kill()
+        reply = await call
+        assert (reply.status, reply.is_lost) == (UNAVAILABLE, True)
+        assert await connected.end() == reply.message
+        with pytest.raises(ConnectionError):
+            connected.connection.call((b"x",), 1, print)
+    refused = Connected(shard.port)
+    assert "cannot connect" in await refused.end()
+
+
+async def test_a_stopped_shard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHECK_S", "SILENCE_S_MAX", "PING_S_MAX"):
+        monkeypatch.setattr(shard_connection, name, 0.1)
+    async with grpc_shard() as shard:
+        connected = Connected(shard.port)
+        await connected.begin()
+        shard.process.send_signal(signal.SIGSTOP)
+        reply = await connected.call(b"x")
+        assert reply.message == "no answer to a ping within 0.1 s"
+        assert await connected.end() == reply.message
+
+
+async def test_a_slow_shard_that_answers_pings_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHECK_S", "SILENCE_S_MAX"):
+        monkeypatch.setattr(shard_connection, name, 0.05)
+    async with grpc_shard() as shard:
+        connected = Connected(shard.port)
+        connection = await connected.begin()
+        call = connection.call((b"sleep",), 20, print)
+        await asyncio.sleep(0.5)
+        assert connection.is_ready
+        call.cancel()
+        assert (await connected.call(b"x")).payload == b"x"
+        connection.close("done")
+
+
+async def test_a_port_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_connection, "CONNECT_S_MAX", 0.1)
+    monkeypatch.setattr(shard_connection, "CHECK_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connected = Connected(silent.getsockname()[1])
+        assert await connected.end() == "no SETTINGS within 0.1 s"
+
+
+async def test_closed_while_connecting() -> None:
+    connected = Connected(1)
+    connected.connection.close("not needed")
+    assert await connected.end() == "not needed"
+
+
+def embed_request(model: str = "") -> bytes:
+    message = EmbedRequest(model=model, keys=list(FEATURES)[:1], ids=[1, 2], lengths=[1, 1])
+    return message.SerializeToString()
+
+
+async def test_embedserve_answers() -> None:
+    async with live_server(FakeEngine()) as live:
+        connected = Connected(int(live.grpc_target.rpartition(":")[2]))
+        connection = await connected.begin()
+        reply = await reply_to(lambda done: connection.list_models(5, done))
+        assert ListModelsResponse.FromString(reply.payload).models
+        replies = await asyncio.gather(*[connected.call(embed_request()) for _ in range(300)])
+        assert len({reply.payload for reply in replies}) == 1
+        assert EmbedResponse.FromString(replies[0].payload).batch_size == 2
+        unknown = await connected.call(embed_request("none"))
+        assert (unknown.status, unknown.payload) == (5, b"")
+        connection.call((embed_request(),), 5, print).cancel()
+        assert await connected.call(embed_request()) == replies[0]
+        assert connection.in_flight == 0
+    assert "closes the connection" in await connected.end()
+
+
+async def test_embedserve_answers_over_tls(tmp_path: Path) -> None:
+    authority = Authority()
+    certificate, key = authority.sign("shard").write(tmp_path, "shard")
+    with ThreadPoolExecutor(1) as executor:
+        pipeline = make_pipeline(FakeEngine(), executor=executor)
+        async with serving(pipeline, tls=(str(certificate), str(key))) as live:
+            port = int(live.grpc_target.rpartition(":")[2])
+            connected = Connected(port, ConnectionOptions(client_context(authority.root)))
+            await connected.begin()
+            assert (await connected.call(embed_request())).status == 0
+            context = client_context(Authority().root)
+            stranger = Connected(port, ConnectionOptions(context))
+            assert "certificate verify failed" in await stranger.end()
+            connected.connection.finish("done")
+            await connected.end()
+
+
+def test_addresses_are_shown_with_brackets() -> None:
+    assert shown(("::1", 5)) == "[::1]:5"
