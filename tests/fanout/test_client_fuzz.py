@@ -45,7 +45,8 @@ def test_any_frames_lose_no_call(
     received = bytearray()
     for part in parts:
         if part == b"call" and not peer.client.is_draining:
-            calls[peer.calls] = peer.call(b"y" * 10)
+            call = peer.call(b"y" * 10)
+            calls[peer.calls - 1] = call
         elif part == b"cancel" and calls:
             number, call = calls.popitem()
             if number not in peer.replies:

@@ -1,0 +1,240 @@
+"""Discovery of shards: the addresses of each part's replicas, from DNS or from a file.
+
+``--shards`` names the source: ``dns:NAME-{part}:PORT`` or ``file:PATH``. Addresses that were found
+once stay in use while a source fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from embedserve.fanout.shard_connection import Address
+from embedserve.file_reloader import FileReloader
+from embedserve.periodic import repeat
+
+logger = logging.getLogger(__name__)
+
+DNS_S = 2.0
+"""Seconds between two resolutions of the names."""
+DNS_S_MAX = 5.0
+"""Seconds that a resolution may take; then the former addresses stay."""
+FILE_S = 1.0
+"""Seconds between two polls of the file."""
+PART = "{part}"
+EXPECTED = "expected dns:NAME-{part}:PORT or file:PATH"
+
+OnAddresses = Callable[[int, list[Address]], None]
+"""Takes the number of a part and the addresses of its replicas; ``PartClient.set_addresses``."""
+Resolve = Callable[[str, int], Awaitable[list[Address]]]
+"""Returns the addresses of a host name and port. Raises OSError."""
+
+
+@dataclass(frozen=True)
+class DnsShards:
+    """Shards whose addresses are those of a DNS name for each part.
+
+    Attributes:
+        name: host name with ``{part}``.
+        port: port of every replica.
+    """
+
+    name: str
+    port: int
+
+
+@dataclass(frozen=True)
+class FileShards:
+    """Shards whose addresses are in a JSON file: ``{"0": ["host:port"], "1": …}``.
+
+    Attributes:
+        path: path of the file, which is read again when it changes.
+    """
+
+    path: str
+
+
+ShardSource: TypeAlias = DnsShards | FileShards
+
+
+def parse_shards(value: str) -> ShardSource:
+    """Parses the value of ``--shards``.
+
+    Raises:
+        ValueError: the value is malformed; the message names it.
+    """
+    kind, _, rest = value.partition(":")
+    if kind == "file" and rest:
+        return FileShards(rest)
+    if kind != "dns":
+        raise ValueError(f"--shards is {value!r}, {EXPECTED}")
+    try:
+        name, port = parse_address(rest)
+    except ValueError as error:
+        raise ValueError(f"--shards is {value!r}: {error}; {EXPECTED}") from error
+    if PART not in name:
+        raise ValueError(f"--shards is {value!r}: the name lacks {PART}; {EXPECTED}")
+    return DnsShards(name, port)
+
+
+def parse_address(value: str) -> Address:
+    """Parses HOST:PORT; an IPv6 address is in brackets.
+
+    Raises:
+        ValueError: the value is malformed; the message names it.
+    """
+    host, _, port = value.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"{value!r} is an IPv6 address without brackets")
+    if not host or any(character.isspace() for character in host):
+        raise ValueError(f"{value!r} is not HOST:PORT")
+    if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 1 << 16):
+        raise ValueError(f"{value!r} has no port from 1 to 65535")
+    return host, int(port)
+
+
+def read_shards(path: str, parts: int) -> list[list[Address]]:
+    """Reads the addresses of the replicas of each part from a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: its content is malformed, or names other parts; the message says which.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not an object of parts")
+    expected = [str(part) for part in range(parts)]
+    if wrong := set(content).symmetric_difference(expected):
+        shown = ", ".join(sorted(wrong)[:5])
+        raise ValueError(
+            f"{path} must have the parts 0 to {parts - 1}; missing or unknown: {shown}"
+        )
+    return [_read_part(path, part, content[part]) for part in expected]
+
+
+def _read_part(path: str, part: str, values: object) -> list[Address]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{path}: part {part} is not a list of HOST:PORT")
+    try:
+        return list(dict.fromkeys(map(parse_address, values)))
+    except ValueError as error:
+        raise ValueError(f"{path}: part {part}: {error}") from error
+
+
+async def resolve(host: str, port: int) -> list[Address]:
+    """Returns the addresses of a host name, resolved in a thread. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({(str(address[0]), port) for *_, address in found})
+
+
+class DnsDiscovery:
+    """Resolves the name of each part periodically."""
+
+    def __init__(
+        self,
+        source: DnsShards,
+        parts: int,
+        on_addresses: OnAddresses,
+        resolve: Resolve = resolve,
+    ) -> None:
+        """
+        Args:
+            source: name with ``{part}``, and port.
+            parts: number of parts.
+            on_addresses: called for each part whose addresses have changed.
+            resolve: resolves one name.
+        """
+        self._source = source
+        self._on_addresses = on_addresses
+        self._resolve = resolve
+        self._found: dict[int, list[Address]] = {}
+        self._faults = [""] * parts
+
+    async def poll(self) -> None:
+        """Resolves the names of all parts concurrently."""
+        await asyncio.gather(*map(self._poll_part, range(len(self._faults))))
+
+    async def _poll_part(self, part: int) -> None:
+        name = self._source.name.replace(PART, str(part))
+        try:
+            async with asyncio.timeout(DNS_S_MAX):
+                found = await self._resolve(name, self._source.port)
+        except (OSError, UnicodeError) as error:  # a TimeoutError is an OSError
+            fault = str(error) or f"no answer within {DNS_S_MAX:g} s"
+            if fault != self._faults[part]:
+                logger.warning("part %d: cannot resolve %s: %s", part, name, fault)
+            self._faults[part] = fault
+            return
+        if self._faults[part]:
+            logger.info("part %d: %s is resolved again", part, name)
+            self._faults[part] = ""
+        if found != self._found.get(part):
+            self._found[part] = found
+            self._on_addresses(part, found)
+
+    async def run(self) -> None:
+        """Polls immediately and then every DNS_S, until it is cancelled."""
+        await self.poll()
+        await repeat(DNS_S, self.poll)
+
+
+class FileDiscovery:
+    """Reads the addresses from a file, and again when it changes."""
+
+    def __init__(self, source: FileShards, parts: int, on_addresses: OnAddresses) -> None:
+        """Reads the file.
+
+        Args:
+            source: path of the file.
+            parts: number of parts.
+            on_addresses: called for each part whose addresses have changed.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: from ``read_shards``.
+        """
+        self._found: Sequence[list[Address]] = [[] for _ in range(parts)]
+        self._on_addresses = on_addresses
+        self._reloader = FileReloader(
+            "--shards", [source.path], lambda: read_shards(source.path, parts), self._adopt
+        )
+
+    def _adopt(self, found: list[list[Address]]) -> None:
+        former, self._found = self._found, found
+        for part, addresses in enumerate(found):
+            if addresses != former[part]:
+                self._on_addresses(part, addresses)
+
+    async def poll(self) -> None:
+        """Reads the file if it has changed. Malformed content is logged once, and ignored."""
+        await self._reloader.poll()
+
+    async def run(self) -> None:
+        """Polls every FILE_S, until it is cancelled."""
+        await repeat(FILE_S, self.poll)
+
+
+def discover(
+    source: ShardSource, parts: int, on_addresses: OnAddresses
+) -> DnsDiscovery | FileDiscovery:
+    """Returns the discovery of a source; ``run`` it as a task.
+
+    Raises:
+        OSError: the file of the source cannot be read.
+        ValueError: it is malformed.
+    """
+    if isinstance(source, DnsShards):
+        return DnsDiscovery(source, parts, on_addresses)
+    return FileDiscovery(source, parts, on_addresses)

@@ -1,0 +1,295 @@
+"""A look-up of one part: the calls of its replicas until one answers.
+
+A look-up begins with one call. A slow call is hedged, a hung one is repeated elsewhere, and a
+failed one is retried. The first answer wins, and the other calls are cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from embedserve.fanout.client_stream import OnReply
+from embedserve.fanout.part_stats import (
+    CANCELLED_OUTCOME,
+    OTHER_OUTCOME,
+    OUTCOME_BY_STATUS,
+    VersionKey,
+)
+from embedserve.fanout.replica import Replica
+from embedserve.fanout.reply import (
+    DEADLINE_EXCEEDED,
+    OK,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    Reply,
+    lost,
+)
+from embedserve.fanout.shard_connection import CallHandle
+
+if TYPE_CHECKING:
+    from embedserve.fanout.replicas import PartClient
+
+RETRYABLE = (UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED)
+"""Statuses after which another replica may answer."""
+HEDGE, HANG, END = range(3)
+"""Deadlines of an attempt, in order."""
+
+
+class Attempt:
+    """A call of one replica.
+
+    Attributes:
+        replica: the replica.
+        start_s: when the call began.
+        is_over: whether the call has ended.
+    """
+
+    __slots__ = ("_end_s", "_handle", "_look_up", "_next", "is_over", "replica", "start_s")
+
+    def __init__(self, look_up: LookUp, replica: Replica, now_s: float, first: int) -> None:
+        """Calls the replica.
+
+        Args:
+            look_up: look-up that the call is part of.
+            replica: replica with a connection.
+            now_s: present time.
+            first: HEDGE if the call may be hedged, otherwise HANG.
+        """
+        part = look_up.part
+        connection = replica.connection
+        assert connection is not None
+        self.is_over = False
+        self.replica, self.start_s = replica, now_s
+        self._look_up, self._next = look_up, first
+        timeout_s = min(part.options.call_timeout_s, look_up.deadline_s - now_s)
+        self._end_s = now_s + timeout_s
+        self._handle: CallHandle = connection.call(
+            look_up.message, timeout_s, self._on_reply, look_up.metadata
+        )
+        self._set_timer(now_s, now_s)
+
+    def cancel(self) -> None:
+        self.is_over = True
+        self._handle.cancel()
+
+    def _set_timer(self, since_s: float, now_s: float) -> None:
+        """Sets the timer for the next deadline, counted from ``since_s``."""
+        part, due_s = self._look_up.part, self._end_s
+        if self._next == HEDGE:
+            due_s = min(due_s, since_s + part.recent.hedge_s)
+        elif self._next == HANG:
+            due_s = min(due_s, since_s + part.recent.hung_s)
+        part.timers.push(due_s, self, now_s)
+
+    def on_due(self, now_s: float) -> None:
+        """Handles the next deadline of the call."""
+        if now_s >= self._end_s:
+            self.cancel()
+            self._look_up.on_timeout(self, now_s)
+        elif self._next == HEDGE:
+            self._next = HANG
+            self._set_timer(self.start_s, now_s)
+            self._look_up.hedge(now_s)
+        else:
+            if self._look_up.on_hang(self, now_s):
+                self._next = END
+            self._set_timer(now_s, now_s)
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether the replica has sent nothing at all during the later half of the call."""
+        connection = self.replica.connection
+        return connection is not None and connection.last_received_s < (self.start_s + now_s) / 2
+
+    def _on_reply(self, reply: Reply) -> None:
+        self.is_over = True
+        self._look_up.on_reply(self, reply)
+
+
+class LookUp:
+    """A look-up. ``cancel`` ends it without a reply.
+
+    Attributes:
+        part: part that is looked up.
+        message: chunks of the request message.
+        metadata: encoded headers of the calls.
+        deadline_s: time.monotonic() at which the look-up fails.
+        is_over: whether the look-up has ended.
+    """
+
+    __slots__ = (
+        "_attempts",
+        "_hedge",
+        "_key",
+        "_nbytes",
+        "_on_done",
+        "_rejections",
+        "_reply",
+        "_start_s",
+        "_tried",
+        "deadline_s",
+        "is_over",
+        "message",
+        "metadata",
+        "part",
+    )
+
+    def __init__(
+        self,
+        part: PartClient,
+        key: VersionKey,
+        message: Sequence[bytes],
+        deadline_s: float,
+        on_done: OnReply,
+        metadata: bytes,
+    ) -> None:
+        self.part, self._key, self.message = part, key, message
+        self.metadata, self.deadline_s, self._on_done = metadata, deadline_s, on_done
+        self.is_over = False
+        self._nbytes = sum(map(len, message))
+        self._attempts: list[Attempt] = []
+        self._tried: list[Replica] = []
+        self._hedge: Attempt | None = None
+        self._rejections = 0
+        self._reply: Reply | None = None  # to fail with, once nothing is left to try
+        self._start_s = 0.0
+
+    def start(self, now_s: float) -> None:
+        """Makes the first call. A look-up that fails at once does so from the timer."""
+        part = self.part
+        self._start_s = now_s
+        stats = part.stats
+        stats.in_flight += 1
+        stats.bytes_in_flight += self._nbytes
+        if now_s >= self.deadline_s:
+            self._reply = self._late()
+        else:
+            replica = part.choose(self._key)
+            if replica is not None:
+                self._call(replica, now_s, HEDGE)
+                return
+            self._reply = Reply(UNAVAILABLE, part.why_unavailable(self._key))
+        part.timers.push(now_s, self, now_s)
+
+    def on_due(self, now_s: float) -> None:
+        """Fails a look-up that made no call."""
+        assert self._reply is not None
+        self._finish(self._reply, now_s)
+
+    def cancel(self) -> None:
+        """Cancels the calls; there is no reply. Does nothing after the reply."""
+        if not self.is_over:
+            self._end(CANCELLED_OUTCOME, self.part.clock())
+
+    def _call(self, replica: Replica, now_s: float, first: int) -> Attempt:
+        stats = self.part.stats
+        stats.attempts += 1
+        stats.bytes_sent += self._nbytes
+        self._tried.append(replica)
+        attempt = Attempt(self, replica, now_s, first)
+        self._attempts.append(attempt)
+        return attempt
+
+    # Events of calls
+
+    def hedge(self, now_s: float) -> None:
+        """Calls a second replica, as the first is slow, if the budget allows it."""
+        part = self.part
+        replica = part.choose(self._key, self._tried, is_optional=True)
+        if replica is not None and part.hedges.try_take():
+            part.stats.hedges += 1
+            self._hedge = self._call(replica, now_s, HANG)
+
+    def on_hang(self, attempt: Attempt, now_s: float) -> bool:
+        """Calls another replica, as ``attempt`` hangs. Returns whether it did.
+
+        A silent replica is avoided from now on, and the budget is not asked. A replica that answers
+        other calls is slow or overloaded, and a budget keeps the load of the part in bounds.
+        """
+        part, is_silent = self.part, attempt.is_silent(now_s)
+        if is_silent:
+            attempt.replica.mark_hung(now_s)
+        replica = part.choose(self._key, self._tried, is_optional=not is_silent)
+        if replica is None or not (is_silent or part.retries.try_take()):
+            return False
+        part.stats.hung += is_silent
+        part.stats.retries += not is_silent
+        self._call(replica, now_s, HANG)
+        return True
+
+    def on_timeout(self, attempt: Attempt, now_s: float) -> None:
+        """Handles a call without an answer in time."""
+        if now_s >= self.deadline_s:
+            self._finish(self._late(), now_s)
+        else:
+            timeout_s = self.part.options.call_timeout_s
+            text = f"{self.part}: no response within {timeout_s:g} s"
+            self._on_failure(attempt, Reply(DEADLINE_EXCEEDED, text), now_s)
+
+    def on_reply(self, attempt: Attempt, reply: Reply) -> None:
+        """Handles the reply to a call: returns it to the caller, or calls another replica."""
+        now_s = self.part.clock()
+        status = reply.status
+        if status == OK:
+            self.part.recent.add(now_s - attempt.start_s)
+            self.part.stats.bytes_received += len(reply.payload)
+            if attempt is self._hedge:
+                self.part.stats.hedge_wins += 1
+        elif status in RETRYABLE:
+            self._on_failure(attempt, reply, now_s)
+            return
+        self._attempts.remove(attempt)
+        self._finish(reply, now_s)
+
+    def _on_failure(self, attempt: Attempt, reply: Reply, now_s: float) -> None:
+        part = self.part
+        self._attempts.remove(attempt)
+        if reply.is_lost:
+            reply = lost(f"{part}: {reply.message}")
+        self._rejections += reply.status == RESOURCE_EXHAUSTED
+        if _outranks(reply, self._reply):
+            self._reply = reply
+        if now_s >= self.deadline_s:
+            self._finish(self._late(), now_s)
+            return
+        if self._rejections < 2:
+            replica = part.choose(self._key, self._tried)
+            if replica is not None and (reply.is_lost or part.retries.try_take()):
+                part.stats.retries += 1
+                self._call(replica, now_s, HANG)
+                return
+        if not self._attempts:
+            assert self._reply is not None
+            self._finish(self._reply, now_s)
+
+    def _late(self) -> Reply:
+        return Reply(DEADLINE_EXCEEDED, f"{self.part}: the deadline has passed")
+
+    # Ends
+
+    def _finish(self, reply: Reply, now_s: float) -> None:
+        self._end(OUTCOME_BY_STATUS.get(reply.status, OTHER_OUTCOME), now_s)
+        self._on_done(reply)
+
+    def _end(self, outcome: str, now_s: float) -> None:
+        """Cancels the other calls. The slow ones count as latencies, which are at least so long."""
+        self.is_over = True
+        part = self.part
+        attempts, self._attempts = self._attempts, []
+        for attempt in attempts:
+            attempt.cancel()
+            if outcome != CANCELLED_OUTCOME and now_s - attempt.start_s > part.recent.hedge_s:
+                part.recent.add(now_s - attempt.start_s)
+        self.message = ()  # timers keep the look-up for some time
+        stats = part.stats
+        stats.in_flight -= 1
+        stats.bytes_in_flight -= self._nbytes
+        stats.seconds[outcome].observe(now_s - self._start_s)
+
+
+def _outranks(reply: Reply, former: Reply | None) -> bool:
+    """Returns whether the caller gets ``reply`` rather than a former failure: a rejection with the
+    longest retry-after comes first, then the latest failure."""
+    if former is None or former.status != RESOURCE_EXHAUSTED:
+        return True
+    return reply.status == RESOURCE_EXHAUSTED and reply.retry_after_s > former.retry_after_s

@@ -1,0 +1,105 @@
+"""Counts of one part's calls, as plain attributes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from embedserve.fanout.reply import (
+    DEADLINE_EXCEEDED,
+    OK,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+)
+
+SECONDS_BUCKETS = tuple(
+    scale * step for scale in (1e-4, 1e-3, 1e-2, 1e-1, 1.0) for step in (1.0, 2.0, 3.0, 5.0, 7.5)
+)
+"""Upper bounds of the buckets of a latency, in seconds."""
+OUTCOME_BY_STATUS = {
+    OK: "ok",
+    DEADLINE_EXCEEDED: "deadline_exceeded",
+    RESOURCE_EXHAUSTED: "overloaded",
+    UNAVAILABLE: "unavailable",
+}
+OTHER_OUTCOME = "error"
+CANCELLED_OUTCOME = "cancelled"
+OUTCOMES = (*OUTCOME_BY_STATUS.values(), OTHER_OUTCOME, CANCELLED_OUTCOME)
+
+
+class VersionKey(NamedTuple):
+    """A version of a model, by its numbers alone: shards know no aliases."""
+
+    model: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.version}"
+
+
+class LatencyHistogram:
+    """A histogram with fixed buckets, as Prometheus has them.
+
+    Attributes:
+        bounds: upper bounds of the buckets, in seconds.
+        counts: observations by bucket, not cumulated; the last bucket has no bound.
+        total_s: sum of the observations.
+    """
+
+    __slots__ = ("bounds", "counts", "total_s")
+
+    def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.total_s += seconds
+
+    @property
+    def count(self) -> int:
+        """Number of observations."""
+        return sum(self.counts)
+
+
+def _by_outcome() -> dict[str, LatencyHistogram]:
+    return {outcome: LatencyHistogram() for outcome in OUTCOMES}
+
+
+@dataclass(slots=True)
+class PartStats:
+    """Counts of the look-ups of one part since the start.
+
+    Attributes:
+        seconds: latency of look-ups by outcome, from the call of ``look_up`` to its reply.
+        in_flight: look-ups in flight.
+        bytes_in_flight: bytes of their request messages.
+        attempts: calls of replicas, retries and hedges included.
+        hedges: second calls of look-ups that took long.
+        hedge_wins: hedges that were answered first.
+        retries: calls after one that failed.
+        hung: calls elsewhere because a replica was silent.
+        bytes_sent: bytes of request messages, of every attempt.
+        bytes_received: bytes of response messages that were used.
+        replicas: number of replicas that have joined, by version.
+    """
+
+    seconds: Mapping[str, LatencyHistogram] = field(default_factory=_by_outcome)
+    in_flight: int = 0
+    bytes_in_flight: int = 0
+    attempts: int = 0
+    hedges: int = 0
+    hedge_wins: int = 0
+    retries: int = 0
+    hung: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    replicas: dict[VersionKey, int] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """Ended look-ups by outcome."""
+        return {outcome: histogram.count for outcome, histogram in self.seconds.items()}

@@ -1,0 +1,65 @@
+"""Quantiles of recent latencies, and the delays that follow from them."""
+
+from __future__ import annotations
+
+from math import log2
+
+BUCKETS_PER_OCTAVE = 8
+BUCKETS = 27 * BUCKETS_PER_OCTAVE
+"""Buckets from 1 microsecond to 2 minutes, each 9 % wide."""
+SAMPLES_PER_UPDATE = 64
+"""Latencies after which the quantiles are computed again."""
+DECAY = 0.9
+"""Factor of the former counts at each update: the quantiles are those of about the last 640
+latencies."""
+DELAY_AT_START_S = 5e-3
+"""Assumed quantiles before the first update."""
+HEDGE_S_MIN = 1e-3
+HUNG_FACTOR, HUNG_S_MIN = 10, 0.05
+
+
+class RecentLatency:
+    """Quantiles of recent latencies.
+
+    Attributes:
+        hedge_s: seconds after which a call is slow: the quantile, at least twice the median.
+        hung_s: seconds after which a call hangs: ten times the quantile, at least 50 ms.
+    """
+
+    __slots__ = ("_counts", "_new", "_quantile", "hedge_s", "hung_s")
+
+    def __init__(self, quantile: float) -> None:
+        """
+        Args:
+            quantile: fraction of the calls that are not slow, such as 0.95.
+        """
+        self._quantile = quantile
+        self._counts = [0.0] * BUCKETS
+        self._new = 0
+        self.hedge_s = self.hung_s = 0.0
+        self._set_delays(DELAY_AT_START_S, DELAY_AT_START_S)
+
+    def add(self, seconds: float) -> None:
+        """Adds a latency. The calls that were given up count with the time until then."""
+        bucket = int(BUCKETS_PER_OCTAVE * log2(max(1.0, seconds * 1e6)))
+        self._counts[min(bucket, BUCKETS - 1)] += 1
+        self._new += 1
+        if self._new >= SAMPLES_PER_UPDATE:
+            self._new = 0
+            self._update()
+
+    def _update(self) -> None:
+        total = sum(self._counts)
+        ranks = [total * 0.5, total * self._quantile]
+        found: list[float] = []
+        passed = 0.0
+        for bucket, count in enumerate(self._counts):
+            passed += count
+            while len(found) < len(ranks) and passed >= ranks[len(found)]:
+                found.append(2 ** ((bucket + 1) / BUCKETS_PER_OCTAVE) * 1e-6)
+        self._set_delays(found[0], found[-1])
+        self._counts = [count * DECAY for count in self._counts]
+
+    def _set_delays(self, median_s: float, quantile_s: float) -> None:
+        self.hedge_s = max(quantile_s, 2 * median_s, HEDGE_S_MIN)
+        self.hung_s = max(HUNG_FACTOR * quantile_s, HUNG_S_MIN)

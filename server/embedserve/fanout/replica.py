@@ -1,0 +1,248 @@
+"""One replica of a part: its connection, which is made again when lost, and what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import random
+from typing import NamedTuple, Protocol
+
+from google.protobuf.message import DecodeError
+
+from embedserve.fanout.client_stream import OnReply
+from embedserve.fanout.part_stats import VersionKey
+from embedserve.fanout.reply import DEADLINE_EXCEEDED, OK, RESOURCE_EXHAUSTED, Reply
+from embedserve.fanout.shard_connection import Address, CallHandle
+from embedserve.fanout.timer_queue import CallLater, TimerHandle
+from embedserve_proto.embedding_pb2 import ListModelsResponse
+
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 5.0
+"""Seconds between two connects: doubled after each that fails, and shortened at random by up to
+half."""
+POLL_S = 1.0
+"""Seconds between two calls of ListModels."""
+POLLS_UNANSWERED_MAX = 5
+"""Polls after which an unanswered ListModels fails; the replica then serves nothing."""
+
+
+class Connection(Protocol):
+    """A connection to a replica; ShardConnection implements it.
+
+    Attributes:
+        last_received_s: time.monotonic() when bytes arrived last.
+    """
+
+    last_received_s: float
+
+    @property
+    def in_flight(self) -> int:
+        """Number of calls in flight."""
+
+    def call(
+        self, message: Sequence[bytes], timeout_s: float, on_done: OnReply, metadata: bytes = b""
+    ) -> CallHandle:
+        """Calls Embed."""
+
+    def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:
+        """Calls ListModels."""
+
+    def ping(self) -> None:
+        """Sends a PING."""
+
+    def finish(self, reason: str) -> None:
+        """Closes the connection after the calls in flight."""
+
+    def close(self, reason: str) -> None:
+        """Closes the connection; calls in flight fail."""
+
+
+Connect = Callable[[Address, Callable[[], None], Callable[[str], None]], Connection]
+"""Begins to connect to an address. The first callback is called when calls may begin, the second
+with the reason when they may not or no longer begin; neither before Connect has returned."""
+
+
+class Served(NamedTuple):
+    """The fields of a listed version that must match."""
+
+    fingerprint: str
+    part: int
+    parts: int
+
+
+class Replica:
+    """A replica of a part.
+
+    Attributes:
+        address: host and port.
+        connection: connection on which calls may begin; None while there is none.
+        reason: why there is no connection, or no list of models.
+    """
+
+    __slots__ = (
+        "_backoff_s",
+        "_call_later",
+        "_connect",
+        "_connecting",
+        "_hung_s",
+        "_is_closed",
+        "_listed",
+        "_on_change",
+        "_poll_call",
+        "_polls",
+        "_served",
+        "_timer",
+        "address",
+        "connection",
+        "reason",
+    )
+
+    def __init__(
+        self,
+        address: Address,
+        connect: Connect,
+        call_later: CallLater,
+        on_change: Callable[[Replica], None],
+    ) -> None:
+        """Begins to connect.
+
+        Args:
+            address: host and port.
+            connect: makes a connection.
+            call_later: starts a timer.
+            on_change: called when the replica serves other versions than before.
+        """
+        self.address = address
+        self.reason = "connecting"
+        self.connection: Connection | None = None
+        self._connect, self._call_later, self._on_change = connect, call_later, on_change
+        self._connecting: Connection | None = None
+        self._hung_s = float("-inf")
+        self._backoff_s = BACKOFF_S_MIN
+        self._is_closed = False
+        self._listed: bytes | None = None  # the last response of ListModels
+        self._served: dict[VersionKey, Served] = {}
+        self._poll_call: CallHandle | None = None
+        self._polls = 0  # that have passed since _poll_call
+        self._timer: TimerHandle | None = None
+        self._start()
+
+    def mismatch(self, key: VersionKey, expected: Served) -> str:
+        """Returns why the replica cannot serve a version as ``expected``; "" if it can."""
+        if self.connection is None or self._listed is None:
+            return self.reason
+        served = self._served.get(key)
+        if served is None:
+            return f"does not serve {key}"
+        if served == expected:
+            return ""
+        if served.fingerprint != expected.fingerprint:
+            return (
+                f"serves {key} with fingerprint {served.fingerprint or 'none'}, "
+                f"expected {expected.fingerprint}"
+            )
+        return (
+            f"serves part {served.part} of {served.parts}, "
+            f"expected {expected.part} of {expected.parts}"
+        )
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the replica has sent nothing since a call to it hung."""
+        connection = self.connection
+        return connection is not None and connection.last_received_s < self._hung_s
+
+    def mark_hung(self, now_s: float) -> None:
+        """Avoids the replica until it sends something; asks it to, by a PING."""
+        if self.connection is not None and not self.is_hung:
+            self.connection.ping()
+        self._hung_s = now_s
+
+    def close(self, reason: str) -> None:
+        """Closes the connection after the calls in flight, and connects no more."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._stop_poll()
+        connection, self.connection = self.connection or self._connecting, None
+        self._connecting = None
+        self.reason = reason
+        if connection is not None:
+            connection.finish(reason)
+
+    # Connecting
+
+    def _start(self) -> None:
+        self._timer = None
+        self._connecting = self._connect(self.address, self._on_ready, self._on_end)
+
+    def _on_ready(self) -> None:
+        if self._is_closed:
+            return
+        self.connection, self._connecting = self._connecting, None
+        self._hung_s = float("-inf")
+        self.reason = "has not listed its models yet"
+        self._poll()
+
+    def _on_end(self, reason: str) -> None:
+        if self._is_closed:
+            return
+        self.connection = self._connecting = None
+        self.reason = reason
+        self._stop_poll()
+        self._serve(None, {})
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = self._backoff_s * (1 - random() / 2)
+        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX)
+        self._timer = self._call_later(delay_s, self._start)
+
+    # ListModels
+
+    def _poll(self) -> None:
+        connection = self.connection
+        assert connection is not None
+        self._timer = self._call_later(POLL_S, self._poll)
+        if self._poll_call is None:
+            self._polls = 0
+            timeout_s = POLLS_UNANSWERED_MAX * POLL_S
+            self._poll_call = connection.list_models(timeout_s, self._on_models)
+            return
+        self._polls += 1
+        if self._polls >= POLLS_UNANSWERED_MAX:
+            self._stop_poll()
+            self.reason = "does not answer ListModels"
+            self._serve(None, {})
+
+    def _stop_poll(self) -> None:
+        call, self._poll_call = self._poll_call, None
+        if call is not None:
+            call.cancel()
+
+    def _on_models(self, reply: Reply) -> None:
+        self._poll_call = None
+        if reply.is_lost or reply.status in (RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED):
+            return  # on_end follows, or the shard is overloaded and serves what it served before
+        if reply.status != OK:
+            self.reason = f"ListModels failed with status {reply.status}: {reply.message}"
+            self._serve(None, {})
+            return
+        self._backoff_s = BACKOFF_S_MIN
+        if reply.payload == self._listed:
+            return
+        try:
+            self._serve(reply.payload, _read_models(reply.payload))
+        except DecodeError as error:
+            self.reason = f"ListModels: malformed response: {error}"
+            self._serve(None, {})
+
+    def _serve(self, listed: bytes | None, served: dict[VersionKey, Served]) -> None:
+        has_changed = listed != self._listed
+        self._listed, self._served = listed, served
+        if has_changed:
+            self._on_change(self)
+
+
+def _read_models(payload: bytes) -> dict[VersionKey, Served]:
+    return {
+        VersionKey(model.model, model.version): Served(model.fingerprint, model.part, model.parts)
+        for model in ListModelsResponse.FromString(payload).models
+    }

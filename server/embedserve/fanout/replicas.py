@@ -1,0 +1,258 @@
+"""The replicas of one part of the tables, and look-ups that survive the loss of some of them.
+
+docs/architecture.md describes the rules. Everything runs in callbacks of the event loop, with one
+timer for all look-ups of the part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import random
+from time import monotonic
+
+from embedserve.fanout.client_stream import OnReply
+from embedserve.fanout.look_up import LookUp
+from embedserve.fanout.part_stats import PartStats, VersionKey
+from embedserve.fanout.recent_latency import RecentLatency
+from embedserve.fanout.replica import Connect, Replica, Served
+from embedserve.fanout.shard_connection import (
+    Address,
+    CallHandle,
+    ConnectionOptions,
+    ShardConnection,
+    shown,
+)
+from embedserve.fanout.share_budget import ShareBudget
+from embedserve.fanout.timer_queue import CallLater, TimerQueue
+
+RETRY_SHARE = 0.1
+"""Retries allowed per look-up, beyond a burst."""
+REASONS_MAX = 4
+"""Replicas named in the message of a look-up that no replica can answer."""
+
+
+@dataclass(frozen=True)
+class PartOptions:
+    """Options of the look-ups of every part.
+
+    Attributes:
+        call_timeout_s: seconds that one call may take; then another replica is called.
+        hedge_quantile: quantile of the latency beyond which a call is hedged.
+        hedge_share: hedges allowed per look-up, beyond a burst; 0: none.
+        calls_max: look-ups in flight at which ``has_room`` returns False.
+        bytes_max: bytes of their requests at which ``has_room`` returns False.
+    """
+
+    call_timeout_s: float = 0.5
+    hedge_quantile: float = 0.95
+    hedge_share: float = 0.1
+    calls_max: int = 256
+    bytes_max: int = 64 << 20
+
+
+class PartClient:
+    """Client of one part.
+
+    Attributes:
+        part: number of the part.
+        parts: number of parts.
+        options: options of the look-ups.
+        stats: counts since the start.
+        recent: recent latencies.
+        hedges, retries: budgets of extra calls.
+        timers: deadlines of calls in flight.
+        clock: time.monotonic.
+    """
+
+    def __init__(
+        self,
+        part: int,
+        parts: int,
+        connect: Connect,
+        options: PartOptions | None = None,
+        *,
+        clock: Callable[[], float] = monotonic,
+        call_later: CallLater | None = None,
+    ) -> None:
+        """
+        Args:
+            part: number of the part.
+            parts: number of parts.
+            connect: makes a connection, see ``connector``.
+            options: options of the look-ups.
+            clock: monotonic clock, which also sets ``last_received_s`` of the connections.
+            call_later: starts a timer; default: the running event loop's.
+        """
+        self.part, self.parts = part, parts
+        self.options = options or PartOptions()
+        self.stats = PartStats()
+        self.recent = RecentLatency(self.options.hedge_quantile)
+        self.hedges = ShareBudget(self.options.hedge_share)
+        self.retries = ShareBudget(RETRY_SHARE)
+        self.clock = clock
+        self._connect = connect
+        self._call_later = call_later or asyncio.get_running_loop().call_later
+        self.timers = TimerQueue(clock, self._call_later)
+        self._replicas: dict[Address, Replica] = {}
+        self._expected: dict[VersionKey, Served] = {}
+        self._joined: dict[VersionKey, list[Replica]] = {}
+
+    def __str__(self) -> str:
+        return f"part {self.part} of {self.parts}"
+
+    # Replicas
+
+    def set_addresses(self, addresses: Iterable[Address]) -> None:
+        """Sets the addresses of the replicas. Connections of those that stay are kept; the others
+        are closed after their calls."""
+        wanted = dict.fromkeys(addresses)
+        for address in [known for known in self._replicas if known not in wanted]:
+            replica = self._replicas.pop(address)
+            replica.close("its address is gone")
+            self._update(replica)
+        for address in wanted:
+            if address not in self._replicas:
+                self._replicas[address] = Replica(
+                    address, self._connect, self._call_later, self._update
+                )
+
+    def expect(self, key: VersionKey, fingerprint: str) -> None:
+        """Lets replicas join for a version: those that list it with this fingerprint and part."""
+        self._expected[key] = Served(fingerprint, self.part, self.parts)
+        for replica in self._replicas.values():
+            self._update(replica)
+        self._count(key)
+
+    def forget(self, key: VersionKey) -> None:
+        """Ends the use of a version; look-ups in flight continue."""
+        self._expected.pop(key, None)
+        self._joined.pop(key, None)
+        self.stats.replicas.pop(key, None)
+
+    def versions(self) -> dict[VersionKey, int]:
+        """Returns the number of joined replicas of each expected version."""
+        return dict(self.stats.replicas)
+
+    def reasons(self, key: VersionKey) -> dict[Address, str]:
+        """Returns why replicas have not joined for a version, by address."""
+        expected = self._expected.get(key)
+        if expected is None:
+            return dict.fromkeys(self._replicas, f"{key} is not expected")
+        found = {
+            address: replica.mismatch(key, expected) for address, replica in self._replicas.items()
+        }
+        return {address: reason for address, reason in found.items() if reason}
+
+    def why_unavailable(self, key: VersionKey) -> str:
+        """Returns why no replica can answer for a version."""
+        reasons = [f"{shown(address)} {why}" for address, why in self.reasons(key).items()]
+        if len(reasons) > REASONS_MAX:
+            reasons[REASONS_MAX:] = [f"{len(reasons) - REASONS_MAX} more"]
+        return f"{self} has no replica of {key}: {'; '.join(reasons) or 'no address is known'}"
+
+    def close(self) -> None:
+        """Closes the connections after their calls."""
+        self.set_addresses(())
+
+    def _update(self, replica: Replica) -> None:
+        """Lets a replica join or leave, for each expected version."""
+        is_known = self._replicas.get(replica.address) is replica
+        for key, expected in self._expected.items():
+            joined = self._joined.setdefault(key, [])
+            fits = is_known and not replica.mismatch(key, expected)
+            if fits and replica not in joined:
+                joined.append(replica)
+            elif not fits and replica in joined:
+                joined.remove(replica)
+            self._count(key)
+
+    def _count(self, key: VersionKey) -> None:
+        self.stats.replicas[key] = len(self._joined.get(key, ()))
+
+    def choose(
+        self, key: VersionKey, tried: Sequence[Replica] = (), *, is_optional: bool = False
+    ) -> Replica | None:
+        """Returns a joined replica: of two random ones that with fewer calls in flight.
+
+        Args:
+            key: the version.
+            tried: replicas that are left out.
+            is_optional: whether to return None rather than a hung replica.
+        """
+        joined = self._joined.get(key)
+        if not joined:
+            return None
+        if not tried:
+            replica = _less_busy(joined)
+            if not replica.is_hung:
+                return replica
+        others = [replica for replica in joined if replica not in tried]
+        healthy = [replica for replica in others if not replica.is_hung]
+        if not healthy and is_optional:
+            return None
+        candidates = healthy or others
+        return _less_busy(candidates) if candidates else None
+
+    # Look-ups
+
+    def has_room(self) -> bool:
+        """Returns whether the bounds of look-ups in flight allow another one."""
+        stats, options = self.stats, self.options
+        return stats.in_flight < options.calls_max and stats.bytes_in_flight < options.bytes_max
+
+    def look_up(
+        self,
+        key: VersionKey,
+        message: Sequence[bytes],
+        deadline_s: float,
+        on_done: OnReply,
+        metadata: bytes = b"",
+    ) -> CallHandle:
+        """Calls a replica, and others if it fails, is slow or hangs.
+
+        Args:
+            key: version that must answer; ``expect`` names its fingerprint.
+            message: chunks of the serialized EmbedRequest.
+            deadline_s: time.monotonic() at which the look-up fails with DEADLINE_EXCEEDED.
+            on_done: called exactly once with the reply, unless the look-up is cancelled, and never
+                before ``look_up`` has returned.
+            metadata: further headers, such as traceparent, encoded by ``header_blocks.encode``.
+        """
+        self.hedges.earn()
+        self.retries.earn()
+        look_up = LookUp(self, key, message, deadline_s, on_done, metadata)
+        look_up.start(self.clock())
+        return look_up
+
+
+def _less_busy(replicas: Sequence[Replica]) -> Replica:
+    """Returns of two random replicas that with fewer calls in flight."""
+    count = len(replicas)
+    if count == 1:
+        return replicas[0]
+    first = int(random() * count)
+    second = int(random() * (count - 1))
+    if second >= first:
+        second += 1
+    return min(replicas[first], replicas[second], key=_in_flight)
+
+
+def _in_flight(replica: Replica) -> int:
+    return 0 if replica.connection is None else replica.connection.in_flight
+
+
+def connector(options: ConnectionOptions) -> Connect:
+    """Returns a function that connects to shards with ``options``."""
+    return partial(_connect, options)
+
+
+def _connect(
+    options: ConnectionOptions,
+    address: Address,
+    on_ready: Callable[[], None],
+    on_end: Callable[[str], None],
+) -> ShardConnection:
+    return ShardConnection(address, options, on_ready, on_end)

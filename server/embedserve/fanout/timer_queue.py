@@ -1,0 +1,80 @@
+"""Many deadlines with one timer of the event loop.
+
+Times are time.monotonic() seconds, because uvloop's own clock ticks in whole milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Protocol
+
+TICK_S = 1e-3
+"""Shortest delay of a timer. uvloop rounds shorter delays to 0, and would poll until they pass."""
+
+
+class TimerHandle(Protocol):
+    """A timer of the event loop."""
+
+    def cancel(self) -> None:
+        """Cancels the timer."""
+
+
+CallLater = Callable[[float, Callable[[], None]], TimerHandle]
+
+
+class Due(Protocol):
+    """An item of the queue.
+
+    Attributes:
+        is_over: whether the item needs no more timers.
+    """
+
+    is_over: bool
+
+    def on_due(self, now_s: float) -> None:
+        """Handles a passed deadline."""
+
+
+class TimerQueue:
+    """A queue of items by deadline. Items that are over are dropped when their deadline passes."""
+
+    __slots__ = ("_armed_s", "_call_later", "_clock", "_count", "_heap", "_timer")
+
+    def __init__(self, clock: Callable[[], float], call_later: CallLater) -> None:
+        self._clock = clock
+        self._call_later = call_later
+        self._heap: list[tuple[float, int, Due]] = []
+        self._count = 0  # breaks ties, so that items are not compared
+        self._armed_s = float("inf")
+        self._timer: TimerHandle | None = None
+
+    def push(self, due_s: float, item: Due, now_s: float) -> None:
+        """Calls ``item.on_due`` at ``due_s`` or up to a few ms later, unless it is over by then."""
+        self._count += 1
+        heappush(self._heap, (due_s, self._count, item))
+        if due_s < self._armed_s:
+            self._arm(due_s, now_s)
+
+    def _arm(self, due_s: float, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_s = due_s
+        self._timer = self._call_later(max(TICK_S, due_s - now_s), self._run)
+
+    def _run(self) -> None:
+        self._timer, self._armed_s = None, float("inf")
+        heap, now_s = self._heap, self._clock()
+        while heap and (heap[0][0] <= now_s or heap[0][2].is_over):
+            item = heappop(heap)[2]
+            if not item.is_over:
+                item.on_due(now_s)
+        if heap and heap[0][0] < self._armed_s:
+            self._arm(heap[0][0], now_s)
+
+    def close(self) -> None:
+        """Drops all items."""
+        self._heap.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._armed_s = None, float("inf")

@@ -1,0 +1,245 @@
+"""Shards, connections, a clock and timers without an event loop, for the logic of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from embedserve.fanout.client_stream import OnReply
+from embedserve.fanout.part_stats import VersionKey
+from embedserve.fanout.replicas import PartClient, PartOptions
+from embedserve.fanout.reply import Reply, lost
+from embedserve.fanout.shard_connection import Address
+from embedserve_proto.embedding_pb2 import ListModelsResponse, Model
+
+KEY = VersionKey("dlrm", 7)
+PART, PARTS = 1, 4
+PRINT = "f7"
+
+
+@dataclass(eq=False)
+class FakeTimer:
+    at_s: float
+    run: Callable[[], None]
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class FakeTime:
+    """A clock that stands still but for ``advance``.
+
+    Attributes:
+        now_s: the present time.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.timers: list[FakeTimer] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, run: Callable[[], None]) -> FakeTimer:
+        assert delay_s >= 0
+        timer = FakeTimer(self.now_s + delay_s, run)
+        self.timers.append(timer)
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        """Runs the timers that are due in the next ``seconds``, each at its time."""
+        end_s = self.now_s + seconds
+        while True:
+            self.timers = [timer for timer in self.timers if not timer.is_cancelled]
+            due = min(self.timers, key=lambda timer: timer.at_s, default=None)
+            if due is None or due.at_s > end_s:
+                break
+            self.timers.remove(due)
+            self.now_s = max(self.now_s, due.at_s)
+            due.run()
+        self.now_s = end_s
+
+
+@dataclass(eq=False)
+class FakeCall:
+    """A call of a replica; ``answer`` answers it."""
+
+    connection: FakeConnection
+    message: bytes
+    timeout_s: float
+    on_done: OnReply
+    is_cancelled: bool = False
+    is_answered: bool = False
+
+    def cancel(self) -> None:
+        if not self.is_answered:
+            self.is_cancelled = True
+            self.connection.drop(self)
+
+    def answer(self, reply: Reply | None = None) -> None:
+        assert not self.is_cancelled
+        assert not self.is_answered
+        self.is_answered = True
+        self.connection.drop(self)
+        self.connection.last_received_s = self.connection.time.now_s
+        self.on_done(reply or Reply(0, "", self.connection.address[0].encode()))
+
+    def lose(self, reason: str) -> None:
+        self.is_answered = True
+        self.on_done(lost(reason))
+
+    @property
+    def host(self) -> str:
+        return self.connection.address[0]
+
+
+class FakeConnection:
+    """A connection to a fake shard."""
+
+    def __init__(
+        self,
+        time: FakeTime,
+        address: Address,
+        on_ready: Callable[[], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self.time, self.address = time, address
+        self.on_ready, self.on_end = on_ready, on_end
+        self.last_received_s = time.now_s
+        self.calls: list[FakeCall] = []
+        self.lists: list[FakeCall] = []
+        self.extra_in_flight = 0
+        self.pings = 0
+        self.is_ready = self.has_ended = self.is_finished = False
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.calls) + self.extra_in_flight
+
+    def call(
+        self, message: Sequence[bytes], timeout_s: float, on_done: OnReply, metadata: bytes = b""
+    ) -> FakeCall:
+        assert self.is_ready
+        assert timeout_s > 0
+        call = FakeCall(self, b"".join(message), timeout_s, on_done)
+        self.calls.append(call)
+        return call
+
+    def list_models(self, timeout_s: float, on_done: OnReply) -> FakeCall:
+        assert self.is_ready
+        call = FakeCall(self, b"", timeout_s, on_done)
+        self.lists.append(call)
+        return call
+
+    def drop(self, call: FakeCall) -> None:
+        for calls in (self.calls, self.lists):
+            if call in calls:
+                calls.remove(call)
+
+    def ping(self) -> None:
+        self.pings += 1
+
+    def finish(self, reason: str) -> None:
+        self.is_finished, self.is_ready = True, False
+
+    def close(self, reason: str) -> None:
+        self.lose(reason)
+
+    def ready(self) -> None:
+        self.is_ready = True
+        self.last_received_s = self.time.now_s
+        self.on_ready()
+
+    def list(self, *models: Model) -> None:
+        """Answers ListModels."""
+        reply = Reply(0, "", ListModelsResponse(models=models).SerializeToString())
+        self.lists[0].answer(reply)
+
+    def lose(self, reason: str = "the connection was lost") -> None:
+        """Loses the connection: it ends, then its calls fail."""
+        self.is_ready = False
+        if not self.has_ended:
+            self.has_ended = True
+            self.on_end(reason)
+        calls, self.calls, self.lists = self.calls + self.lists, [], []
+        for call in calls:
+            if not call.is_cancelled:
+                call.lose(reason)
+
+
+def model(
+    version: int = 7, fingerprint: str = PRINT, part: int = PART, parts: int = PARTS
+) -> Model:
+    return Model(model="dlrm", version=version, fingerprint=fingerprint, part=part, parts=parts)
+
+
+@dataclass
+class Bench:
+    """A part's client over fake shards.
+
+    Attributes:
+        connections: the newest connection of each host.
+        replies: replies to look-ups, by their numbers.
+    """
+
+    options: PartOptions = field(default_factory=PartOptions)
+    connections: dict[str, FakeConnection] = field(default_factory=dict)
+    replies: dict[int, Reply] = field(default_factory=dict)
+    looked_up: int = 0
+
+    def __post_init__(self) -> None:
+        self.time = FakeTime()
+        self.part = PartClient(
+            PART,
+            PARTS,
+            self._connect,
+            self.options,
+            clock=self.time.clock,
+            call_later=self.time.call_later,
+        )
+        self.part.expect(KEY, PRINT)
+
+    def _connect(
+        self, address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
+    ) -> FakeConnection:
+        connection = FakeConnection(self.time, address, on_ready, on_end)
+        self.connections[address[0]] = connection
+        return connection
+
+    def join(self, *hosts: str) -> None:
+        """Has replicas join that serve what is expected."""
+        self.part.set_addresses([(host, 1) for host in hosts])
+        for host in hosts:
+            if not self.connections[host].is_ready:
+                self.connections[host].ready()
+                self.connections[host].list(model())
+
+    def look_up(self, seconds: float = 10.0, message: bytes = b"m") -> int:
+        """Starts a look-up; returns its number."""
+        number = self.looked_up
+        self.looked_up += 1
+
+        def on_done(reply: Reply) -> None:
+            assert number not in self.replies, "a second reply"
+            self.replies[number] = reply
+
+        deadline_s = self.time.now_s + seconds
+        self.handle = self.part.look_up(KEY, (message,), deadline_s, on_done)
+        assert number not in self.replies, "a reply before look_up has returned"
+        return number
+
+    @property
+    def calls(self) -> list[FakeCall]:
+        """Calls in flight, of all replicas."""
+        return [call for one in self.connections.values() for call in one.calls]
+
+    def learn(self, seconds: float, count: int = 64) -> None:
+        """Has the part measure ``count`` latencies of ``seconds``."""
+        for _ in range(count):
+            self.part.recent.add(seconds)
+
+    def answer_polls(self) -> None:
+        for connection in self.connections.values():
+            if connection.lists:
+                connection.list(model())

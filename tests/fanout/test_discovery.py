@@ -1,0 +1,194 @@
+"""Where the addresses of shards come from, and what becomes of wrong ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from embedserve.fanout import discovery
+from embedserve.fanout.discovery import (
+    DnsDiscovery,
+    DnsShards,
+    FileShards,
+    discover,
+    parse_address,
+    parse_shards,
+    read_shards,
+    resolve,
+)
+from embedserve.fanout.shard_connection import Address
+
+DNS = DnsShards("dlrm-{part}", 8001)
+
+
+def test_sources_are_parsed() -> None:
+    assert parse_shards("dns:dlrm-{part}.ns.svc:8001") == DnsShards("dlrm-{part}.ns.svc", 8001)
+    assert parse_shards("file:/etc/shards.json") == FileShards("/etc/shards.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("", "expected dns:NAME"),
+        ("file:", "expected dns:NAME"),
+        ("ray:x", "expected dns:NAME"),
+        ("dns:dlrm:8001", "lacks {part}"),
+        ("dns:dlrm-{part}", "is not HOST:PORT"),
+        ("dns:dlrm-{part}:", "has no port from 1 to 65535"),
+        ("dns:dlrm-{part}:0", "has no port"),
+        ("dns:dlrm-{part}:70000", "has no port"),
+        ("dns:dlrm-{part}:1e3", "has no port"),
+        ("dns:dl rm-{part}:1", "is not HOST:PORT"),
+    ],
+)
+def test_wrong_sources_are_named(value: str, reason: str) -> None:
+    with pytest.raises(ValueError, match="--shards is") as caught:
+        parse_shards(value)
+    assert repr(value) in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_addresses_are_parsed() -> None:
+    assert parse_address("h:1") == ("h", 1)
+    assert parse_address("[::1]:80") == ("::1", 80)
+    for wrong in ("::1:80", ":80", "h", "[]:1", "h:-1", "h:²"):
+        with pytest.raises(ValueError, match="'"):
+            parse_address(wrong)
+
+
+def write(path: Path, content: object) -> None:
+    scratch = path.with_suffix(".new")
+    scratch.write_text(content if isinstance(content, str) else json.dumps(content))
+    os.replace(scratch, path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "is not JSON"),
+        ([], "is not an object of parts"),
+        ({"0": []}, "missing or unknown: 1"),
+        ({"0": [], "1": [], "x": []}, "missing or unknown: x"),
+        ({"0": [], "1": "h:1"}, "part 1 is not a list"),
+        ({"0": [1], "1": []}, "part 0 is not a list"),
+        ({"0": ["h"], "1": []}, "part 0: 'h' is not HOST:PORT"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, content: object, reason: str) -> None:
+    path = tmp_path / "shards.json"
+    write(path, content)
+    with pytest.raises(ValueError, match=r"shards\.json") as caught:
+        read_shards(str(path), 2)
+    assert reason in str(caught.value)
+
+
+async def test_files_are_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "shards.json"
+    write(path, {"0": ["a:1", "b:1", "a:1"], "1": ["c:1"]})
+    found: list[tuple[int, list[Address]]] = []
+    followed = discover(FileShards(str(path)), 2, lambda *one: found.append(one))
+    assert found == [(0, [("a", 1), ("b", 1)]), (1, [("c", 1)])]
+    found.clear()
+    write(path, {"0": ["a:1", "b:1"], "1": ["d:1"]})
+    await followed.poll()
+    assert found == [(1, [("d", 1)])]
+    found.clear()
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            write(path, "{")
+            await followed.poll()
+        path.unlink()
+        await followed.poll()
+    assert found == []
+    assert caplog.text.count("is not JSON") == 1
+    write(path, {"0": [], "1": ["d:1"]})
+    await followed.poll()
+    assert found == [(0, [])]
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="--shards"):
+        discover(FileShards(str(tmp_path / "none")), 1, print)
+
+
+async def test_names_are_resolved_until_they_change(caplog: pytest.LogCaptureFixture) -> None:
+    answers: dict[str, list[Address] | OSError] = {
+        "dlrm-0": [("10.0.0.1", 8001)],
+        "dlrm-1": OSError("no such name"),
+    }
+
+    async def resolve(host: str, port: int) -> list[Address]:
+        assert port == 8001
+        answer = answers[host]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    found: list[tuple[int, list[Address]]] = []
+    discovered = DnsDiscovery(DNS, 2, lambda *one: found.append(one), resolve)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            await discovered.poll()
+    assert found == [(0, [("10.0.0.1", 8001)])]
+    assert caplog.text.count("part 1: cannot resolve dlrm-1: no such name") == 1
+    answers["dlrm-1"] = [("10.0.0.2", 8001)]
+    answers["dlrm-0"] = OSError("the name server is gone")
+    with caplog.at_level(logging.INFO):
+        await discovered.poll()
+    assert found[1:] == [(1, [("10.0.0.2", 8001)])]
+    assert "dlrm-1 is resolved again" in caplog.text
+
+
+async def test_a_resolution_that_hangs_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(discovery, "DNS_S_MAX", 0.05)
+
+    async def resolve(host: str, port: int) -> list[Address]:
+        await asyncio.sleep(60)
+        return []
+
+    await DnsDiscovery(DNS, 1, lambda *one: None, resolve).poll()
+    assert "no answer within 0.05 s" in caplog.text
+
+
+async def test_the_loopback_resolves() -> None:
+    assert ("127.0.0.1", 8001) in await resolve("127.0.0.1", 8001)
+
+
+async def test_discoveries_run_until_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "DNS_S", 0.01)
+    monkeypatch.setattr(discovery, "FILE_S", 0.01)
+    path = tmp_path / "shards.json"
+    write(path, {"0": []})
+    second = asyncio.Event()
+    calls = 0
+
+    async def resolve(host: str, port: int) -> list[Address]:
+        nonlocal calls
+        calls += 1
+        return [("h", calls)]
+
+    def on_addresses(part: int, addresses: list[Address]) -> None:
+        if addresses == [("h", 2)]:
+            second.set()
+
+    for running in (
+        DnsDiscovery(DNS, 1, on_addresses, resolve),
+        discover(FileShards(str(path)), 1, on_addresses),
+    ):
+        second.clear()
+        task = asyncio.create_task(running.run())
+        await asyncio.sleep(0)
+        write(path, {"0": ["h:2"]})
+        await asyncio.wait_for(second.wait(), 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
