@@ -7,13 +7,18 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+from embedserve_proto.embedding_pb2 import ListModelsResponse, Model
+
+MODELS = ListModelsResponse(
+    models=[Model(model="dlrm", version=7, fingerprint="f7", part=1, parts=4)]
+)
 SHARD = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 import grpc
+
+MODELS = bytes.fromhex(sys.argv[3])
 
 def embed(message, context):
     if message == b"fail":
@@ -30,7 +35,7 @@ def embed(message, context):
 class Handler(grpc.GenericRpcHandler):
     def service(self, details):
         if details.method == "/embedserve.v1.EmbeddingService/ListModels":
-            return grpc.unary_unary_rpc_method_handler(lambda message, context: b"models")
+            return grpc.unary_unary_rpc_method_handler(lambda message, context: MODELS)
         if details.method == "/embedserve.v1.EmbeddingService/Embed":
             return grpc.unary_unary_rpc_method_handler(embed)
 
@@ -55,7 +60,9 @@ class GrpcShard:
 async def grpc_shard(repeats: int = 1, port: int = 0) -> AsyncIterator[GrpcShard]:
     """A shard that repeats the request message ``repeats`` times; killed at the end."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", SHARD, str(port), str(repeats), stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        *("-c", SHARD, str(port), str(repeats), MODELS.SerializeToString().hex()),
+        stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     try:

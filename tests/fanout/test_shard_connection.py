@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority, client_context
-from fanout.shards import grpc_shard
+from fanout.shards import MODELS, grpc_shard
 from server.fake_engine import FEATURES, FakeEngine
 from server.live import live_server, make_pipeline, serving
 
@@ -86,7 +86,8 @@ async def test_grpc_answers() -> None:
         assert b"'traceparent', value='00-1'" in reply.payload
         reply = await connected.call(b"left", timeout_s=5)
         assert 1 < float(reply.payload) <= 5.7
-        assert (await reply_to(lambda done: connection.list_models(5, done))).payload == b"models"
+        reply = await reply_to(lambda done: connection.list_models(5, done))
+        assert reply.payload == MODELS.SerializeToString()
         assert (await connected.call(b"sleep", timeout_s=0.1)).status in (
             DEADLINE_EXCEEDED,
             CANCELLED,

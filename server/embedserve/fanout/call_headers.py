@@ -17,7 +17,7 @@ BLOCKS_MAX = 512
 class CallHeaders:
     """Header blocks of the calls of one method at one shard."""
 
-    __slots__ = ("_blocks", "_start")
+    __slots__ = ("_blocks", "_last", "_last_s", "_start")
 
     def __init__(
         self, authority: str, path: str, *, scheme: str = "http", metadata: Headers | None = None
@@ -41,13 +41,18 @@ class CallHeaders:
             ]
         )
         self._blocks: dict[int, bytes] = {}
+        self._last_s, self._last = -1.0, b""  # most calls have the timeout of the one before
 
     def block(self, timeout_s: float) -> bytes:
         """Returns the header block of a call with ``timeout_s`` seconds, rounded up."""
+        if timeout_s == self._last_s:
+            return self._last
         microseconds = min(max(1, int(timeout_s * 1e6)), MICROSECONDS_MAX)
         shift = max(0, microseconds.bit_length() - TIMEOUT_BITS)
-        steps = -(-microseconds >> shift)
-        return self._blocks.get(steps << shift) or self._encode(steps << shift)
+        rounded = -(-microseconds >> shift) << shift
+        self._last_s = timeout_s
+        self._last = self._blocks.get(rounded) or self._encode(rounded)
+        return self._last
 
     def _encode(self, microseconds: int) -> bytes:
         value = b"%du" % min(microseconds, MICROSECONDS_MAX)

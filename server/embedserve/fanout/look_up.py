@@ -62,7 +62,9 @@ class Attempt:
         self.is_over = False
         self.replica, self.start_s = replica, now_s
         self._look_up, self._next = look_up, first
-        timeout_s = min(part.options.call_timeout_s, look_up.deadline_s - now_s)
+        timeout_s = part.options.call_timeout_s
+        if timeout_s > look_up.deadline_s - now_s:
+            timeout_s = look_up.deadline_s - now_s
         self._end_s = now_s + timeout_s
         self._handle: CallHandle = connection.call(
             look_up.message, timeout_s, self._on_reply, look_up.metadata
@@ -75,12 +77,13 @@ class Attempt:
 
     def _set_timer(self, since_s: float, now_s: float) -> None:
         """Sets the timer for the next deadline, counted from ``since_s``."""
-        part, due_s = self._look_up.part, self._end_s
+        part = self._look_up.part
+        due_s = self._end_s
         if self._next == HEDGE:
-            due_s = min(due_s, since_s + part.recent.hedge_s)
+            due_s = since_s + part.recent.hedge_s
         elif self._next == HANG:
-            due_s = min(due_s, since_s + part.recent.hung_s)
-        part.timers.push(due_s, self, now_s)
+            due_s = since_s + part.recent.hung_s
+        part.timers.push(due_s if due_s < self._end_s else self._end_s, self, now_s)
 
     def on_due(self, now_s: float) -> None:
         """Handles the next deadline of the call."""

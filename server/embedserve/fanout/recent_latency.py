@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import accumulate
 from math import log2
 
 BUCKETS_PER_OCTAVE = 8
 BUCKETS = 27 * BUCKETS_PER_OCTAVE
 """Buckets from 1 microsecond to 2 minutes, each 9 % wide."""
+BOUNDS_S = [2 ** ((bucket + 1) / BUCKETS_PER_OCTAVE) * 1e-6 for bucket in range(BUCKETS)]
 SAMPLES_PER_UPDATE = 64
 """Latencies after which the quantiles are computed again."""
 DECAY = 0.9
@@ -49,15 +52,11 @@ class RecentLatency:
             self._update()
 
     def _update(self) -> None:
-        total = sum(self._counts)
-        ranks = [total * 0.5, total * self._quantile]
-        found: list[float] = []
-        passed = 0.0
-        for bucket, count in enumerate(self._counts):
-            passed += count
-            while len(found) < len(ranks) and passed >= ranks[len(found)]:
-                found.append(2 ** ((bucket + 1) / BUCKETS_PER_OCTAVE) * 1e-6)
-        self._set_delays(found[0], found[-1])
+        passed = list(accumulate(self._counts))
+        median, quantile = (
+            bisect_left(passed, passed[-1] * fraction) for fraction in (0.5, self._quantile)
+        )
+        self._set_delays(BOUNDS_S[median], BOUNDS_S[quantile])
         self._counts = [count * DECAY for count in self._counts]
 
     def _set_delays(self, median_s: float, quantile_s: float) -> None:

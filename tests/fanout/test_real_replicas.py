@@ -1,0 +1,109 @@
+"""Look-ups at real processes, one of them killed, restarted or stopped; limits are generous."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fanout.shards import GrpcShard, grpc_shard
+
+from embedserve.fanout.part_stats import VersionKey
+from embedserve.fanout.replicas import PartClient, PartOptions, connector
+from embedserve.fanout.reply import Reply
+from embedserve.fanout.shard_connection import ConnectionOptions
+
+KEY = VersionKey("dlrm", 7)
+WAIT_S = 30
+
+
+@asynccontextmanager
+async def two_replicas() -> AsyncIterator[tuple[PartClient, list[GrpcShard]]]:
+    async with AsyncExitStack() as stack:
+        shards = [await stack.enter_async_context(grpc_shard()) for _ in range(2)]
+        part = PartClient(1, 4, connector(ConnectionOptions()), PartOptions(call_timeout_s=2))
+        part.expect(KEY, "f7")
+        part.set_addresses([("127.0.0.1", shard.port) for shard in shards])
+        await until(lambda: part.versions()[KEY] == 2)
+        try:
+            yield part, shards
+        finally:
+            part.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.01)
+
+
+class Load:
+    """Look-ups one after the other, several at a time, until it is stopped."""
+
+    def __init__(self, part: PartClient, in_flight: int = 8) -> None:
+        self.part = part
+        self.replies: list[Reply] = []
+        self.slowest_s = 0.0
+        self.is_stopped = False
+        self.left = in_flight
+        self.done = asyncio.Event()
+        for _ in range(in_flight):
+            self.start()
+
+    def start(self) -> None:
+        start_s = time.monotonic()
+        message = b"%d" % len(self.replies)
+
+        def on_done(reply: Reply) -> None:
+            self.slowest_s = max(self.slowest_s, time.monotonic() - start_s)
+            self.replies.append(reply)
+            assert reply.status or reply.payload == message
+            if not self.is_stopped:
+                self.start()
+                return
+            self.left -= 1
+            if not self.left:
+                self.done.set()
+
+        self.part.look_up(KEY, (message,), start_s + 10, on_done)
+
+    async def stop(self) -> list[Reply]:
+        """Returns the replies that are not OK."""
+        self.is_stopped = True
+        await asyncio.wait_for(self.done.wait(), WAIT_S)
+        return [reply for reply in self.replies if reply.status]
+
+
+async def grows(load: Load, count: int = 200) -> None:
+    target = len(load.replies) + count
+    await until(lambda: len(load.replies) >= target)
+
+
+async def test_a_killed_replica_loses_no_look_up_and_comes_back() -> None:
+    async with two_replicas() as (part, shards):
+        load = Load(part)
+        await grows(load)
+        shards[0].process.kill()
+        await until(lambda: part.versions()[KEY] == 1)
+        await grows(load)
+        async with grpc_shard(port=shards[0].port):
+            await until(lambda: part.versions()[KEY] == 2)
+            await grows(load)
+            assert await load.stop() == []
+            part.close()
+
+
+async def test_a_stopped_replica_loses_no_look_up_and_comes_back() -> None:
+    async with two_replicas() as (part, shards):
+        load = Load(part)
+        await grows(load)
+        shards[0].process.send_signal(signal.SIGSTOP)
+        await grows(load, 1000)
+        shards[0].process.send_signal(signal.SIGCONT)
+        await grows(load)
+        assert await load.stop() == []
+        assert load.slowest_s < 2, "no look-up waited for its call's timeout"
+        await until(lambda: part.versions()[KEY] == 2)

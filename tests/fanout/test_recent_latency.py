@@ -1,0 +1,90 @@
+"""Quantiles of recent latencies, budgets, and many deadlines with one timer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fanout.fake_shards import FakeTime
+
+from embedserve.fanout.part_stats import LatencyHistogram
+from embedserve.fanout.recent_latency import RecentLatency
+from embedserve.fanout.share_budget import ShareBudget
+from embedserve.fanout.timer_queue import TimerQueue
+
+
+@pytest.mark.parametrize("scale_s", [1e-3, 20e-3])
+def test_delays_follow_the_quantiles(scale_s: float) -> None:
+    recent = RecentLatency(0.95)
+    rng = random.Random(1)
+    samples = [scale_s * rng.lognormvariate(0, 1) for _ in range(640)]
+    for sample in samples:
+        recent.add(sample)
+    exact_s = sorted(samples)[608]
+    assert exact_s * 0.8 <= recent.hedge_s <= exact_s * 1.25
+    assert recent.hung_s == pytest.approx(max(0.05, 10 * recent.hedge_s))
+
+
+def test_delays_have_minima_and_forget() -> None:
+    recent = RecentLatency(0.95)
+    for _ in range(64):
+        recent.add(0.0)
+    assert (recent.hedge_s, recent.hung_s) == (0.001, 0.05)
+    for _ in range(64):
+        recent.add(1e9)
+    assert recent.hedge_s > 100
+    for _ in range(3000):
+        recent.add(0.004)
+    assert 0.008 <= recent.hedge_s <= 0.0088
+
+
+def test_a_budget_is_a_share_and_a_burst() -> None:
+    budget = ShareBudget(0.1)
+    assert sum(budget.try_take() for _ in range(100)) == 10
+    taken = 0
+    for _ in range(1000):
+        budget.earn()
+        taken += budget.try_take()
+    assert 98 <= taken <= 100
+    none = ShareBudget(0)
+    none.earn()
+    assert not none.try_take()
+
+
+def test_one_timer_serves_all_deadlines() -> None:
+    time = FakeTime()
+    queue = TimerQueue(time.clock, time.call_later)
+    ran: list[str] = []
+
+    class Item:
+        def __init__(self, name: str, again_s: float = 0) -> None:
+            self.name, self.again_s, self.is_over = name, again_s, False
+
+        def on_due(self, now_s: float) -> None:
+            assert now_s == time.now_s
+            ran.append(self.name)
+            if self.again_s:
+                queue.push(now_s + self.again_s, Item(self.name + "'"), now_s)
+
+    start_s = time.now_s
+    dropped = Item("dropped")
+    for item, due_s in [(Item("c"), 0.3), (Item("a", 0.1), 0.1), (dropped, 0.2), (Item("b"), 0.15)]:
+        queue.push(start_s + due_s, item, start_s)
+        assert len([timer for timer in time.timers if not timer.is_cancelled]) == 1
+    dropped.is_over = True
+    time.advance(0.12)
+    assert ran == ["a"]
+    time.advance(0.5)
+    assert ran == ["a", "b", "a'", "c"]
+    queue.push(time.now_s + 1, Item("never"), time.now_s)
+    queue.close()
+    time.advance(2)
+    assert "never" not in ran
+
+
+def test_histograms_count_by_bound() -> None:
+    histogram = LatencyHistogram((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 7):
+        histogram.observe(seconds)
+    assert histogram.counts == [2, 1, 1]
+    assert (histogram.count, histogram.total_s) == (4, 7.65)
