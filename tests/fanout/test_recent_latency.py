@@ -82,6 +82,29 @@ def test_one_timer_serves_all_deadlines() -> None:
     assert "never" not in ran
 
 
+def test_an_error_at_a_deadline_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    time = FakeTime()
+    queue = TimerQueue(time.clock, time.call_later)
+    ran: list[float] = []
+
+    class Item:
+        is_over = False
+
+        def __init__(self, is_wrong: bool) -> None:
+            self.is_wrong = is_wrong
+
+        def on_due(self, now_s: float) -> None:
+            if self.is_wrong:
+                raise RuntimeError("item")
+            ran.append(now_s)
+
+    for is_wrong in (True, False):
+        queue.push(time.now_s + 1, Item(is_wrong), time.now_s)
+    time.advance(2)
+    assert len(ran) == 1
+    assert "a deadline could not be processed" in caplog.text
+
+
 def test_histograms_count_by_bound() -> None:
     histogram = LatencyHistogram((0.1, 1.0))
     for seconds in (0.05, 0.1, 0.5, 7):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 
@@ -26,7 +27,8 @@ OVERLOADED = Reply(RESOURCE_EXHAUSTED, "full", retry_after_s=1)
 # Joining
 
 
-def test_a_replica_joins_once_it_lists_the_version() -> None:
+def test_a_replica_joins_once_it_lists_the_version(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     bench = Bench()
     bench.part.set_addresses([("a", 1)])
     assert bench.part.versions() == {KEY: 0}
@@ -43,6 +45,12 @@ def test_a_replica_joins_once_it_lists_the_version() -> None:
     assert bench.part.versions() == {KEY: 1, VersionKey("dlrm", 6): 1}
     bench.part.forget(KEY)
     assert bench.part.versions() == {VersionKey("dlrm", 6): 1}
+    connection.lose("reset")
+    assert [record.message for record in caplog.records] == [
+        "part 1 of 4: a:1 joined for dlrm@7",
+        "part 1 of 4: a:1 joined for dlrm@6",
+        "part 1 of 4: a:1 left dlrm@6: reset",
+    ]
 
 
 @pytest.mark.parametrize(

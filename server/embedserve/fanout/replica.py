@@ -180,6 +180,8 @@ class Replica:
         self.connection, self._connecting = self._connecting, None
         self._hung_s = float("-inf")
         self.reason = "has not listed its models yet"
+        self._listed, self._served = None, {}
+        self._stop_poll()
         self._poll()
 
     def _on_end(self, reason: str) -> None:

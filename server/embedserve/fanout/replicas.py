@@ -7,6 +7,7 @@ timer for all look-ups of the part.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ from embedserve.fanout.shard_connection import (
 )
 from embedserve.fanout.share_budget import ShareBudget
 from embedserve.fanout.timer_queue import CallLater, TimerQueue
+
+logger = logging.getLogger(__name__)
 
 RETRY_SHARE = 0.1
 """Retries allowed per look-up, beyond a burst."""
@@ -162,11 +165,14 @@ class PartClient:
         is_known = self._replicas.get(replica.address) is replica
         for key, expected in self._expected.items():
             joined = self._joined.setdefault(key, [])
-            fits = is_known and not replica.mismatch(key, expected)
-            if fits and replica not in joined:
-                joined.append(replica)
-            elif not fits and replica in joined:
+            reason = replica.mismatch(key, expected) if is_known else replica.reason
+            if reason and replica in joined:
                 joined.remove(replica)
+                level = logging.WARNING if is_known else logging.INFO
+                logger.log(level, "%s: %s left %s: %s", self, shown(replica.address), key, reason)
+            elif not reason and replica not in joined:
+                joined.append(replica)
+                logger.info("%s: %s joined for %s", self, shown(replica.address), key)
             self._count(key)
 
     def _count(self, key: VersionKey) -> None:

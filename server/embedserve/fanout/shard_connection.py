@@ -26,6 +26,9 @@ PING_S_MAX = 3.0
 """Seconds that a shard may take to answer the ping; then the connection counts as lost."""
 KEEPALIVE_PING = b"keep-ali"
 RESPONSE_BYTES_MAX = 64 << 20
+"""Default limit of a response message in bytes: far more than a batch needs from one part."""
+WRITE_BYTES_MAX = 1 << 20
+"""Bytes in the transport's buffer above which calls wait; the shard's windows bound them, too."""
 
 Address = tuple[str, int]
 
@@ -207,6 +210,7 @@ class ShardConnection(asyncio.Protocol):
         if self._has_ended:
             self._transport.abort()
             return
+        self._transport.set_write_buffer_limits(high=WRITE_BYTES_MAX)
         self._start_s = monotonic()
         limit = self._options.response_bytes_max
         self._client = Http2Client(self._transport.write, limit, self._on_change)

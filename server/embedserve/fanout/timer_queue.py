@@ -5,9 +5,12 @@ Times are time.monotonic() seconds, because uvloop's own clock ticks in whole mi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 1e-3
 """Shortest delay of a timer. uvloop rounds shorter delays to 0, and would poll until they pass."""
@@ -67,8 +70,12 @@ class TimerQueue:
         heap, now_s = self._heap, self._clock()
         while heap and (heap[0][0] <= now_s or heap[0][2].is_over):
             item = heappop(heap)[2]
-            if not item.is_over:
+            if item.is_over:
+                continue
+            try:
                 item.on_due(now_s)
+            except Exception:
+                logger.exception("a deadline could not be processed")
         if heap and heap[0][0] < self._armed_s:
             self._arm(heap[0][0], now_s)
 
