@@ -162,7 +162,11 @@ def _check_unix_sockets(settings: ServeSettings) -> None:
 
 def check_device(settings: ServeSettings, device_type: str) -> None:
     """Raises ValueError for settings that contradict tables on ``device_type``, "cpu" or "cuda"."""
-    if settings.follow != "none" and (why := why_fixed(settings, device_type)):
+    # An alias also says which deltas its version may have, which may change anywhere. Another
+    # version stays out, with the reason.
+    only_deltas = settings.follow == "alias" and settings.deltas != "none"
+    is_followed = settings.follow != "none" and not only_deltas
+    if is_followed and (why := why_fixed(settings, device_type)):
         raise ValueError(f"follow is {settings.follow!r}, but {why}")
     if device_type != "cuda":
         return

@@ -202,7 +202,14 @@ class Served:
         return view[1]
 
     def look_up_newest(self) -> int:
-        self.follow()
+        """Follows the line while rows are uploaded, as by another process: an undo waits for the
+        lookups that a GPU has not begun with later rows."""
+        with ThreadPoolExecutor(1) as thread:
+            following = thread.submit(self.follow)
+            while not following.done():
+                self.reader.advance()
+                time.sleep(0.001)
+        following.result()
         self.reader.advance()
         return self.look_up()
 

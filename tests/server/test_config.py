@@ -41,6 +41,26 @@ def test_what_makes_no_sense_on_gpus_is_refused_there_alone(
         check_settings(replace(settings, devices="cuda"))
 
 
+@pytest.mark.parametrize(
+    ("follow", "deltas", "is_possible"),
+    [
+        ("none", "none", True),
+        ("latest", "follow", False),
+        ("alias", "none", False),
+        ("alias", "follow", True),
+    ],
+)
+def test_on_gpus_aliases_are_followed_for_their_deltas_alone(
+    follow: str, deltas: str, is_possible: bool
+) -> None:
+    settings = replace(PLAIN, follow=follow, deltas=deltas)
+    if is_possible:
+        check_device(settings, "cuda")
+        return
+    with pytest.raises(ValueError, match=f"follow is '{follow}', but the tables go to GPUs"):
+        check_device(settings, "cuda")
+
+
 @pytest.mark.parametrize("hang_s", [0.1, 1.9])
 def test_workers_have_time_for_a_sign_of_life(hang_s: float) -> None:
     with pytest.raises(ValueError, match=f"^worker_hang_s is {hang_s}, .*: use 2 or more, or 0"):
@@ -103,8 +123,8 @@ FOLLOWED = replace(PLAIN, deltas="follow")
     [
         (replace(FOLLOWED, devices="cuda", workers=2), "workers is 2, but the tables go to GPUs"),
         (
-            replace(FOLLOWED, follow="alias", tables="resident"),
-            "follow is 'alias', but a version .* that they share: use --tables mapped$",
+            replace(FOLLOWED, follow="latest", tables="resident"),
+            "follow is 'latest', but a version .* that they share: use --tables mapped$",
         ),
         (
             replace(FOLLOWED, follow="latest", devices="cuda"),
