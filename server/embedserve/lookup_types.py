@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from embedserve.errors import EmbedServeError
 from embedserve.model_info import ModelInfo
 
 ResponseChunks = Sequence[bytes | memoryview]
@@ -139,6 +140,8 @@ class Batch:
             zeros for them. The batch of a pooled model no longer contains them.
         view: view of the rows that is looked up, and the seq of the last delta in it; None for a
             version whose rows never change.
+        failures: indices of examples that could not be looked up, and the reason, for a lookup that
+            several servers answer. Their values are not to be used.
     """
 
     ids: np.ndarray
@@ -150,3 +153,4 @@ class Batch:
     unknown_counts: np.ndarray | None = None
     skipped: np.ndarray | None = None
     view: tuple[int, int] | None = None
+    failures: Sequence[tuple[np.ndarray, EmbedServeError]] = ()

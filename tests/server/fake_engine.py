@@ -16,6 +16,7 @@ import numpy as np
 from server.fake_models import FEATURES, VOCABULARIES, model_info
 
 from embedserve.batching.join import adapt_to_model
+from embedserve.batching.lookup_engine import RemoteLookups
 from embedserve.codec.string_ids import HashedStrings
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.lookup_types import LookupRequest
@@ -67,6 +68,7 @@ class FakeEngine:
         }
         self.waits_for_device = False
         self.replicas = 1
+        self.remote: RemoteLookups | None = None
         self.rows: RowsReader | None = None
         self.delay_s = 0.0
         self.failure: Exception | None = None

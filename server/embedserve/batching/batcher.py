@@ -24,6 +24,7 @@ from embedserve.batching.lookup_executor import FAILED, LookedUp, LookupExecutor
 from embedserve.batching.pending_request import NO_REQUEST, BatchTicket, PendingRequest
 from embedserve.batching.request_queue import RequestQueue, work_bytes
 from embedserve.batching.shadow import Shadow
+from embedserve.batching.split import errors_by_request
 from embedserve.batching.validation import find_invalid
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, OverloadedError
@@ -84,9 +85,9 @@ class Batcher:
         self._counts = metrics.version
         self._loop: asyncio.AbstractEventLoop | None = None
         metrics.count_queue = self._count_queue
+        waits, remote = engine.waits_for_device, engine.remote
         # With 0 no batch is inline: the work of every batch exceeds it.
-        waits = engine.waits_for_device
-        self._inline_bytes_max = 0 if waits else limits.inline_bytes_max
+        self._inline_bytes_max = 0 if waits or remote is not None else limits.inline_bytes_max
         bags_bytes = BAG_BYTES * len(model.features)
         self._work_per_example = model.response_bytes_per_example + bags_bytes
         self._work_per_id = model.response_bytes_per_id + 4 * max(model.length_per_key)
@@ -94,6 +95,7 @@ class Batcher:
         queue = f"the queue of {model.name!r}"
         of_large = " for large requests" if self._inline_bytes_max else ""
         at_once = AT_ONCE * engine.replicas if waits else 1
+        at_once = at_once if remote is None else remote.batches_max
         self._small = RequestQueue(queue, model, limits, self._work_bytes, at_once)
         self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, at_once)
         self._queues = (self._small, self._large)
@@ -337,8 +339,9 @@ class Batcher:
 
         queue.begin()
         as_float16 = self._lookups.waits_for_device and self._all_request_float16(taken)
+        deadline_s = max([pending.deadline_s for pending in taken])
         try:
-            self._lookups.submit(loop, batch, as_float16, finish)
+            self._lookups.submit(loop, batch, as_float16, deadline_s, finish)
         except Exception:  # the executor has been shut down, or the rows were not found
             self._lookups.log_failure(f"looking up {len(taken)} requests")
             queue.end()
@@ -370,11 +373,16 @@ class Batcher:
         ticket = taken[0].ticket  # the whole batch shares it
         assert ticket is not None
         ticket.looked_up_s = perf_counter()
-        for pending, result in zip(taken, results, strict=True):
-            if pending.is_waiting:  # the client may have disconnected in the meantime
+        errors = errors_by_request(batch) if batch.failures else {}
+        for i, (pending, result) in enumerate(zip(taken, results, strict=True)):
+            if not pending.is_waiting:  # the client has disconnected in the meantime
+                continue
+            if i in errors:
+                pending.reject(errors[i])
+            else:
                 pending.complete(result)
         self.on_batch_done()
-        if self.shadow is not None and pieces[0].dtype == np.float32:
+        if self.shadow is not None and pieces[0].dtype == np.float32 and not errors:
             self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
 
     def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from embedserve.deltas.rows_reader import RowsReader
+from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import Batch
 from embedserve_store.ids.translate import ChangeRows
 
 View = tuple[int, int]
 """Number of a view of the rows, and the seq of the last delta in it."""
+
+
+class RemoteLookups(Protocol):
+    """Lookups that other servers run. They occupy no thread of this process.
+
+    Attributes:
+        batches_max: maximum number of batches in flight. Requests gather in the queue beyond it.
+    """
+
+    batches_max: int
+
+    def begin(
+        self,
+        batch: Batch,
+        deadline_s: float,
+        finish: Callable[[np.ndarray | EmbedServeError], None],
+    ) -> None:
+        """Begins the lookup of ``batch`` on the event loop's thread.
+
+        Args:
+            deadline_s: perf_counter seconds after which nobody needs the result.
+            finish: called once on the event loop, with the values that ``lookup`` returns, or with
+                the error. Where only some examples could not be looked up, the batch's ``failures``
+                say which.
+        """
 
 
 class LookupEngine(Protocol):
@@ -22,6 +49,7 @@ class LookupEngine(Protocol):
         waits_for_device: whether another device runs the lookups while the calling thread waits.
             Such lookups never run on the event loop's thread and are not split into chunks. The
             device receives the next lookup before it has finished the last.
+        remote: lookups of an engine that asks other servers; None if this host looks up.
         rows: reader of the rows that changed since the version was published; None where no row
             ever changes.
         replicas: number of copies of the rows, each on its own device. Replicas look batches up
@@ -30,6 +58,7 @@ class LookupEngine(Protocol):
 
     waits_for_device: bool
     replicas: int
+    remote: RemoteLookups | None
     rows: RowsReader | None
 
     def lookup(

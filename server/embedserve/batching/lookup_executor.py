@@ -1,4 +1,4 @@
-"""Runs lookups in the engine of one version of a model: inline or in threads.
+"""Runs lookups in the engine of one version of a model: inline, in threads or in other servers.
 
 A failure is logged, and the requests of the batch get an error instead of values.
 """
@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -35,7 +36,7 @@ FAILED = "the lookup failed; the server's log says why"
 
 
 class LookupExecutor:
-    """Looks batches up, inline or in threads.
+    """Looks batches up: inline, in threads, or in other servers.
 
     Attributes:
         engine: engine that holds the rows.
@@ -89,17 +90,25 @@ class LookupExecutor:
         loop: asyncio.AbstractEventLoop,
         batch: Batch,
         as_float16: bool,
+        deadline_s: float,
         finish: Callable[[list[LookedUp]], None],
     ) -> None:
-        """Looks ``batch`` up in threads, and ends its view: one chunk for each thread, as a kernel
-        call uses one.
+        """Looks ``batch`` up in threads or in other servers, and ends its view. Threads get one
+        chunk each, as a kernel call uses one.
 
-        ``finish`` is called on the event loop with the results of all chunks.
+        ``finish`` is called on the event loop with the results of all chunks. Other servers give
+        the lookup up at ``deadline_s``, perf_counter seconds.
 
         Raises:
             RuntimeError: the executor has been shut down.
             StoreError: as find_rows.
         """
+
+        if (remote := self.engine.remote) is not None:
+            remote.begin(
+                batch, deadline_s, partial(self._end_remote, batch, finish, perf_counter())
+            )
+            return
 
         def end(done: asyncio.Future[list[LookedUp]]) -> None:
             end_view(self.engine, batch.view)
@@ -118,6 +127,21 @@ class LookupExecutor:
             end_view(self.engine, batch.view)
             raise
         looking_up.add_done_callback(end)
+
+    def _end_remote(
+        self,
+        batch: Batch,
+        finish: Callable[[list[LookedUp]], None],
+        start_s: float,
+        values: np.ndarray | EmbedServeError,
+    ) -> None:
+        if isinstance(values, np.ndarray):
+            try:
+                values = in_request_order(values, batch, self._model)
+            except Exception:
+                self.log_failure(f"lookup of {batch.ids.size} ids in other servers")
+                values = EngineError(FAILED)
+        finish([(values, perf_counter() - start_s)])
 
     def split(
         self, requests: Sequence[LookupRequest], batch: Batch, pieces: Sequence[np.ndarray]

@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from embedserve.batching.permutations import bags_to_ids, request_major_order
+from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import Batch, LookupRequest, LookupResult, OutputOptions
 from embedserve.model_info import ModelInfo
 
@@ -83,6 +84,16 @@ def split(
                 named = zip(model.features, counts, strict=True)
                 result.unknown_ids = {feature: count for feature, count in named if count}
     return results
+
+
+def errors_by_request(batch: Batch) -> dict[int, EmbedServeError]:
+    """Returns the first of the batch's ``failures`` that concerns each request, by its index."""
+    ends = np.cumsum(batch.sizes)
+    errors: dict[int, EmbedServeError] = {}
+    for examples, error in batch.failures:
+        for request in np.unique(np.searchsorted(ends, examples, side="right")).tolist():
+            errors.setdefault(request, error)
+    return errors
 
 
 def copy_if_view(values: np.ndarray) -> np.ndarray:

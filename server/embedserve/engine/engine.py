@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from embedserve.batching.lookup_engine import RemoteLookups
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.engine.compile import KINDS, Compiled
@@ -49,7 +50,9 @@ class Engine:
     """One restored model version.
 
     Attributes:
-        manifest: manifest of the served version.
+        manifest: manifest of the served version; that of its part, if only one is served.
+        fingerprint: fingerprint of the published version.
+        part: the part of the published version that is served; None for all of it.
         translator: translator of callers' ids into the row numbers that lookups take.
         plan: plan as restored; not the stored plan if ``replanned``.
         device_type: cpu or cuda.
@@ -59,6 +62,7 @@ class Engine:
             plan.
         compiled: compiled lookups of all replicas in order; a pooled model has a plain and a
             weighted lookup in each replica.
+        remote: None, as defined there: this host looks up.
         rows: reader of changed rows, set by whoever serves deltas; the engine does not use it.
         live_goldens: goldens of the last delta, set likewise; ``check`` compares them.
         spare_rows: room for changed rows on the GPU; None elsewhere, or if no row changes.
@@ -79,10 +83,13 @@ class Engine:
             spare_rows: room for changed rows on the GPU, if they change there.
         """
         self.manifest: Manifest = version.manifest
+        self.fingerprint = version.whole.fingerprint
+        self.part = version.part
         self.translator: IdTranslator = version.translator
         self.plan = plan
         self.device_type = device_type
         self.waits_for_device = device_type == "cuda"
+        self.remote: RemoteLookups | None = None
         self.rows: RowsReader | None = None
         self.spare_rows = spare_rows
         self.live_goldens: LiveGoldens | None = None

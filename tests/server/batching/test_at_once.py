@@ -13,6 +13,7 @@ from server.pending_requests import Waiting, submit
 from server.waiting import until
 
 from embedserve.batching.batcher import AT_ONCE, Batcher
+from embedserve.batching.lookup_engine import RemoteLookups
 from embedserve.config import Limits
 from embedserve.engine.replicas import Replicas
 from embedserve.metrics.model_metrics import ModelMetrics
@@ -56,6 +57,7 @@ class OnTwoGpus:
     """An engine whose replicas are two fake engines."""
 
     waits_for_device = True
+    remote: RemoteLookups | None = None
 
     def __init__(self, each: Sequence[FakeEngine]) -> None:
         self.replicas = len(each)

@@ -1,0 +1,135 @@
+"""An engine whose lookups other servers run: several batches at once, and no thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import numpy as np
+import pytest
+from server.fake_engine import Bags, FakeEngine
+from server.pending_requests import Waiting, submit
+from server.waiting import until
+
+from embedserve.batching.batcher import Batcher
+from embedserve.config import Limits
+from embedserve.errors import EmbedServeError, EngineError, NotReadyError
+from embedserve.lookup_types import Batch
+from embedserve.metrics.model_metrics import ModelMetrics
+
+USER: Bags = {"user": [[1, 2, 3]]}
+Finish = Callable[[np.ndarray | EmbedServeError], None]
+
+
+class OtherServers:
+    """Lookups that end when the test says so.
+
+    Attributes:
+        begun: batches in flight, their deadlines, and how to end them.
+        failure: raised when a lookup begins.
+    """
+
+    batches_max = 3
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Batch, float, Finish]] = []
+        self.failure: Exception | None = None
+
+    def begin(self, batch: Batch, deadline_s: float, finish: Finish) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.begun.append((batch, deadline_s, finish))
+
+
+@pytest.fixture
+def servers(engine: FakeEngine) -> OtherServers:
+    servers = engine.remote = OtherServers()
+    return servers
+
+
+@pytest.fixture
+def batcher(engine: FakeEngine, servers: OtherServers) -> Iterator[Batcher]:
+    with ThreadPoolExecutor(1) as executor:
+        executor.shutdown()  # nothing may run in it
+        yield Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
+
+
+def answer(engine: FakeEngine, batch: Batch) -> np.ndarray:
+    return engine.lookup(batch.ids, batch.lengths, batch.weights)
+
+
+async def begin(batcher: Batcher, engine: FakeEngine, servers: OtherServers) -> list[Waiting]:
+    """As many batches of one request as may be in flight."""
+    running: list[Waiting] = []
+    while len(running) < servers.batches_max:
+        running.append(submit(batcher, engine.request(USER)))
+        await until(lambda: len(servers.begun) == len(running))
+    return running
+
+
+async def test_requests_gather_while_as_many_batches_as_may_be_are_in_flight(
+    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+) -> None:
+    running = await begin(batcher, engine, servers)
+    waiting = [submit(batcher, engine.request(USER)) for _ in range(4)]
+    await asyncio.sleep(0.02)
+    assert len(servers.begun) == servers.batches_max
+    last, _, finish = servers.begun[-1]
+    finish(answer(engine, last))  # in another order than they began
+    assert np.array_equal((await running[-1]).values, engine.expected(USER))
+    await until(lambda: len(servers.begun) == servers.batches_max + 1)
+    assert servers.begun[-1][0].batch_size == 4
+    for batch, _, finish in [*servers.begun[:-2], servers.begun[-1]]:
+        finish(answer(engine, batch))
+    for one in [*running[:-1], *waiting]:
+        assert np.array_equal((await one).values, engine.expected(USER))
+
+
+async def test_only_requests_with_examples_that_failed_are_rejected(
+    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+) -> None:
+    await begin(batcher, engine, servers)
+    two = {"user": [[4], [5]]}
+    waiting = [submit(batcher, engine.request(bags)) for bags in (USER, two, USER, two)]
+    servers.begun[0][2](answer(engine, servers.begun[0][0]))
+    await until(lambda: len(servers.begun) == servers.batches_max + 1)
+    batch, _, finish = servers.begun[-1]
+    assert batch.sizes == [1, 2, 1, 2]
+    batch.failures = [
+        (np.array([2]), NotReadyError("part 0 is not available")),
+        (np.array([2, 3]), NotReadyError("part 1 is not available")),
+    ]
+    finish(answer(engine, batch))
+    assert np.array_equal((await waiting[0]).values, engine.expected(USER))
+    with pytest.raises(NotReadyError, match="part 0"):
+        await waiting[1]
+    with pytest.raises(NotReadyError, match="part 1"):
+        await waiting[2]
+    assert np.array_equal((await waiting[3]).values, engine.expected(two))
+
+
+async def test_an_error_ends_the_whole_batch(
+    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+) -> None:
+    running = await begin(batcher, engine, servers)
+    servers.begun[0][2](NotReadyError("gone"))
+    with pytest.raises(NotReadyError, match="gone"):
+        await running[0]
+    servers.failure = RuntimeError("cannot begin")
+    with pytest.raises(EngineError):
+        await submit(batcher, engine.request(USER))
+
+
+async def test_a_batch_lasts_until_the_latest_deadline_of_its_requests(
+    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+) -> None:
+    await begin(batcher, engine, servers)
+    assert servers.begun[0][1] == float("inf")
+    now_s = perf_counter()
+    for deadline_s in (now_s + 50, now_s + 70, now_s + 60):
+        submit(batcher, engine.request(USER), deadline_s)
+    servers.begun[0][2](answer(engine, servers.begun[0][0]))
+    await until(lambda: len(servers.begun) == servers.batches_max + 1)
+    assert servers.begun[-1][1] == now_s + 70
