@@ -20,6 +20,7 @@ from embedserve.engine.cuda_limits import ROWS_MAX
 from embedserve.engine.engine import Engine
 from embedserve.engine.gpus import gpus_for, resolve_devices
 from embedserve.engine.restore import restore
+from embedserve.fanout.router_engine import RouterEngine
 from embedserve_store import Manifest, ModelStore, ModelVersion, TableSpec, publish
 from embedserve_store.format.row_layout import encode_rows
 from embedserve_store.format.table_spec import DTYPES
@@ -105,13 +106,20 @@ def check(case: Case, store: Path, devices: str, gpu_layout: str = "shards") -> 
             store, unpooled_source(), dtype=case.dtype, sharding=case.sharding, world_size=ranks
         )
     engine = restore(version, devices, gpu_layout=gpu_layout)
-    rows = stored_rows(version, as_float16=engine.device_type == "cuda")
     for lookup in engine.each():
-        (_check_pooled if case.is_pooled else _check_unpooled)(lookup, engine, version, rows)
+        check_lookup(lookup, engine, version)
+
+
+def check_lookup(lookup: Look, engine: Engine | RouterEngine, version: ModelVersion) -> None:
+    """Compares what a lookup of ``engine`` answers with the rows of ``version``; raises
+    AssertionError."""
+    rows = stored_rows(version, as_float16=engine.device_type == "cuda")
+    is_pooled = version.manifest.is_pooled
+    (_check_pooled if is_pooled else _check_unpooled)(lookup, engine, version, rows)
 
 
 def _check_pooled(
-    lookup: Look, engine: Engine, version: ModelVersion, rows: dict[str, np.ndarray]
+    lookup: Look, engine: Engine | RouterEngine, version: ModelVersion, rows: dict[str, np.ndarray]
 ) -> None:
     """Without weights and with; bags of one example, and nothing but empty bags."""
     manifest, relative = version.manifest, RELATIVE[engine.device_type]
@@ -131,7 +139,7 @@ def _check_pooled(
 
 
 def _check_unpooled(
-    lookup: Look, engine: Engine, version: ModelVersion, rows: dict[str, np.ndarray]
+    lookup: Look, engine: Engine | RouterEngine, version: ModelVersion, rows: dict[str, np.ndarray]
 ) -> None:
     """Bags with nothing of one feature, and nothing at all."""
     manifest = version.manifest
@@ -143,7 +151,9 @@ def _check_unpooled(
     assert empty.shape == (0, manifest.tables[0].embedding_dim)
 
 
-def _check_half(lookup: Look, engine: Engine, ids: np.ndarray, lengths: np.ndarray) -> None:
+def _check_half(
+    lookup: Look, engine: Engine | RouterEngine, ids: np.ndarray, lengths: np.ndarray
+) -> None:
     rounded = lookup(ids, lengths, as_float16=True)
     assert rounded.dtype == np.float16
     np.testing.assert_array_equal(rounded, engine.to_float16(lookup(ids, lengths)))

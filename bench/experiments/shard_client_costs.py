@@ -18,13 +18,13 @@ from resource import RUSAGE_SELF, getrusage
 
 import uvloop
 
-from embedserve.fanout.call_headers import CallHeaders
-from embedserve.fanout.client_stream import OnReply
-from embedserve.fanout.http2_client import Http2Client
-from embedserve.fanout.part_stats import VersionKey
-from embedserve.fanout.replicas import PartClient, PartOptions, connector
-from embedserve.fanout.reply import Reply
-from embedserve.fanout.shard_connection import SERVICE, ConnectionOptions, ShardConnection
+from embedserve.shard_client.call_headers import CallHeaders
+from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.http2_client import Http2Client
+from embedserve.shard_client.part_stats import VersionKey
+from embedserve.shard_client.replicas import PartClient, PartOptions, connector
+from embedserve.shard_client.reply import Reply
+from embedserve.shard_client.shard_connection import SERVICE, ConnectionOptions, ShardConnection
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.statuses import HEAD_BLOCK, OK_BLOCK
 from embedserve.wire.http2 import frames

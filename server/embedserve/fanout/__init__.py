@@ -1,4 +1,5 @@
-"""Client side of a router: its connections to shards, the replicas of each part, and discovery.
+"""Lookups in tables that other servers hold: the router's engine for a model in parts.
 
-Everything runs in callbacks of one event loop.
+Each shard holds a range of rows of the tables. A router looks a batch up by asking the shards that
+have rows of it, over shard_client, and adds their partial sums.
 """

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from embedserve.fanout.client_stream import OnReply
-from embedserve.fanout.part_stats import (
+from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.part_stats import (
     CANCELLED_OUTCOME,
     OTHER_OUTCOME,
     OUTCOME_BY_STATUS,
     VersionKey,
 )
-from embedserve.fanout.replica import Replica
-from embedserve.fanout.reply import (
+from embedserve.shard_client.replica import Replica
+from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     OK,
     RESOURCE_EXHAUSTED,
@@ -25,10 +25,10 @@ from embedserve.fanout.reply import (
     Reply,
     lost,
 )
-from embedserve.fanout.shard_connection import CallHandle
+from embedserve.shard_client.shard_connection import CallHandle
 
 if TYPE_CHECKING:
-    from embedserve.fanout.replicas import PartClient
+    from embedserve.shard_client.replicas import PartClient
 
 RETRYABLE = (UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED)
 """Statuses after which another replica may answer."""
@@ -66,9 +66,7 @@ class Attempt:
         if timeout_s > look_up.deadline_s - now_s:
             timeout_s = look_up.deadline_s - now_s
         self._end_s = now_s + timeout_s
-        self._handle: CallHandle = connection.call(
-            look_up.message, timeout_s, self._on_reply, look_up.metadata
-        )
+        self._handle: CallHandle = connection.call(look_up.message, timeout_s, self._on_reply)
         self._set_timer(now_s, now_s)
 
     def cancel(self) -> None:
@@ -115,7 +113,6 @@ class LookUp:
     Attributes:
         part: part that is looked up.
         message: chunks of the request message.
-        metadata: encoded headers of the calls.
         deadline_s: time.monotonic() at which the look-up fails.
         is_over: whether the look-up has ended.
     """
@@ -133,7 +130,6 @@ class LookUp:
         "deadline_s",
         "is_over",
         "message",
-        "metadata",
         "part",
     )
 
@@ -144,10 +140,9 @@ class LookUp:
         message: Sequence[bytes],
         deadline_s: float,
         on_done: OnReply,
-        metadata: bytes,
     ) -> None:
         self.part, self._key, self.message = part, key, message
-        self.metadata, self.deadline_s, self._on_done = metadata, deadline_s, on_done
+        self.deadline_s, self._on_done = deadline_s, on_done
         self.is_over = False
         self._nbytes = sum(map(len, message))
         self._attempts: list[Attempt] = []
@@ -163,7 +158,6 @@ class LookUp:
         self._start_s = now_s
         stats = part.stats
         stats.in_flight += 1
-        stats.bytes_in_flight += self._nbytes
         if now_s >= self.deadline_s:
             self._reply = self._late()
         else:
@@ -286,7 +280,6 @@ class LookUp:
         self.message = ()  # timers keep the look-up for some time
         stats = part.stats
         stats.in_flight -= 1
-        stats.bytes_in_flight -= self._nbytes
         stats.seconds[outcome].observe(now_s - self._start_s)
 
 

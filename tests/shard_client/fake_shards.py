@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from embedserve.fanout.client_stream import OnReply
-from embedserve.fanout.part_stats import VersionKey
-from embedserve.fanout.replicas import PartClient, PartOptions
-from embedserve.fanout.reply import Reply, lost
-from embedserve.fanout.shard_connection import Address
+from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.part_stats import VersionKey
+from embedserve.shard_client.replicas import PartClient, PartOptions
+from embedserve.shard_client.reply import Reply, lost
+from embedserve.shard_client.shard_connection import Address
 from embedserve_proto.embedding_pb2 import ListModelsResponse, Model
 
 KEY = VersionKey("dlrm", 7)
@@ -117,9 +117,7 @@ class FakeConnection:
     def in_flight(self) -> int:
         return len(self.calls) + self.extra_in_flight
 
-    def call(
-        self, message: Sequence[bytes], timeout_s: float, on_done: OnReply, metadata: bytes = b""
-    ) -> FakeCall:
+    def call(self, message: Sequence[bytes], timeout_s: float, on_done: OnReply) -> FakeCall:
         assert self.is_ready
         assert timeout_s > 0
         call = FakeCall(self, b"".join(message), timeout_s, on_done)

@@ -8,9 +8,9 @@ from typing import TypeVar
 from hpack import Decoder
 from hyperframe.frame import Frame, HeadersFrame
 
-from embedserve.fanout.client_stream import ClientStream
-from embedserve.fanout.http2_client import Http2Client
-from embedserve.fanout.reply import Reply
+from embedserve.shard_client.client_stream import ClientStream
+from embedserve.shard_client.http2_client import Http2Client
+from embedserve.shard_client.reply import Reply
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.frames import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE

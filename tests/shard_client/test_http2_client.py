@@ -5,7 +5,17 @@ from __future__ import annotations
 import logging
 
 import pytest
-from fanout.shard_peer import (
+from hyperframe.frame import (
+    DataFrame,
+    Frame,
+    GoAwayFrame,
+    HeadersFrame,
+    PingFrame,
+    RstStreamFrame,
+    SettingsFrame,
+    WindowUpdateFrame,
+)
+from shard_client.shard_peer import (
     BLOCK,
     HEAD,
     LIMIT,
@@ -17,19 +27,16 @@ from fanout.shard_peer import (
     only,
     trailers,
 )
-from hyperframe.frame import (
-    DataFrame,
-    Frame,
-    GoAwayFrame,
-    HeadersFrame,
-    PingFrame,
-    RstStreamFrame,
-    SettingsFrame,
-    WindowUpdateFrame,
-)
 
-from embedserve.fanout.call_headers import CallHeaders
-from embedserve.fanout.reply import INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE, UNKNOWN, Reply, lost
+from embedserve.shard_client.call_headers import CallHeaders
+from embedserve.shard_client.reply import (
+    INTERNAL,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    UNKNOWN,
+    Reply,
+    lost,
+)
 from embedserve.wire.grpc.grpc_framing import framed, parse_timeout
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.frames import (

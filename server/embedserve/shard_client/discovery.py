@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from embedserve.fanout.shard_connection import Address
 from embedserve.file_reloader import FileReloader
 from embedserve.periodic import repeat
+from embedserve.shard_client.shard_connection import Address
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from fanout.shards import GrpcShard, grpc_shard
+from shard_client.shards import GrpcShard, grpc_shard
 
-from embedserve.fanout.part_stats import VersionKey
-from embedserve.fanout.replicas import PartClient, PartOptions, connector
-from embedserve.fanout.reply import Reply
-from embedserve.fanout.shard_connection import ConnectionOptions
+from embedserve.shard_client.part_stats import VersionKey
+from embedserve.shard_client.replicas import PartClient, PartOptions, connector
+from embedserve.shard_client.reply import Reply
+from embedserve.shard_client.shard_connection import ConnectionOptions
 
 KEY = VersionKey("dlrm", 7)
 WAIT_S = 30

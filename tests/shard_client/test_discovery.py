@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from embedserve.fanout import discovery
-from embedserve.fanout.discovery import (
+from embedserve.shard_client import discovery
+from embedserve.shard_client.discovery import (
     DnsDiscovery,
     DnsShards,
     FileShards,
@@ -21,7 +21,7 @@ from embedserve.fanout.discovery import (
     read_shards,
     resolve,
 )
-from embedserve.fanout.shard_connection import Address
+from embedserve.shard_client.shard_connection import Address
 
 DNS = DnsShards("dlrm-{part}", 8001)
 

@@ -11,20 +11,19 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority, client_context
-from fanout.shards import MODELS, grpc_shard
 from server.fake_engine import FEATURES, FakeEngine
 from server.live import live_server, make_pipeline, serving
+from shard_client.shards import MODELS, grpc_shard
 
-from embedserve.fanout import shard_connection
-from embedserve.fanout.reply import (
+from embedserve.shard_client import shard_connection
+from embedserve.shard_client.reply import (
     CANCELLED,
     DEADLINE_EXCEEDED,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     Reply,
 )
-from embedserve.fanout.shard_connection import ConnectionOptions, ShardConnection, shown
-from embedserve.wire.http2.header_blocks import encode
+from embedserve.shard_client.shard_connection import ConnectionOptions, ShardConnection, shown
 from embedserve_proto.embedding_pb2 import EmbedRequest, EmbedResponse, ListModelsResponse
 
 WAIT_S = 30
@@ -50,10 +49,8 @@ class Connected:
         await asyncio.wait_for(self.ready.wait(), WAIT_S)
         return self.connection
 
-    async def call(self, *message: bytes, timeout_s: float = 10, metadata: bytes = b"") -> Reply:
-        return await reply_to(
-            lambda on_done: self.connection.call(message, timeout_s, on_done, metadata)
-        )
+    async def call(self, *message: bytes, timeout_s: float = 10) -> Reply:
+        return await reply_to(lambda on_done: self.connection.call(message, timeout_s, on_done))
 
     async def end(self) -> str:
         await asyncio.wait_for(self.ended.wait(), WAIT_S)
@@ -80,10 +77,8 @@ async def test_grpc_answers() -> None:
         assert await connected.call(b"fail") == Reply(
             RESOURCE_EXHAUSTED, "full: %", retry_after_s=7
         )
-        sent = encode([(b"traceparent", b"00-1")])
-        reply = await connected.call(b"metadata", metadata=sent)
+        reply = await connected.call(b"metadata")
         assert b"'authorization', value='Bearer x'" in reply.payload
-        assert b"'traceparent', value='00-1'" in reply.payload
         reply = await connected.call(b"left", timeout_s=5)
         assert 1 < float(reply.payload) <= 5.7
         reply = await reply_to(lambda done: connection.list_models(5, done))

@@ -24,7 +24,7 @@ from embedserve.wire.http2.frames import (
 )
 
 if TYPE_CHECKING:
-    from embedserve.fanout.http2_client import Http2Client
+    from embedserve.shard_client.http2_client import Http2Client
 
 FRAME_BYTES_SENT = 1 << 20
 """Bytes of the largest DATA payload that is sent, even if the shard allows larger frames."""

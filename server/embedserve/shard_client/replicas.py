@@ -14,20 +14,20 @@ from functools import partial
 from random import random
 from time import monotonic
 
-from embedserve.fanout.client_stream import OnReply
-from embedserve.fanout.look_up import LookUp
-from embedserve.fanout.part_stats import PartStats, VersionKey
-from embedserve.fanout.recent_latency import RecentLatency
-from embedserve.fanout.replica import Connect, Replica, Served
-from embedserve.fanout.shard_connection import (
+from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.look_up import LookUp
+from embedserve.shard_client.part_stats import PartStats, VersionKey
+from embedserve.shard_client.recent_latency import RecentLatency
+from embedserve.shard_client.replica import Connect, Replica, Served
+from embedserve.shard_client.shard_connection import (
     Address,
     CallHandle,
     ConnectionOptions,
     ShardConnection,
     shown,
 )
-from embedserve.fanout.share_budget import ShareBudget
-from embedserve.fanout.timer_queue import CallLater, TimerQueue
+from embedserve.shard_client.share_budget import ShareBudget
+from embedserve.shard_client.timer_queue import CallLater, TimerQueue
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,11 @@ class PartOptions:
         call_timeout_s: seconds that one call may take; then another replica is called.
         hedge_quantile: quantile of the latency beyond which a call is hedged.
         hedge_share: hedges allowed per look-up, beyond a burst; 0: none.
-        calls_max: look-ups in flight at which ``has_room`` returns False.
-        bytes_max: bytes of their requests at which ``has_room`` returns False.
     """
 
     call_timeout_s: float = 0.5
     hedge_quantile: float = 0.95
     hedge_share: float = 0.1
-    calls_max: int = 256
-    bytes_max: int = 64 << 20
 
 
 class PartClient:
@@ -204,18 +200,12 @@ class PartClient:
 
     # Look-ups
 
-    def has_room(self) -> bool:
-        """Returns whether the bounds of look-ups in flight allow another one."""
-        stats, options = self.stats, self.options
-        return stats.in_flight < options.calls_max and stats.bytes_in_flight < options.bytes_max
-
     def look_up(
         self,
         key: VersionKey,
         message: Sequence[bytes],
         deadline_s: float,
         on_done: OnReply,
-        metadata: bytes = b"",
     ) -> CallHandle:
         """Calls a replica, and others if it fails, is slow or hangs.
 
@@ -225,11 +215,10 @@ class PartClient:
             deadline_s: time.monotonic() at which the look-up fails with DEADLINE_EXCEEDED.
             on_done: called exactly once with the reply, unless the look-up is cancelled, and never
                 before ``look_up`` has returned.
-            metadata: further headers, such as traceparent, encoded by ``header_blocks.encode``.
         """
         self.hedges.earn()
         self.retries.earn()
-        look_up = LookUp(self, key, message, deadline_s, on_done, metadata)
+        look_up = LookUp(self, key, message, deadline_s, on_done)
         look_up.start(self.clock())
         return look_up
 

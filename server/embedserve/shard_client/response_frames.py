@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from embedserve.fanout.client_control import ClientControl
-from embedserve.fanout.reply import INTERNAL, Reply, read_response_headers
+from embedserve.shard_client.client_control import ClientControl
+from embedserve.shard_client.reply import INTERNAL, Reply, read_response_headers
 from embedserve.wire.grpc.grpc_framing import PREFIX_BYTES
 from embedserve.wire.http2 import frames
 from embedserve.wire.http2.frames import (
@@ -31,7 +31,7 @@ from embedserve.wire.http2.frames import (
 from embedserve.wire.http2.header_blocks import LIST_BYTES_MAX, HeaderBlocks
 
 if TYPE_CHECKING:
-    from embedserve.fanout.http2_client import Http2Client
+    from embedserve.shard_client.http2_client import Http2Client
 
 CONNECTION_WINDOW = 64 << 20
 """Bytes of responses that a shard may send before the client returns window, which it does as soon

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol, cast
 
-from embedserve.fanout.call_headers import CallHeaders
-from embedserve.fanout.client_stream import OnReply
-from embedserve.fanout.http2_client import LOST, Http2Client
+from embedserve.shard_client.call_headers import CallHeaders
+from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.http2_client import LOST, Http2Client
 from embedserve.wire.http2 import frames
 from embedserve.wire.http_stream import Headers
 
@@ -157,7 +157,6 @@ class ShardConnection(asyncio.Protocol):
         message: Sequence[bytes],
         timeout_s: float,
         on_done: OnReply,
-        metadata: bytes = b"",
     ) -> CallHandle:
         """Calls Embed. ``on_done`` is called later and exactly once, unless the call is cancelled.
 
@@ -165,7 +164,6 @@ class ShardConnection(asyncio.Protocol):
             message: chunks of the serialized EmbedRequest.
             timeout_s: value of grpc-timeout. The caller cancels the call when it has passed.
             on_done: callback for the reply.
-            metadata: further headers, encoded by ``header_blocks.encode``.
 
         Raises:
             ConnectionError: the connection is not ready.
@@ -173,7 +171,7 @@ class ShardConnection(asyncio.Protocol):
         if not self._is_ready:
             raise ConnectionError(self.reason)
         assert self._client is not None
-        return self._client.call(self._embed.block(timeout_s) + metadata, message, on_done)
+        return self._client.call(self._embed.block(timeout_s), message, on_done)
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:
         """Calls ListModels; like ``call``."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from embedserve.fanout.client_stream import ClientStream, OnReply
-from embedserve.fanout.reply import INTERNAL, Reply, lost, reset_reply
-from embedserve.fanout.response_frames import (
+from embedserve.shard_client.client_stream import ClientStream, OnReply
+from embedserve.shard_client.reply import INTERNAL, Reply, lost, reset_reply
+from embedserve.shard_client.response_frames import (
     CONNECTION_WINDOW,
     FRAME_BYTES_TAKEN,
     ResponseFrames,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from fanout.fake_shards import FakeTime
+from shard_client.fake_shards import FakeTime
 
-from embedserve.fanout.part_stats import LatencyHistogram
-from embedserve.fanout.recent_latency import RecentLatency
-from embedserve.fanout.share_budget import ShareBudget
-from embedserve.fanout.timer_queue import TimerQueue
+from embedserve.shard_client.part_stats import LatencyHistogram
+from embedserve.shard_client.recent_latency import RecentLatency
+from embedserve.shard_client.share_budget import ShareBudget
+from embedserve.shard_client.timer_queue import TimerQueue
 
 
 @pytest.mark.parametrize("scale_s", [1e-3, 20e-3])

@@ -8,9 +8,9 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embedserve.fanout.call_headers import CallHeaders
-from embedserve.fanout.http2_client import Http2Client
-from embedserve.fanout.reply import Reply
+from embedserve.shard_client.call_headers import CallHeaders
+from embedserve.shard_client.http2_client import Http2Client
+from embedserve.shard_client.reply import Reply
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.statuses import HEAD_BLOCK, OK_BLOCK
 from embedserve.wire.http2.connection import Http2Connection

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from embedserve.fanout.reply import (
+from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     OK,
     RESOURCE_EXHAUSTED,
@@ -76,7 +76,6 @@ class PartStats:
     Attributes:
         seconds: latency of look-ups by outcome, from the call of ``look_up`` to its reply.
         in_flight: look-ups in flight.
-        bytes_in_flight: bytes of their request messages.
         attempts: calls of replicas, retries and hedges included.
         hedges: second calls of look-ups that took long.
         hedge_wins: hedges that were answered first.
@@ -89,7 +88,6 @@ class PartStats:
 
     seconds: Mapping[str, LatencyHistogram] = field(default_factory=_by_outcome)
     in_flight: int = 0
-    bytes_in_flight: int = 0
     attempts: int = 0
     hedges: int = 0
     hedge_wins: int = 0

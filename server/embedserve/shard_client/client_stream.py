@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from embedserve.fanout.reply import (
+from embedserve.shard_client.reply import (
     INTERNAL,
     OK,
     Reply,
@@ -15,7 +15,7 @@ from embedserve.fanout.reply import (
 from embedserve.wire.grpc.grpc_framing import PREFIX_BYTES
 
 if TYPE_CHECKING:
-    from embedserve.fanout.http2_client import Http2Client
+    from embedserve.shard_client.http2_client import Http2Client
 
 OnReply = Callable[[Reply], None]
 

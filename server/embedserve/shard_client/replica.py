@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
-from embedserve.fanout.client_stream import OnReply
-from embedserve.fanout.part_stats import VersionKey
-from embedserve.fanout.reply import DEADLINE_EXCEEDED, OK, RESOURCE_EXHAUSTED, Reply
-from embedserve.fanout.shard_connection import Address, CallHandle
-from embedserve.fanout.timer_queue import CallLater, TimerHandle
+from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.part_stats import VersionKey
+from embedserve.shard_client.reply import DEADLINE_EXCEEDED, OK, RESOURCE_EXHAUSTED, Reply
+from embedserve.shard_client.shard_connection import Address, CallHandle
+from embedserve.shard_client.timer_queue import CallLater, TimerHandle
 from embedserve_proto.embedding_pb2 import ListModelsResponse
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 5.0
@@ -37,9 +37,7 @@ class Connection(Protocol):
     def in_flight(self) -> int:
         """Number of calls in flight."""
 
-    def call(
-        self, message: Sequence[bytes], timeout_s: float, on_done: OnReply, metadata: bytes = b""
-    ) -> CallHandle:
+    def call(self, message: Sequence[bytes], timeout_s: float, on_done: OnReply) -> CallHandle:
         """Calls Embed."""
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:

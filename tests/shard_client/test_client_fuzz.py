@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fanout.shard_peer import HEAD, ShardPeer, answer, data, headers, trailers
 from hypothesis import given
 from hypothesis import strategies as st
+from shard_client.shard_peer import HEAD, ShardPeer, answer, data, headers, trailers
 
 from embedserve.wire.http2 import frames
 

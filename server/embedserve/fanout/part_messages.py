@@ -1,0 +1,98 @@
+"""Messages between a router and a shard: the request of a lookup, and the values of its response.
+
+A request is an EmbedRequest of embedding.proto. Its arrays are sent as they are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from embedserve.codec.protobuf_fields import (
+    LENGTH_DELIMITED,
+    VARINT,
+    number_of,
+    tag_of,
+    varint,
+)
+from embedserve.fanout.partition import PartLookup
+from embedserve_proto import embedding_pb2
+from embedserve_store.format.manifest import Manifest
+
+
+def _tag(field: str) -> bytes:
+    return varint(tag_of(number_of(embedding_pb2.EmbedRequest, field), LENGTH_DELIMITED))
+
+
+IDS, LENGTHS, WEIGHTS = _tag("ids_bytes"), _tag("lengths_bytes"), _tag("weights_bytes")
+EXAMPLES = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "batch_size"), VARINT))
+VALUES = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "values"), LENGTH_DELIMITED))
+
+
+class WrongAnswerError(Exception):
+    """A shard has answered something else than was asked."""
+
+
+class PartMessages:
+    """Requests to one part of one version, and its responses."""
+
+    def __init__(self, part: Manifest, features: Sequence[str]) -> None:
+        """
+        Args:
+            part: manifest of the part.
+            features: its features in the order in which their ids are sent.
+        """
+        model, version = part.model, part.version
+        self._start = embedding_pb2.EmbedRequest(
+            model=f"{model}@{version}", keys=features
+        ).SerializeToString()
+        self._model = model
+        self._version = version
+        # Responses begin with these fields, and end with the number of examples and the values.
+        self._response_start = embedding_pb2.EmbedResponse(
+            model=model, version=version, keys=part.keys, length_per_key=part.length_per_key
+        ).SerializeToString()
+
+    def encode(self, lookup: PartLookup) -> list[bytes]:
+        """Returns the request of ``lookup`` in chunks. The arrays are copied once: they are small,
+        and a call may be repeated."""
+        chunks = [
+            self._start + IDS + varint(lookup.ids.nbytes),
+            lookup.ids.tobytes(),
+            LENGTHS + varint(lookup.lengths.nbytes),
+            lookup.lengths.tobytes(),
+        ]
+        if lookup.weights is not None:
+            chunks += [WEIGHTS + varint(lookup.weights.nbytes), lookup.weights.tobytes()]
+        return chunks
+
+    def _start_of(self, examples: int, nbytes: int) -> bytes:
+        """Returns the bytes of a response before its values."""
+        return self._response_start + EXAMPLES + varint(examples) + VALUES + varint(nbytes)
+
+    def decode(self, body: bytes, shape: tuple[int, int]) -> np.ndarray:
+        """Returns the float32 values, of ``shape``, of the response ``body``.
+
+        Raises:
+            WrongAnswerError: the response is of another version, or of another shape or dtype.
+        """
+        nbytes = 4 * shape[0] * shape[1]
+        if len(body) > nbytes:
+            start = len(body) - nbytes
+            if body[:start] == self._start_of(shape[0], nbytes):
+                return np.frombuffer(body, np.float32, offset=start).reshape(shape)
+        try:
+            response = embedding_pb2.EmbedResponse.FromString(body)
+        except Exception as error:
+            raise WrongAnswerError(f"is not an EmbedResponse: {error}") from error
+        if (response.model, response.version) != (self._model, self._version):
+            raise WrongAnswerError(
+                f"is of {response.model!r} version {response.version}, "
+                f"asked was {self._model!r} version {self._version}"
+            )
+        if response.output_dtype != embedding_pb2.FLOAT32 or len(response.values) != nbytes:
+            raise WrongAnswerError(
+                f"has {len(response.values)} bytes of values, expected {nbytes} of float32"
+            )
+        return np.frombuffer(response.values, np.float32).reshape(shape)

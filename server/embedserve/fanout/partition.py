@@ -1,0 +1,123 @@
+"""Divides the ids of a batch over the parts of a model, by their rows.
+
+FBGEMM's bucketizer does the work. Its operator also numbers the rows from the first one of each
+part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import fbgemm_gpu  # noqa: F401  # registers the bucketizer
+import numpy as np
+import torch
+
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.parts.part_manifest import part_manifest
+from embedserve_store.plans.host_plan import HostPlan
+
+
+class PartLookup(NamedTuple):
+    """Lookup in one part, for a batch.
+
+    Attributes:
+        part: number of the part.
+        ids: int64 [n] row numbers of the part, feature-major.
+        lengths: int32 [features of the part * batch_size].
+        weights: float32 [n], or None.
+        shape: shape of the float32 values that the part returns.
+    """
+
+    part: int
+    ids: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DividedIds:
+    """Ids of a batch, part by part, then feature by feature.
+
+    Attributes:
+        lengths: int32 [parts, features, examples].
+        ids: int64 [n] row numbers of the parts.
+        weights: float32 [n], or None.
+        ends: int64 [parts + 1]; the ids of part p are those from ends[p] to ends[p + 1].
+    """
+
+    lengths: np.ndarray
+    ids: np.ndarray
+    weights: np.ndarray | None
+    ends: np.ndarray
+
+    def lookup(self, part: int, lengths: np.ndarray, shape: tuple[int, int]) -> PartLookup:
+        """Returns the lookup of all ids of ``part``."""
+        ids = slice(int(self.ends[part]), int(self.ends[part + 1]))
+        weights = None if self.weights is None else self.weights[ids]
+        return PartLookup(part, self.ids[ids], lengths, weights, shape)
+
+
+class Partition:
+    """The parts of one version: the rows that each holds, and its features.
+
+    Attributes:
+        manifest: manifest of the whole version.
+        parts: manifests of the parts, in order.
+        features: bool [parts, features], whether a part has rows of a feature.
+        feature_counts: int64 [parts], the number of features of each part.
+        local: int64 [parts, features], the index of a feature among those of a part, which are in
+            the order of the whole manifest. 0 where the part does not have it.
+    """
+
+    def __init__(self, manifest: Manifest, hosts: HostPlan) -> None:
+        self.manifest = manifest
+        self.parts = [part_manifest(manifest, hosts, part) for part in range(hosts.parts)]
+        starts = [_boundaries(manifest, hosts, feature) for feature in manifest.features]
+        self._starts = [torch.tensor(one, dtype=torch.int64) for one in starts]
+        self._blocks = torch.ones(len(starts), dtype=torch.int64)
+        self.features = np.array(
+            [[one in part.features for one in manifest.features] for part in self.parts]
+        )
+        self.feature_counts = self.features.sum(axis=1)
+        self.local = (self.features.cumsum(axis=1) - 1) * self.features
+
+    def sent_features(self, part: int) -> tuple[str, ...]:
+        """Returns the features of ``part`` in the order in which their ids are sent."""
+        names = zip(self.manifest.features, self.features[part], strict=True)
+        return tuple(name for name, is_there in names if is_there)
+
+    def divide(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None
+    ) -> DividedIds:
+        """Divides a batch, as Engine.lookup takes it, over the parts."""
+        new_lengths, new_ids, new_weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            torch.from_numpy(lengths),
+            torch.from_numpy(ids),
+            False,  # bucketize_pos
+            False,  # sequence
+            self._blocks,
+            len(self.parts),
+            None if weights is None else torch.from_numpy(weights),
+            None,  # batch_size_per_feature
+            -1,  # max_B
+            self._starts,
+        )
+        per_part = new_lengths.numpy().reshape(len(self.parts), len(self._starts), -1)
+        ends = np.zeros(len(self.parts) + 1, np.int64)
+        per_part.sum(axis=(1, 2), dtype=np.int64).cumsum(out=ends[1:])
+        return DividedIds(
+            per_part,
+            new_ids.numpy(),
+            None if new_weights is None else new_weights.numpy(),
+            ends,
+        )
+
+
+def _boundaries(manifest: Manifest, hosts: HostPlan, feature: str) -> tuple[int, ...]:
+    """Returns the first row of each part, and the end of the last one, for the ids of ``feature``:
+    those of its smallest table."""
+    tables = [table for table in manifest.tables if feature in table.feature_names]
+    smallest = min(tables, key=lambda table: table.num_embeddings)
+    return hosts.rows[smallest.name]

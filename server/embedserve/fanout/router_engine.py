@@ -1,0 +1,307 @@
+"""The engine of a router: looks batches up in the shards that hold the parts of a version.
+
+It takes and returns what engine/engine.py does. A batch is divided by rows, one call goes to each
+part that has rows of it, all at once, and their sums are added. Calls begin and end on the event
+loop; no thread is involved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from time import monotonic, perf_counter
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from embedserve.batching.lookup_engine import RemoteLookups
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.errors import (
+    DeadlineExceededError,
+    EmbedServeError,
+    EngineError,
+    NotReadyError,
+    OverloadedError,
+)
+from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
+from embedserve.fanout.partition import Partition, PartLookup
+from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
+from embedserve.fanout.unpooled_batch import UnpooledBatch
+from embedserve.lookup_types import Batch
+from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.shard_client.reply import (
+    DEADLINE_EXCEEDED,
+    OK,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    Reply,
+)
+from embedserve_store.errors import StoreError
+from embedserve_store.goldens.goldens_file import Goldens
+from embedserve_store.goldens.parity import check_published
+from embedserve_store.goldens.reference_pooling import row_numbers
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.parts.part import Part
+
+logger = logging.getLogger(__name__)
+
+BATCHES_MAX = 8
+"""Batches in flight of one version. More would be smaller, and each costs a call to every part."""
+GOLDENS_S_MAX = 30.0
+"""Seconds for the goldens of a version, which are looked up once before it serves."""
+
+Finish = Callable[[np.ndarray | EmbedServeError], None]
+
+
+class ServedPart(NamedTuple):
+    """A part of a version, as a shard has to serve it to be asked."""
+
+    model: str
+    version: int
+    fingerprint: str
+    part: int
+    parts: int
+
+
+class PartCaller(Protocol):
+    """Calls replicas of parts; shards.py has the implementation.
+
+    Attributes:
+        loop: event loop on which it is used; None before it has one.
+    """
+
+    loop: asyncio.AbstractEventLoop | None
+
+    def look_up(
+        self,
+        served: ServedPart,
+        message: Sequence[bytes],
+        deadline_s: float,
+        on_done: Callable[[Reply], None],
+    ) -> object: ...
+
+
+def served_parts(version: ModelVersion) -> list[ServedPart]:
+    """Returns what the shards of each part of ``version`` have to serve."""
+    manifest, hosts = version.whole, version.plan.hosts
+    assert hosts is not None
+    return [
+        ServedPart(manifest.model, manifest.version, manifest.fingerprint, part, hosts.parts)
+        for part in range(hosts.parts)
+    ]
+
+
+class RouterEngine:
+    """One version of a model whose rows are in shards.
+
+    Attributes:
+        manifest, translator, plan: as those of Engine. Ids become row numbers in the router.
+        fingerprint, part, spare_rows: as those of Engine that serves a whole version.
+        parts: what the shards of each part have to serve.
+        remote: the engine itself; see batching.lookup_engine.RemoteLookups.
+        rows: None, as rows never change.
+    """
+
+    waits_for_device = False
+    replicas = 1
+    device_type = "cpu"
+    replanned = False
+    lookup_kind = "parts"
+    batches_max = BATCHES_MAX
+
+    def __init__(self, version: ModelVersion, shards: PartCaller) -> None:
+        """
+        Args:
+            version: version without rows, whose plan has a host plan.
+            shards: caller of its parts.
+        """
+        manifest, hosts = version.manifest, version.plan.hosts
+        assert hosts is not None  # a store opened without rows has checked it
+        self.manifest = manifest
+        self.translator = version.translator
+        self.plan = version.plan
+        self.rows: RowsReader | None = None
+        self.remote: RemoteLookups | None = self
+        self._version = version
+        self._shards = shards
+        self._partition = Partition(manifest, hosts)
+        self._columns = PooledColumns(self._partition) if manifest.is_pooled else None
+        self._means = [one for one in manifest.columns if one.table.pooling == "mean"]
+        self.parts = served_parts(version)
+        self._messages = [
+            PartMessages(part, self._partition.sent_features(number))
+            for number, part in enumerate(self._partition.parts)
+        ]
+        self.fingerprint = manifest.fingerprint
+        self.part: Part | None = None
+        self.spare_rows = None
+        self._log = RateLimitedLogger(logger)
+
+    def begin(self, batch: Batch, deadline_s: float, finish: Finish) -> None:
+        """Begins the lookup of ``batch``; see batching.lookup_engine.RemoteLookups."""
+        pending = self._divide(batch.ids, batch.lengths, batch.weights)
+        lookups = pending.lookups()
+        fanout = _Fanout(self, batch, pending, lookups, finish)
+        if not lookups:
+            asyncio.get_running_loop().call_soon(fanout.end)
+            return
+        until_s = monotonic() + deadline_s - perf_counter()
+        for i, lookup in enumerate(lookups):
+            message = self._messages[lookup.part].encode(lookup)
+            on_reply = partial(fanout.on_reply, i)
+            self._shards.look_up(self.parts[lookup.part], message, until_s, on_reply)
+        pending.prepare()
+
+    def _divide(
+        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
+    ) -> PooledBatch | UnpooledBatch:
+        if self._columns is None:
+            return UnpooledBatch(self._partition, ids, lengths)
+        divided = self._partition.divide(ids, lengths, weights)
+        return PooledBatch(self._partition, self._columns, divided)
+
+    def read_reply(self, lookup: PartLookup, reply: Reply) -> np.ndarray | EmbedServeError:
+        """Returns the values of ``reply`` to ``lookup``, or the error for the callers."""
+        served = self.parts[lookup.part]
+        who = f"part {served.part} of {served.parts} of {served.model!r} version {served.version}"
+        if reply.status == OK:
+            try:
+                return self._messages[lookup.part].decode(reply.payload, lookup.shape)
+            except WrongAnswerError as error:
+                reply = Reply(-1, str(error))
+        self._log.log(logging.ERROR, f"{who} fails", f"status {reply.status}: {reply.message}")
+        if reply.status == UNAVAILABLE:
+            return NotReadyError(f"{who} is not available")
+        if reply.status == RESOURCE_EXHAUSTED:
+            overloaded = OverloadedError(f"{who} is overloaded")
+            overloaded.retry_after_s = max(reply.retry_after_s, overloaded.retry_after_s)
+            return overloaded
+        if reply.status == DEADLINE_EXCEEDED:
+            return DeadlineExceededError(f"{who} has not answered in time")
+        return EngineError(f"the lookup in {who} failed; the server's log says why")
+
+    def log_failure(self, batch: Batch) -> None:
+        """Logs the unexpected error that is being handled, with a rate limit."""
+        kind = f"adding what the parts of {self.manifest.model!r} returned fails"
+        self._log.log(logging.ERROR, kind, f"{batch.ids.size} ids", with_traceback=True)
+
+    def finish_values(self, values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Divides the sums of tables with mean pooling by the numbers of ids, in place."""
+        if self._means:
+            counts = np.maximum(lengths, 1).reshape(len(self.manifest.features), -1)
+            for column in self._means:
+                values[:, column.start : column.end] /= counts[column.feature, :, None]
+        return values
+
+    def lookup(
+        self,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        weights: np.ndarray | None = None,
+        as_float16: bool = False,
+    ) -> np.ndarray:
+        """Returns the rows of ``ids`` as Engine.lookup does. Waits for the shards, so it is called
+        in another thread than the event loop's.
+
+        Raises:
+            EmbedServeError: a part has not answered.
+        """
+        examples = lengths.size // len(self.manifest.features)
+        batch = Batch(ids, lengths, weights, [examples], examples)
+        answer: Future[np.ndarray] = Future()
+
+        def end(values: np.ndarray | EmbedServeError) -> None:
+            error = batch.failures[0][1] if batch.failures else values
+            if isinstance(error, EmbedServeError):
+                answer.set_exception(error)
+            elif isinstance(values, np.ndarray):
+                answer.set_result(values)
+
+        def begin() -> None:
+            try:
+                self.begin(batch, perf_counter() + GOLDENS_S_MAX, end)
+            except Exception as error:
+                answer.set_exception(error)
+
+        loop = self._shards.loop
+        assert loop is not None
+        loop.call_soon_threadsafe(begin)
+        values = answer.result(2 * GOLDENS_S_MAX)
+        return self.to_float16(values) if as_float16 else values
+
+    def to_float16(self, values: np.ndarray) -> np.ndarray:
+        """Returns ``values`` rounded to float16, as Engine.to_float16 does."""
+        rounded: np.ndarray = torch.from_numpy(values).to(torch.float16).numpy()
+        return rounded
+
+    def goldens(self) -> Goldens:
+        """Returns the goldens of the version. Raises StoreError if the file has changed since it
+        was published."""
+        return self._version.goldens()
+
+    def warm_up(self) -> None:
+        """Looks the version's goldens up in the shards and compares the results, in another thread
+        than the event loop's.
+
+        Raises:
+            StoreError: a result differs from the published result, or a part has not answered.
+        """
+        goldens, where = self.goldens(), str(self._version.path)
+        bags = goldens.bags
+        numbers = row_numbers(bags, self.translator)
+        try:
+            answers = self.lookup(numbers, bags.lengths.reshape(-1), bags.weights)
+        except EmbedServeError as error:
+            raise StoreError(f"{where}: its goldens were not answered: {error.message}") from error
+        check_published(answers, goldens, self.manifest, where)
+
+    def check(self) -> None:
+        """Does nothing: the shards check their rows."""
+
+
+class _Fanout:
+    """The calls of one batch."""
+
+    def __init__(
+        self,
+        engine: RouterEngine,
+        batch: Batch,
+        pending: PooledBatch | UnpooledBatch,
+        lookups: Sequence[PartLookup],
+        finish: Finish,
+    ) -> None:
+        self._engine = engine
+        self._batch = batch
+        self._pending = pending
+        self._lookups = lookups
+        self._finish = finish
+        self._values: list[np.ndarray | None] = [None] * len(lookups)
+        self._left = len(lookups)
+
+    def on_reply(self, index: int, reply: Reply) -> None:
+        """Takes the reply to the lookup at ``index``; the last one ends the batch."""
+        lookup = self._lookups[index]
+        values = self._engine.read_reply(lookup, reply)
+        if isinstance(values, EmbedServeError):
+            examples = self._pending.examples_on(lookup.part)
+            self._batch.failures = [*self._batch.failures, (examples, values)]
+            values = np.zeros(lookup.shape, np.float32)
+        self._values[index] = values
+        self._left -= 1
+        if not self._left:
+            self.end()
+
+    def end(self) -> None:
+        """Adds what the parts returned, and finishes the batch."""
+        result: np.ndarray | EmbedServeError
+        try:
+            summed = self._pending.merge([one for one in self._values if one is not None])
+            result = self._engine.finish_values(summed, self._batch.lengths)
+        except Exception:
+            self._engine.log_failure(self._batch)
+            result = EngineError("the lookup failed; the server's log says why")
+        self._finish(result)

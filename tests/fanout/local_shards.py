@@ -1,0 +1,101 @@
+"""Shards in the same process, which answer a router from the stored rows of their parts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from embedserve.fanout.router_engine import RouterEngine, ServedPart
+from embedserve.shard_client.reply import OK, Reply
+from embedserve_proto import embedding_pb2
+from embedserve_store import ModelStore, ModelVersion
+from embedserve_store.goldens.goldens_file import Bags
+from embedserve_store.goldens.reference_pooling import pool_stored
+from embedserve_store.parts.part import NO_ROWS, Part
+
+
+class LocalShards:
+    """Answers lookups in parts, on its event loop.
+
+    Attributes:
+        replies: replies of parts that do not answer, by part.
+        changes: functions that change the response of a part, by part.
+        asked: parts that were asked, in order.
+    """
+
+    def __init__(self, store: Path, model: str, parts: int) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.replies: dict[int, Reply] = {}
+        self.changes: dict[int, Callable[[embedding_pb2.EmbedResponse], None]] = {}
+        self.asked: list[int] = []
+        self.versions: list[ModelVersion] = [
+            ModelStore(store, holds=Part(part, parts)).load(model) for part in range(parts)
+        ]
+
+    def look_up(
+        self,
+        served: ServedPart,
+        message: Sequence[bytes],
+        deadline_s: float,
+        on_done: Callable[[Reply], None],
+    ) -> None:
+        self.asked.append(served.part)
+        reply = self.replies.get(served.part) or self._answer(served, b"".join(message))
+        assert self.loop is not None
+        self.loop.call_soon(on_done, reply)
+
+    def _answer(self, served: ServedPart, message: bytes) -> Reply:
+        request = embedding_pb2.EmbedRequest.FromString(message)
+        version = self.versions[served.part]
+        assert version.whole.fingerprint == served.fingerprint
+        assert request.model == f"{served.model}@{served.version}"
+        ids = np.frombuffer(request.ids_bytes, np.int64)
+        lengths = np.frombuffer(request.lengths_bytes, np.int32)
+        weights = (
+            np.frombuffer(request.weights_bytes, np.float32) if request.weights_bytes else None
+        )
+        bags = _in_order(version, list(request.keys), ids, lengths, weights)
+        values = pool_stored(version.manifest, bags, bags.ids, version.tables)
+        response = embedding_pb2.EmbedResponse(
+            model=served.model, version=served.version, values=values.tobytes()
+        )
+        if served.part in self.changes:
+            self.changes[served.part](response)
+        return Reply(OK, payload=response.SerializeToString())
+
+
+def _in_order(
+    version: ModelVersion,
+    keys: list[str],
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    weights: np.ndarray | None,
+) -> Bags:
+    """Returns a request in the order of the version's features."""
+    order = [keys.index(feature) for feature in version.manifest.features]
+    assert len(order) == len(keys)
+    bags = lengths.reshape(len(keys), -1)
+    ends = np.append(0, bags.sum(axis=1).cumsum())
+    spans = [slice(ends[i], ends[i + 1]) for i in order]
+    sorted_ids = np.concatenate([ids[span] for span in spans])
+    sorted_weights = None if weights is None else np.concatenate([weights[span] for span in spans])
+    return Bags(sorted_ids, bags[order], sorted_weights)
+
+
+@contextmanager
+def routed(shards: LocalShards, store: Path, model: str) -> Iterator[RouterEngine]:
+    """Yields a router's engine, whose event loop runs in a thread."""
+    loop = shards.loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield RouterEngine(ModelStore(store, holds=NO_ROWS).load(model), shards)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,216 @@
+"""Batches that are divided over parts: their sums are those of whole tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embedserve.fanout.partition import Partition, PartLookup
+from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
+from embedserve.fanout.unpooled_batch import UnpooledBatch
+from embedserve_store import Manifest, TableSpec
+from embedserve_store.plans.host_plan import HostPlan
+
+Tables = dict[str, np.ndarray]
+
+
+@dataclass
+class Divided:
+    """A model with random rows, and the boundaries of its parts."""
+
+    manifest: Manifest
+    hosts: HostPlan
+    rows: Tables
+
+    def part_rows(self, part: int) -> Tables:
+        return {
+            name: self.rows[name][slice(*list(pairwise(bounds))[part])]
+            for name, bounds in self.hosts.rows.items()
+        }
+
+
+def divided(tables: list[TableSpec], hosts: HostPlan, seed: int = 0) -> Divided:
+    random = np.random.default_rng(seed)
+    rows = {
+        table.name: random.standard_normal((table.num_embeddings, table.embedding_dim), np.float32)
+        for table in tables
+    }
+    return Divided(Manifest("m", 1, tuple(tables), False), hosts, rows)
+
+
+def answer(
+    manifest: Manifest,
+    rows: Tables,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    weights: np.ndarray | None,
+) -> np.ndarray:
+    """Returns what a server of these tables answers, added in the order of the ids."""
+    bags = lengths.reshape(len(manifest.features), -1)
+    ends = np.cumsum(lengths).reshape(bags.shape)
+    blocks = []
+    for column in manifest.columns:
+        table = rows[column.table.name]
+        first, last = ends[column.feature, 0] - bags[column.feature, 0], ends[column.feature, -1]
+        if not manifest.is_pooled:
+            blocks.append(table[ids[first:last]])
+            continue
+        sums = np.zeros((bags.shape[1], table.shape[1]), np.float64)
+        for example, end in enumerate(ends[column.feature].tolist()):
+            start = end - bags[column.feature, example]
+            scale = np.ones(end - start) if weights is None else weights[start:end]
+            sums[example] = (table[ids[start:end]] * scale[:, None]).sum(axis=0)
+        blocks.append(sums.astype(np.float32))
+    return np.concatenate(blocks, axis=1 if manifest.is_pooled else 0)
+
+
+def ask(one: Divided, partition: Partition, lookups: list[PartLookup]) -> list[np.ndarray]:
+    """Returns the answers of the parts, whose own feature order need not be the order of the
+    ids."""
+    answers = []
+    for lookup in lookups:
+        part = partition.parts[lookup.part]
+        sent = partition.sent_features(lookup.part)
+        lengths = lookup.lengths.reshape(len(sent), -1)
+        ends = np.append(0, lengths.sum(axis=1).cumsum())
+        order = [sent.index(name) for name in part.features]
+        spans = [slice(ends[i], ends[i + 1]) for i in order]
+        ids = np.concatenate([lookup.ids[span] for span in spans])
+        weights = lookup.weights
+        if weights is not None:
+            weights = np.concatenate([weights[span] for span in spans])
+        found = answer(part, one.part_rows(lookup.part), ids, lengths[order].reshape(-1), weights)
+        assert found.shape == lookup.shape
+        answers.append(found)
+    return answers
+
+
+POOLED = [
+    TableSpec("movie", 100, 12, ("history", "candidate"), "mean", "float32"),
+    TableSpec("genre", 3, 4, ("genres",), "sum", "float32"),
+    TableSpec("user", 50, 8, ("user",), "sum", "float32"),
+    TableSpec("recent", 77, 8, ("history",), "sum", "float32"),
+]
+HOSTS = HostPlan(
+    4,
+    {
+        "movie": (0, 20, 40, 90, 100),
+        "genre": (0, 0, 0, 3, 3),
+        "user": (0, 13, 26, 39, 50),
+        "recent": (0, 20, 40, 77, 77),
+    },
+)
+
+
+def batch(
+    manifest: Manifest, counts: list[list[int]], seed: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    lengths = np.array(counts, np.int32).reshape(-1)
+    totals = np.array(counts).sum(axis=1)
+    ids = np.concatenate(
+        [
+            random.integers(0, rows, n)
+            for rows, n in zip(manifest.rows_per_feature, totals, strict=True)
+        ]
+    )
+    return ids.astype(np.int64), lengths, random.standard_normal(ids.size).astype(np.float32)
+
+
+COUNTS = st.integers(1, 6).flatmap(
+    lambda examples: st.lists(
+        st.lists(st.integers(0, 5), min_size=examples, max_size=examples), min_size=4, max_size=4
+    )
+)
+
+
+@settings(deadline=None)
+@given(COUNTS, st.integers(0, 2**32), st.booleans())
+def test_sums_of_parts_are_the_sums_of_whole_tables(
+    counts: list[list[int]], seed: int, is_weighted: bool
+) -> None:
+    one = divided(POOLED, HOSTS)
+    partition = Partition(one.manifest, HOSTS)
+    ids, lengths, weights = batch(one.manifest, counts, seed)
+    given_weights = weights if is_weighted else None
+    found = PooledBatch(
+        partition, PooledColumns(partition), partition.divide(ids, lengths, given_weights)
+    )
+    lookups = found.lookups()
+    for lookup in lookups:
+        assert lookup.lengths.size == partition.features[lookup.part].sum() * lookup.shape[0]
+        # Each feature's bags are packed: no example is empty for all features.
+        assert lookup.lengths.reshape(-1, lookup.shape[0]).any(axis=0).all()
+    merged = found.merge(ask(one, partition, lookups))
+    expected = answer(one.manifest, one.rows, ids, lengths, given_weights)
+    assert merged.dtype == np.float32
+    np.testing.assert_allclose(merged, expected, rtol=0, atol=1e-5)
+
+
+UNPOOLED = [
+    TableSpec("movie", 100, 8, ("history", "candidate"), "none", "float32"),
+    TableSpec("genre", 3, 8, ("genres",), "none", "float32"),
+    TableSpec("user", 50, 8, ("user",), "none", "float32"),
+    TableSpec("recent", 77, 8, ("history",), "none", "float32"),
+]
+
+
+@settings(deadline=None)
+@given(COUNTS, st.integers(0, 2**32))
+def test_rows_of_parts_are_the_rows_of_whole_tables(counts: list[list[int]], seed: int) -> None:
+    one = divided(UNPOOLED, HOSTS)
+    partition = Partition(one.manifest, HOSTS)
+    ids, lengths, _ = batch(one.manifest, counts, seed)
+    found = UnpooledBatch(partition, ids, lengths)
+    lookups = found.lookups()
+    for lookup in lookups:  # each row is asked for once
+        ends = np.append(0, lookup.lengths.cumsum())
+        for start, end in pairwise(ends.tolist()):
+            assert len(set(lookup.ids[start:end].tolist())) == end - start
+    merged = found.merge(ask(one, partition, lookups))
+    assert np.array_equal(merged, answer(one.manifest, one.rows, ids, lengths, None))
+
+
+@pytest.mark.parametrize("tables", [POOLED, UNPOOLED])
+def test_the_examples_on_a_part_are_those_with_an_id_there(tables: list[TableSpec]) -> None:
+    one = divided(tables, HOSTS)
+    partition = Partition(one.manifest, HOSTS)
+    # history, candidate, genres, user; two examples
+    lengths = np.array([1, 0, 0, 1, 0, 0, 0, 0], np.int32)
+    ids = np.array([19, 40])
+    found: PooledBatch | UnpooledBatch
+    if one.manifest.is_pooled:
+        found = PooledBatch(partition, PooledColumns(partition), partition.divide(ids, lengths))
+    else:
+        found = UnpooledBatch(partition, ids, lengths)
+    assert [lookup.part for lookup in found.lookups()] == [0, 2]
+    assert found.examples_on(0).tolist() == [0]
+    assert found.examples_on(1).tolist() == []
+    assert found.examples_on(2).tolist() == [1]
+
+
+def test_the_same_batch_has_the_same_bits_in_any_order_of_answers() -> None:
+    one = divided(POOLED, HOSTS)
+    partition = Partition(one.manifest, HOSTS)
+    ids, lengths, weights = batch(one.manifest, [[9, 4, 7]] * 4, 5)
+    results = set()
+    for _ in range(3):
+        found = PooledBatch(
+            partition, PooledColumns(partition), partition.divide(ids, lengths, weights)
+        )
+        results.add(found.merge(ask(one, partition, found.lookups())).tobytes())
+    assert len(results) == 1
+
+
+def test_a_batch_without_ids_asks_nobody_and_is_zeros() -> None:
+    one = divided(POOLED, HOSTS)
+    partition = Partition(one.manifest, HOSTS)
+    divided_ids = partition.divide(np.empty(0, np.int64), np.zeros(8, np.int32))
+    found = PooledBatch(partition, PooledColumns(partition), divided_ids)
+    assert found.lookups() == []
+    assert np.array_equal(found.merge([]), np.zeros((2, 44), np.float32))

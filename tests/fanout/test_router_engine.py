@@ -1,0 +1,188 @@
+"""A router's engine answers as the engine of whole tables, and says which examples it cannot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+from fanout.local_shards import LocalShards, routed
+from lookup_cases import check_lookup, pooled_source, unpooled_source
+from pooled import collection
+from torchrec import PoolingType
+
+from embedserve.errors import (
+    DeadlineExceededError,
+    EmbedServeError,
+    EngineError,
+    NotReadyError,
+    OverloadedError,
+)
+from embedserve.fanout.router_engine import RouterEngine
+from embedserve.lookup_types import Batch
+from embedserve.shard_client.reply import (
+    DEADLINE_EXCEEDED,
+    INTERNAL,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    Reply,
+)
+from embedserve_proto import embedding_pb2
+from embedserve_store import ModelStore, StoreError, publish
+from embedserve_store.format.table_spec import DTYPES
+
+PARTS = 3
+
+
+@pytest.mark.parametrize("parts", [2, 4, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_it_answers_as_whole_tables_do(
+    tmp_path: Path, dtype: str, is_pooled: bool, parts: int
+) -> None:
+    source = pooled_source() if is_pooled else unpooled_source()
+    publish(source, tmp_path, model="m", dtype=dtype, hosts=parts)
+    shards = LocalShards(tmp_path, "m", parts)
+    with routed(shards, tmp_path, "m") as engine:
+        engine.warm_up()
+        check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
+
+
+def test_two_runs_give_the_same_bits(tmp_path: Path) -> None:
+    publish(pooled_source(), tmp_path, model="m", hosts=4)
+    ids, lengths = np.tile(np.arange(20), 6), np.full(24, 5, np.int32)
+    ids = ids % np.repeat(ModelStore(tmp_path).manifest("m").rows_per_feature, 30)
+    with routed(LocalShards(tmp_path, "m", 4), tmp_path, "m") as engine:
+        assert len({engine.lookup(ids, lengths).tobytes() for _ in range(5)}) == 1
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A table of 30 rows over three parts."""
+    torch.manual_seed(0)
+    tables = [("user", 30, 4, ["user"], PoolingType.SUM)]
+    publish(collection(tables), tmp_path, model="m", hosts=PARTS)
+    return tmp_path
+
+
+@pytest.fixture
+def shards(store: Path) -> LocalShards:
+    return LocalShards(store, "m", PARTS)
+
+
+@pytest.fixture
+def engine(store: Path, shards: LocalShards) -> Iterator[RouterEngine]:
+    with routed(shards, store, "m") as routing:
+        yield routing
+
+
+IDS, LENGTHS = np.array([0, 10, 11, 20]), np.array([1, 2, 1], np.int32)
+"""Example 0 is on part 0, example 1 on part 1, example 2 on part 2."""
+
+
+def batch_of(engine: RouterEngine) -> tuple[Batch, np.ndarray | EmbedServeError]:
+    """Returns a batch of IDS after its lookup, and how that ended."""
+    batch = Batch(IDS, LENGTHS, None, [3], 3)
+    ends: list[np.ndarray | EmbedServeError] = []
+    loop = engine._shards.loop
+    assert loop is not None
+    is_done = threading.Event()
+
+    def end(values: np.ndarray | EmbedServeError) -> None:
+        ends.append(values)
+        is_done.set()
+
+    loop.call_soon_threadsafe(engine.begin, batch, perf_counter() + 60, end)
+    assert is_done.wait(60)
+    assert len(ends) == 1
+    return batch, ends[0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "words"),
+    [
+        (Reply(UNAVAILABLE, "10.0.0.7:80 is gone"), NotReadyError, "part 1 of 3 of 'm' version 1"),
+        (Reply(RESOURCE_EXHAUSTED, "", b"", 7), OverloadedError, "is overloaded"),
+        (Reply(DEADLINE_EXCEEDED), DeadlineExceededError, "has not answered in time"),
+        (Reply(INTERNAL, "a secret"), EngineError, "the server's log says why"),
+    ],
+)
+def test_only_the_examples_of_a_part_that_fails_fail(
+    engine: RouterEngine,
+    shards: LocalShards,
+    reply: Reply,
+    kind: type[EmbedServeError],
+    words: str,
+) -> None:
+    expected = engine.lookup(IDS, LENGTHS)
+    shards.replies[1] = reply
+    batch, values = batch_of(engine)
+    [(examples, error)] = batch.failures
+    assert examples.tolist() == [1]
+    assert type(error) is kind
+    assert words in error.message
+    assert "10.0.0.7" not in error.message
+    assert "secret" not in error.message
+    assert error.retry_after_s == max(reply.retry_after_s, kind.retry_after_s)
+    assert isinstance(values, np.ndarray)
+    assert np.array_equal(values[[0, 2]], expected[[0, 2]])
+
+
+def other_version(response: embedding_pb2.EmbedResponse) -> None:
+    response.version = 2
+
+
+def other_model(response: embedding_pb2.EmbedResponse) -> None:
+    response.model = "n"
+
+
+def fewer_values(response: embedding_pb2.EmbedResponse) -> None:
+    response.values = response.values[:-4]
+
+
+def other_dtype(response: embedding_pb2.EmbedResponse) -> None:
+    response.output_dtype = embedding_pb2.FLOAT16
+
+
+@pytest.mark.parametrize("change", [other_version, other_model, fewer_values, other_dtype])
+def test_a_wrong_answer_is_no_answer(
+    engine: RouterEngine,
+    shards: LocalShards,
+    change: object,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shards.changes[2] = change  # type: ignore[assignment]
+    batch, _ = batch_of(engine)
+    [(examples, error)] = batch.failures
+    assert examples.tolist() == [2]
+    assert type(error) is EngineError
+    assert "part 2 of 3 of 'm' version 1 fails" in caplog.text
+
+
+def test_parts_without_ids_are_not_asked(engine: RouterEngine, shards: LocalShards) -> None:
+    engine.lookup(np.array([12, 13]), np.array([2, 0], np.int32))
+    assert shards.asked == [1]
+    zeros = engine.lookup(np.empty(0, np.int64), np.zeros(2, np.int32))
+    assert shards.asked == [1]
+    assert np.array_equal(zeros, np.zeros((2, 4), np.float32))
+
+
+def test_rows_that_are_not_the_published_ones_are_found(
+    engine: RouterEngine, shards: LocalShards
+) -> None:
+    engine.warm_up()
+
+    def add(response: embedding_pb2.EmbedResponse) -> None:
+        values = np.frombuffer(response.values, np.float32) + np.float32(1)
+        response.values = values.tobytes()
+
+    shards.changes[0] = add
+    with pytest.raises(StoreError, match="the vectors of 'user' are not the published ones"):
+        engine.warm_up()
+    shards.replies[0] = Reply(UNAVAILABLE)
+    with pytest.raises(StoreError, match="part 0 of 3 of 'm' version 1 is not available"):
+        engine.warm_up()
