@@ -51,7 +51,7 @@ def measure() -> dict[str, float]:
     import torch
 
     from embedserve.engine.restore import restore
-    from embedserve.processes.server import model_info
+    from embedserve.processes.next_version import model_info
 
     torch.set_num_threads(1)
     work, server = workload("small", "uniform"), EmbedServe()

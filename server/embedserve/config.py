@@ -192,6 +192,47 @@ class ServeSettings:
         "also follow the newest version.",
     )
     follow_s: float = setting(10.0, "Seconds between two polls of the store.", min=0.1, max=86400)
+    part: str = setting(
+        "",
+        "Part of the tables that this server holds, as a shard of a model that is published with "
+        "--hosts: NUMBER/COUNT, such as 0/8 or 7/8. Default: all tables.",
+    )
+    versions_held: int = setting(
+        2,
+        "Newest versions that a shard holds, besides those that aliases name.",
+        min=2,
+        max=64,
+    )
+    shards: str = setting(
+        "",
+        "Shards of a router, which holds no rows and looks them up there: dns:NAME:PORT, where "
+        "{part} in NAME is the number of a part, or file:PATH, a JSON file of addresses by part "
+        "that is reloaded on change. Default: this server has the rows.",
+    )
+    shard_timeout_ms: float = setting(
+        500.0,
+        "Milliseconds that a router waits for one call to a shard, never past the caller's "
+        "deadline.",
+        min=1,
+        max=LIMIT_MAX,
+    )
+    hedge_share: float = setting(
+        0.1,
+        "Largest share of a router's calls that are sent to a second replica because the first is "
+        "slow. 0: none.",
+        min=0,
+        max=1,
+    )
+    shard_ca: str = setting(
+        "",
+        "PEM file with the CAs of the shards' certificates; a router then connects over TLS. "
+        "Reloaded on change, as are the next three files. Default: no TLS.",
+    )
+    shard_cert: str = setting("", "PEM file with the certificate that a router shows its shards.")
+    shard_key: str = setting(
+        "", "PEM file with that certificate's private key, without a password."
+    )
+    shard_token: str = setting("", "File with the token that a router sends to its shards.")
     deltas: str = setting(
         "none",
         "none: rows are those of the versions; follow: rows that training pushes as deltas are "

@@ -20,6 +20,7 @@ from embedserve.config import (
 )
 from embedserve_store.deltas.notify.channel_url import read_channel_url
 from embedserve_store.errors import StoreError
+from embedserve_store.parts.part import Part
 from embedserve_store.remote.remote_store import is_url
 
 
@@ -36,6 +37,7 @@ def check_settings(settings: ServeSettings) -> None:
             f"use {HANG_S_MIN:g} or more, or 0 for never"
         )
     _check_deltas(settings)
+    _check_parts(settings)
     _check_security(settings)
     _check_proxies(settings)
     _check_traces(settings)
@@ -76,6 +78,54 @@ def _check_deltas(settings: ServeSettings) -> None:
             read_channel_url(settings.delta_notify)
         except StoreError as error:
             raise ValueError(str(error)) from error
+
+
+def _check_parts(settings: ServeSettings) -> None:
+    """Raises ValueError for settings that contradict a server of a part, or a router."""
+    if settings.part:
+        Part.parse(settings.part)
+    if settings.part and settings.shards:
+        raise ValueError(
+            f"part is {settings.part!r} and shards is {settings.shards!r}: a server is a shard, "
+            "which has rows, or a router, which has none"
+        )
+    name = "part" if settings.part else "shards"
+    if (settings.part or settings.shards) and settings.deltas != "none":
+        raise ValueError(
+            f"deltas is {settings.deltas!r}, but {name} is {getattr(settings, name)!r}: rows of a "
+            "model in parts change by whole versions only"
+        )
+    if not settings.shards:
+        for unused in ("shard_ca", "shard_cert", "shard_key", "shard_token"):
+            if value := getattr(settings, unused):
+                raise ValueError(
+                    f"{unused} is {value!r}, but this server is no router: give shards"
+                )
+        return
+    _check_shard_credentials(settings)
+    for setting, default in (("tables", "mapped"), ("verify", False), ("lookup", "compiled")):
+        if (value := getattr(settings, setting)) != default:
+            raise ValueError(
+                f"{setting} is {value!r}, but shards is {settings.shards!r}: a router has no rows"
+            )
+    if settings.devices not in ("auto", "cpu"):
+        raise ValueError(
+            f"devices is {settings.devices!r}, but shards is {settings.shards!r}: a router has no "
+            "rows"
+        )
+
+
+def _check_shard_credentials(settings: ServeSettings) -> None:
+    if bool(settings.shard_cert) != bool(settings.shard_key):
+        raise ValueError(
+            f"shard_cert is {settings.shard_cert!r} and shard_key is {settings.shard_key!r}: a "
+            "certificate and its key come together"
+        )
+    if settings.shard_cert and not settings.shard_ca:
+        raise ValueError(
+            f"shard_cert is {settings.shard_cert!r}, but certificates are shown over TLS only: "
+            "give shard_ca, too"
+        )
 
 
 def _check_traces(settings: ServeSettings) -> None:

@@ -16,6 +16,7 @@ from embedserve.model_names import split_name
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.parts.part import Part
 from embedserve_store.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -54,6 +55,10 @@ class ModelInfo:
     lookup_kind: str
     replicas: int = 1
     """Number of copies of the tables, each on its own GPUs. The plan describes a single copy."""
+    fingerprint: str = ""
+    """Fingerprint of the published version, equal wherever it or a part of it is served."""
+    part: Part | None = None
+    """Part of the tables that this server holds; None if it serves whole tables."""
     served_name: str = ""
     """Name given to --model: NAME, NAME@VERSION or NAME@ALIAS; "" for the model's plain name."""
     example: Mapping[str, Sequence[Sequence[int | str]]] = field(default_factory=dict)

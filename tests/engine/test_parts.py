@@ -52,6 +52,14 @@ def test_kernels_give_the_results_of_the_rows_of_the_part(
     restore(load(store, model, number), "cpu")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("number", range(PARTS))
+@pytest.mark.parametrize("model", ["weighted", "ranks"])
+def test_a_part_on_a_gpu(store: Path, model: str, number: int) -> None:
+    restore(load(store, model, number), "cuda")
+
+
 def test_another_number_of_ranks_and_resident_rows(store: Path) -> None:
     restore(make_resident(load(store, "weighted", 1)), "cpu:3")
 

@@ -18,7 +18,7 @@ from server.pipelines import IN_THREAD, make_pipeline
 
 from embedserve.config import ServeSettings
 from embedserve.pipeline import RequestPipeline
-from embedserve.processes.serve import set_up_logging
+from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.server import run_server
 from embedserve.processes.startup.ports import Ports, claim_ports
 

@@ -29,9 +29,9 @@ from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes import applier
 from embedserve.processes.channel import WorkerChannel
+from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.followed_versions import FollowedVersions
-from embedserve.processes.serve import set_up_logging
 from embedserve.processes.startup.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
 from embedserve_store.format.delta_manifest import LinePosition

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from embedserve_store import ModelStore, ModelVersion
+from embedserve_store.parts.part import Holding
 from embedserve_store.terminal.console import transfer_progress
 
 
@@ -21,7 +22,8 @@ def load_version(store: str, cache: Path | None, model: str, version: str | None
 
 
 @contextlib.contextmanager
-def opened(store: str, cache: Path | None) -> Iterator[ModelStore]:
-    """Yields the store. Within the block, loading shows the progress of downloads."""
+def opened(store: str, cache: Path | None, holds: Holding = None) -> Iterator[ModelStore]:
+    """Yields the store. Within the block, loading shows the progress of downloads. ``holds`` is the
+    part of versions that is loaded, by default all."""
     with transfer_progress() as progress:
-        yield ModelStore(store, cache, progress)
+        yield ModelStore(store, cache, progress, holds)

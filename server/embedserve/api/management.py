@@ -146,7 +146,14 @@ class Model(BaseModel):
     )
     replicas: int = Field(description="Copies of the tables, each on its own GPUs; 1 on CPUs.")
     replanned: bool
-    lookup: str = Field(description="How lookups run: traced, scripted or eager.")
+    lookup: str = Field(
+        description="How lookups run: traced, scripted or eager; in parts, if by shards."
+    )
+    fingerprint: str = Field(
+        description="Identifies the published version, wherever it or a part of it is served."
+    )
+    part: int = Field(description="Number of the part of the tables that this server holds.")
+    parts: int = Field(description="Number of parts; 0 where whole tables are served.")
     alias: str = Field(
         description="Alias or number that it is served by; empty for the newest version."
     )

@@ -33,4 +33,7 @@ def describe(model: ModelInfo) -> dict[str, Any]:
         "replicas": model.replicas,
         "replanned": model.replanned,
         "lookup": model.lookup_kind,
+        "fingerprint": model.fingerprint,
+        "part": 0 if model.part is None else model.part.number,
+        "parts": 0 if model.part is None else model.part.count,
     }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -51,12 +50,6 @@ def check_may_switch(settings: ServeSettings, device_type: str) -> None:
     ``device_type``."""
     if why := why_fixed(settings, device_type):
         raise StoreError(f"what is served changes at a start only: {why}")
-
-
-def open_folder(path: str) -> ModelVersion:
-    """Returns the version in the folder ``path``; raises StoreError."""
-    folder = Path(path)
-    return ModelStore(folder.parent.parent).load(folder.parent.name, int(folder.name))
 
 
 def make_resident_and_verify(

@@ -24,29 +24,27 @@ From the command until the server listens:
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings, uds_mode
 from embedserve.config_checks import check_settings
 from embedserve.deltas.followed_version import make_followed
-from embedserve.metrics.log_stream import LogHandler, unblock_output
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import columns_most
-from embedserve.metrics.rate_limited_logger import RateLimitedTracebacks
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.processes.log_lines import JsonLines, TextLines
-from embedserve.processes.model_loading import make_resident_and_verify, open_folder
+from embedserve.processes.holding import holding_of, open_folder
+from embedserve.processes.logging_setup import set_up_logging
+from embedserve.processes.model_loading import make_resident_and_verify
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.followed_versions import FollowedVersions
 from embedserve.processes.rollout.served_name import RolloutVersion
@@ -64,13 +62,13 @@ from embedserve.processes.startup.startup_server import serve_health_while_loadi
 from embedserve.processes.supervisor import Supervisor
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError
-from embedserve_store.terminal.console import hush_torch
 from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
 
 if TYPE_CHECKING:
     from embedserve.deltas.status import FollowedModel
     from embedserve.pipeline import RequestPipeline
     from embedserve.processes.channel import WorkerChannel
+    from embedserve.processes.next_version import AnyEngine
     from embedserve.processes.rollout.version_manager import VersionManager
     from embedserve_store.deltas.signing import TrustedKeys
 
@@ -195,15 +193,24 @@ def _loaded(
     from embedserve.processes import server
 
     is_shown = counters is None or counters.worker == 0
-    settings = on_devices(settings, versions, is_shown=is_shown)
-    engines = restore_all(settings, versions, deltas or {}, is_shown=is_shown)
+    shards = None
+    engines: Mapping[str, AnyEngine]
+    if settings.shards:
+        from embedserve.fanout.shards import Shards
+
+        shards = Shards(settings)
+        engines = shards.open_all(versions, is_shown=is_shown)
+    else:
+        settings = on_devices(settings, versions, is_shown=is_shown)
+        engines = restore_all(settings, versions, deltas or {}, is_shown=is_shown)
     threads = server.executor_threads(settings, engines.values())
     with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
         pipeline = server.build_pipeline(
             engines, settings, executor, counters, names, columns_max, deltas or {}
         )
+        worker = counters.worker if counters else 0
         version_manager = server.build_version_manager(
-            pipeline, engines, versions, settings, executor, counters.worker if counters else 0
+            pipeline, engines, versions, settings, executor, worker, shards
         )
         readers = [engine.rows for engine in engines.values() if engine.spare_rows is not None]
         del engines  # the version manager and the batchers release them
@@ -231,7 +238,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         # VersionManager changes that.
         versions = make_resident_and_verify(settings, opened, followed.served)
         del opened
-        names = len(versions)
+        names, holding = len(versions), holding_of(settings)
         columns_max = columns_most(version.manifest for version in versions.values())
         slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
 
@@ -248,7 +255,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
                 versions.pop(name, None)
                 followed.remove(name)
             else:
-                versions[name] = followed.activate(name) or open_folder(path)
+                versions[name] = followed.activate(name) or open_folder(path, holding)
 
         def on_stop() -> None:
             notify("STOPPING=1")
@@ -374,24 +381,3 @@ def _worker_main(
         worker.report_failure(channel, error)
         return 1
     return 0
-
-
-def set_up_logging(level: str, log_format: str = "text") -> None:
-    """Sets up the logging of this process and of the processes that it forks; ``log_format`` is
-    text or json."""
-    unblock_output()
-    faulthandler.enable()  # writes the stacks of a process that a signal such as SIGBUS ends
-    # torchrec and FBGEMM log at length how they were built; only their warnings are shown.
-    logging.basicConfig(level=logging.WARNING, handlers=[log_handler(log_format)])
-    for ours in ("embedserve", "embedserve_store"):
-        logging.getLogger(ours).setLevel(level.upper())
-    hush_torch()
-
-
-def log_handler(log_format: str, stream: TextIO | None = None) -> logging.Handler:
-    """Returns the handler of all log lines, which writes to ``stream`` or stderr; ``log_format`` is
-    text or json."""
-    handler = LogHandler(stream)
-    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-    handler.addFilter(RateLimitedTracebacks())
-    return handler

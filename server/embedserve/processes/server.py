@@ -24,9 +24,6 @@ from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
-from embedserve.deltas.followed_version import open_followed
-from embedserve.deltas.rows_reader import RowsReader
-from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.deltas.status import FollowedModel
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
@@ -38,10 +35,14 @@ from embedserve.periodic import repeat
 from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
-from embedserve.processes.example_request import example_features
-from embedserve.processes.model_loading import check_may_switch, restore_one
-from embedserve.processes.rollout.messages import Target
-from embedserve.processes.rollout.version_manager import Restored, VersionManager
+from embedserve.processes.holding import holding_of, open_folder
+from embedserve.processes.next_version import (
+    model_info,
+    read_changed_rows,
+    restorer,
+    router_restorer,
+)
+from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.startup.ports import Ports
 from embedserve.processes.watchdog import watched
 from embedserve.shared_memory.region_registry import RegionRegistry
@@ -50,11 +51,11 @@ from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.tls.certificates import Certificates, tls_files
 from embedserve.wire.wire_server import WireServer
 from embedserve_store import ModelVersion
-from embedserve_store.memory.available_memory import available_bytes
-from embedserve_store.memory.mapped_tables import populate
 
 if TYPE_CHECKING:
     from embedserve.engine.engine import Engine
+    from embedserve.fanout.shards import Shards
+    from embedserve.processes.next_version import AnyEngine
     from embedserve.tracing.otlp import OtlpTraces
     from embedserve.wire.grpcio_server import GrpcioServer
 
@@ -69,22 +70,6 @@ MANAGEMENT_LIMITS = Limits(connections_max=256, connection_bytes_max=64 << 20)
 GARBAGE_THRESHOLD = 20_000
 """New objects between two collections of the youngest generation. Python's default of 700 costs 5 %
 of a core."""
-
-
-def model_info(engine: Engine, name: str, deltas: FollowedModel | None = None) -> ModelInfo:
-    """Returns the description of a restored model, as served under ``name``."""
-    return ModelInfo(
-        manifest=engine.manifest,
-        plan=engine.plan,
-        translator=engine.translator,
-        device_type=engine.device_type,
-        replanned=engine.replanned,
-        lookup_kind=engine.lookup_kind,
-        replicas=engine.replicas,
-        served_name=name,
-        example=example_features(engine.manifest, engine.goldens().bags),
-        deltas=deltas,
-    )
 
 
 def lookup_threads(settings: ServeSettings) -> int:
@@ -102,7 +87,7 @@ def executor_threads(settings: ServeSettings, engines: Iterable[LookupEngine]) -
 
 
 def build_pipeline(
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, AnyEngine],
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
     counters: WorkerCounters | None = None,
@@ -118,7 +103,9 @@ def build_pipeline(
         StoreError: the rows of a followed model cannot change in its plan.
     """
     for name, followed in deltas.items():
-        _read_changed_rows(engines[name], followed, 0 if counters is None else counters.worker)
+        read_changed_rows(
+            cast("Engine", engines[name]), followed, 0 if counters is None else counters.worker
+        )
     infos = {name: model_info(engine, name, deltas.get(name)) for name, engine in engines.items()}
     metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
     batchers = {
@@ -139,18 +126,6 @@ def build_pipeline(
     return RequestPipeline(served, metrics, access, telemetry, shared, addresses)
 
 
-def _read_changed_rows(engine: Engine, followed: FollowedModel, worker: int) -> None:
-    """Makes lookups of ``engine`` in this worker read the rows that change.
-
-    Raises:
-        StoreError: they cannot change in its plan.
-    """
-    upload = None if engine.spare_rows is None else engine.spare_rows.upload
-    engine.rows = RowsReader(followed.live, worker, engine.plan, upload)
-    if not engine.rounds_codes:
-        engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, engine.manifest)
-
-
 def _traces(settings: ServeSettings) -> OtlpTraces | None:
     """Returns the exporter of traces. Without an endpoint it returns None, and OpenTelemetry is not
     imported."""
@@ -163,46 +138,37 @@ def _traces(settings: ServeSettings) -> OtlpTraces | None:
 
 def build_version_manager(
     pipeline: RequestPipeline,
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, AnyEngine],
     versions: dict[str, ModelVersion],
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
     worker: int = 0,
+    shards: Shards | None = None,
 ) -> VersionManager:
     """Returns the manager that switches the versions of ``pipeline``. ``versions`` and ``engines``
     are the current ones, by served name; the manager replaces entries of ``versions``. ``worker``
-    is the number of this process among the workers."""
-
-    from embedserve.engine.programs import Programs
-
-    programs = Programs(engines.values())
-
-    def restored(
-        name: str,
-        version: ModelVersion,
-        target: Target,
-        say_warming: Callable[[], None],
-    ) -> Restored:
-        for one in version_manager.engines.values():
-            check_may_switch(settings, cast("Engine", one).device_type)
-        populate(version, available_bytes())
-        followed = None
-        if target.memory:
-            followed = open_followed(settings, version, target.memory, target.generation)
-            version = followed.live.version
-        beside = [cast("Engine", one) for one in version_manager.engines.values()]
-        engine = restore_one(settings, version, programs, beside, on_warming=say_warming)
-        if followed is not None:
-            _read_changed_rows(engine, followed, worker)
-        if programs.add(engine):
-            # Exceptions that torch caught hold its callers' frames, and all objects in these.
-            gc.collect()
-        return version, engine, model_info(engine, name, followed)
+    is the number of this process among the workers. ``shards`` are those of a router."""
 
     def make_batcher(engine: LookupEngine, info: ModelInfo) -> Batcher:
         return _batcher(engine, info, settings, pipeline.metrics, executor)
 
-    version_manager = VersionManager(pipeline, versions, engines, restored, make_batcher)
+    holding = holding_of(settings)
+
+    def serving() -> Iterable[LookupEngine]:
+        return version_manager.engines.values()
+
+    restore = (
+        restorer(settings, engines.values(), worker, serving)
+        if shards is None
+        else router_restorer(shards)
+    )
+    version_manager: VersionManager = VersionManager(
+        pipeline, versions, engines, restore, make_batcher
+    )
+    version_manager.open_version = lambda name, target: open_folder(target.path, holding)
+    if shards is not None:
+        version_manager.why_not_yet = shards.why_not_yet
+        version_manager.start = shards.start
     return version_manager
 
 
@@ -339,7 +305,7 @@ def _wires(
         admin = admin if settings.tokens else None
         app = management_app(pipeline, admin, labels)
         return [WireServer(pipeline, app, certificates, allowed_hosts=checked)]
-    service = GrpcService(pipeline, has_management=False)
+    service = GrpcService(pipeline, has_management=False, lists_models=bool(settings.part))
     wire = WireServer(pipeline, health_app(pipeline), certificates, service, allowed_hosts=checked)
     asks = not is_loopback(settings.management_host)
     management = WireServer(

@@ -40,6 +40,7 @@ async def run_single_process(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop_or_end, stop, number)
+    await version_manager.start()
     agent = start_rollouts(settings, version_manager, stop)
     loop.add_signal_handler(signal.SIGHUP, agent.admin.reload)
     await apply_initial_shares(settings, version_manager)
@@ -55,7 +56,7 @@ def start_rollouts(
     have prepared a version and wait for another.
     """
     loop = asyncio.get_running_loop()
-    resolver = VersionResolver(settings)
+    resolver = VersionResolver(settings, version_manager.why_not_yet)
     version_manager.open_version = lambda name, target: resolver.take_opened(name, target.version)
     served = {name: RolloutVersion.of(one) for name, one in version_manager.versions.items()}
     coordinator = RolloutCoordinator(served, adopt=lambda name, path: None)

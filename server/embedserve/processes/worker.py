@@ -79,6 +79,7 @@ async def run_worker(
     def send(report: Report) -> None:
         channel.send(report_to_bytes(report))
 
+    await version_manager.start()
     agent = RolloutAgent(settings, version_manager, send, stop)
     await apply_initial_shares(settings, version_manager)
 

@@ -18,7 +18,7 @@ from embedserve.deltas import applier_process
 from embedserve.deltas.applier_process import BeatingStore, Heartbeat, run_applier
 from embedserve.deltas.followed_version import FollowedVersion
 from embedserve.deltas.status import FollowedModel
-from embedserve.processes.model_loading import open_folder
+from embedserve.processes.holding import open_folder
 from embedserve_store import DeltaLine
 
 WAIT_S_MAX = 30

@@ -17,7 +17,7 @@ from server.live import Live, live_server
 
 from embedserve.metrics.metrics import LINES_MAX
 from embedserve.metrics.rate_limited_logger import TRACEBACKS_MAX
-from embedserve.processes.serve import log_handler
+from embedserve.processes.logging_setup import log_handler
 from embedserve.wire import asgi
 
 TARGETS = {

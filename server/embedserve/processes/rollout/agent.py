@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from embedserve.config import ServeSettings
 from embedserve.processes.rollout.admin_service import AdminService
+from embedserve.processes.rollout.held_versions import HeldVersions
 from embedserve.processes.rollout.messages import Desired, Report
 from embedserve.processes.rollout.store_watcher import StoreWatcher
 from embedserve.processes.rollout.version_manager import VersionManager
@@ -33,10 +34,13 @@ class RolloutAgent:
             send: sends a report to the coordinator.
             stop: event that ends the watching of the store.
         """
-        resolver = resolver or VersionResolver(settings)
+        resolver = resolver or VersionResolver(settings, version_manager.why_not_yet)
         self._version_manager = version_manager
-        self._watcher = StoreWatcher(settings, resolver, version_manager, send, stop)
         self.admin = AdminService(resolver, version_manager, send)
+        held = None
+        if settings.part:
+            held = HeldVersions(settings, resolver, self.admin, version_manager.metrics)
+        self._watcher = StoreWatcher(settings, resolver, version_manager, send, stop, held)
         version_manager.report = send
 
     def apply(self, desired: Desired) -> None:

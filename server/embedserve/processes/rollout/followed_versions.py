@@ -13,7 +13,7 @@ from time import monotonic
 from embedserve.config import ServeSettings
 from embedserve.deltas.followed_version import FollowedVersion, check_room, make_followed
 from embedserve.deltas.status import FollowedModel
-from embedserve.processes.model_loading import open_folder
+from embedserve.processes.holding import open_folder
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve_store import ModelVersion
 from embedserve_store.errors import NO_ACCESS

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from embedserve.config import ServeSettings
+from embedserve.processes.rollout.held_versions import HeldVersions
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     Desired,
@@ -44,12 +45,15 @@ class StoreWatcher:
         version_manager: VersionManager,
         send: Callable[[StoreReport], None],
         stop: asyncio.Event,
+        held: HeldVersions | None = None,
     ) -> None:
         """
         Args:
             send: sends a report to the coordinator.
             stop: event that ends the watching of the store.
+            held: versions that a shard holds, which are updated at each poll; None in others.
         """
+        self._held = held
         self._stop = stop
         self._every_s = None if settings.follow == "none" else settings.follow_s
         self._resolver = resolver
@@ -105,6 +109,8 @@ class StoreWatcher:
                 self._resolver.forget(name)
         if is_all:
             self._send(StoreReport({}, request))
+        if self._held is not None:
+            await self._held.update()
 
     def _is_new(self, name: str, entry: StoreEntry) -> bool:
         if entry.wanted not in (0, self._version_manager.number(name)):

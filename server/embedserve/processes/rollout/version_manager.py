@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
@@ -19,10 +19,10 @@ from time import perf_counter
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.lookup_engine import LookupEngine
-from embedserve.metrics.model_metrics import columns_of
+from embedserve.metrics.model_metrics import ModelMetrics, columns_of
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
 from embedserve.pipeline import RequestPipeline
-from embedserve.processes.model_loading import open_folder
+from embedserve.processes.holding import open_folder
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     Desired,
@@ -90,6 +90,10 @@ class VersionManager:
             by start_rollouts in a single process; workers open the folder of the target.
         report: function that reports what this process serves and loads, when that has changed. Set
             by the RolloutAgent.
+        why_not_yet: function that returns why an opened version cannot be served yet, "" if it can.
+            Set for routers, whose shards have to hold it first.
+        start: coroutine function that starts what the engines need on the running event loop,
+            before the process listens.
     """
 
     def __init__(
@@ -108,6 +112,8 @@ class VersionManager:
         self.engines = dict(engines)
         self.open_version: Callable[[str, Target], ModelVersion] = _open_folder
         self.report: Callable[[WorkerStatus], None] = lambda status: None
+        self.why_not_yet: Callable[[ModelVersion], str] = lambda version: ""
+        self.start: Callable[[], Awaitable[None]] = _start_nothing
         self._models = pipeline.models
         self._metrics = pipeline.metrics
         self._restore = restore
@@ -118,6 +124,11 @@ class VersionManager:
         self._one_at_a_time = asyncio.Lock()  # one thread at a time builds and traces torchrec
         self._reported: WorkerStatus | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def metrics(self) -> Mapping[str, ModelMetrics]:
+        """Metrics of the served names, which count the requests of all workers."""
+        return self._metrics.models
 
     def number(self, name: str) -> int | None:
         """Returns the number of the version that serves ``name``, or None."""
@@ -301,6 +312,10 @@ class VersionManager:
             _release_in_background(held)
 
         batcher.retire(end)
+
+
+async def _start_nothing() -> None:
+    return None
 
 
 def _open_folder(name: str, target: Target) -> ModelVersion:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 from embedserve.config import ServeSettings
 from embedserve.model_names import split_name
+from embedserve.processes.holding import WantedVersions, open_store, wanted_versions
 from embedserve.processes.model_loading import (
     check_may_switch,
     load_named,
@@ -33,8 +33,17 @@ class VersionResolver:
     of a remote store before they do. Methods are called in threads, because a remote store is slow.
     """
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        why_not_yet: Callable[[ModelVersion], str] = lambda version: "",
+    ) -> None:
+        """
+        Args:
+            why_not_yet: returns why an opened version cannot be served yet, "" if it can.
+        """
         self._settings = settings
+        self._why_not_yet = why_not_yet
         self._store: ModelStore | None = None
         self._faults: dict[str, str] = {}
         self._opened: dict[str, ModelVersion] = {}
@@ -82,6 +91,10 @@ class VersionResolver:
         elif before and not fault:
             logger.info("%s cannot be followed: no more", name)
 
+    def wanted_versions(self, model: str) -> WantedVersions:
+        """Returns the versions of ``model`` that a shard is to hold; raises StoreError."""
+        return wanted_versions(self._opened_store(), model, self._settings.versions_held)
+
     def open_current(self, name: str) -> ModelVersion:
         """Opens and keeps the version that ``name`` points to now. From a remote store it is first
         pulled; it is made resident and verified according to the settings.
@@ -115,6 +128,8 @@ class VersionResolver:
             version = self._opened_store().load(split_name(name)[0], number)
         except (StoreError, OSError) as error:
             raise UnopenedError(str(error)) from error
+        if why := self._why_not_yet(version):
+            raise UnopenedError(why)
         try:
             return self._keep(name, version)
         except (OSError, MemoryError) as error:
@@ -137,8 +152,7 @@ class VersionResolver:
 
     def _opened_store(self) -> ModelStore:
         if self._store is None:
-            cache = self._settings.cache
-            self._store = ModelStore(self._settings.store, Path(cache) if cache else None)
+            self._store = open_store(self._settings)
         return self._store
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
-from embedserve.processes.model_loading import check_names, load_named, open_folder, restore_one
+from embedserve.processes.holding import holding_of, open_folder, wanted_versions
+from embedserve.processes.model_loading import check_names, load_named, restore_one
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError, missing_model
 from embedserve_store.remote.remote_store import is_url
@@ -45,7 +46,8 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
     """
     wanted = list(settings.model)
     check_names(wanted)
-    with opened(settings.store, Path(settings.cache) if settings.cache else None) as store:
+    cache = Path(settings.cache) if settings.cache else None
+    with opened(settings.store, cache, holding_of(settings)) as store:
         # A model with a named version is served from the cache even if its remote store cannot be
         # reached. The store's list of models is therefore requested only where it is needed.
         if not all(split_name(name)[1] for name in wanted) or not wanted:
@@ -56,7 +58,35 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
             raise ValueError(
                 f"default_model is {default!r}, but what is served is {', '.join(wanted)}"
             )
+        if settings.part:
+            return _loaded_parts(store, wanted, settings)
         return _loaded(store, wanted, default)
+
+
+def _loaded_parts(
+    store: ModelStore, wanted: Sequence[str], settings: ServeSettings
+) -> dict[str, ModelVersion]:
+    """Loads the part of each version that a shard is to hold, under its number: of a model without
+    a version the newest ones and those that aliases name.
+
+    Raises:
+        StoreError: the newest of them, or one that ``wanted`` names, cannot be loaded.
+    """
+    versions: dict[str, ModelVersion] = {}
+    for name in wanted:
+        model, tag = split_name(name)
+        if tag:
+            version = load_named(store, name)
+            versions[f"{model}@{version.manifest.version}"] = version
+            continue
+        *others, newest = sorted(wanted_versions(store, model, settings.versions_held).numbers)
+        versions[f"{model}@{newest}"] = store.load(model, newest)
+        for number in others:
+            try:
+                versions[f"{model}@{number}"] = store.load(model, number)
+            except StoreError as error:
+                logger.warning("%s version %d is not held: %s", model, number, error)
+    return versions
 
 
 def _loaded(store: ModelStore, wanted: Sequence[str], default: str) -> dict[str, ModelVersion]:
@@ -149,7 +179,7 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
         if reason := pulled["errors"].get(kind.__name__):
             raise kind(reason)
     return {
-        name: replace(open_folder(path), at_seq=at_seq)
+        name: replace(open_folder(path, holding_of(settings)), at_seq=at_seq)
         for name, (path, at_seq) in pulled["folders"].items()
     }
 

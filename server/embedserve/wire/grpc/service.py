@@ -56,7 +56,12 @@ class GrpcService:
     """
 
     def __init__(
-        self, pipeline: RequestPipeline, *, has_management: bool = True, asks_admins: bool = True
+        self,
+        pipeline: RequestPipeline,
+        *,
+        has_management: bool = True,
+        asks_admins: bool = True,
+        lists_models: bool = False,
     ) -> None:
         """
         Args:
@@ -64,6 +69,8 @@ class GrpcService:
             has_management: whether models, statistics and reflection are served, besides inference
                 and health.
             asks_admins: whether management methods require authentication.
+            lists_models: whether models are served without the rest of management, as on a shard,
+                whose router asks which versions it holds.
         """
         self._pipeline = pipeline
         authenticator = pipeline.authenticator if asks_admins else None
@@ -102,12 +109,13 @@ class GrpcService:
         for name, of_owner in self.open_inference.shared_memory.items():
             owned = self._of_client(partial(_owned, of_owner), pipeline.authenticator, EMBEDDERS)
             self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = owned
+        if has_management or lists_models:
+            for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
+                self._methods[_path(SERVICE_NAME, name)] = self._guarded(
+                    self._unary(function), authenticator
+                )
         if not has_management:
             return
-        for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
-            self._methods[_path(SERVICE_NAME, name)] = self._guarded(
-                self._unary(function), authenticator
-            )
         for name, function in self.open_inference.management.items():
             guarded = self._guarded(self._unary(function), authenticator)
             self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = guarded

@@ -1,0 +1,157 @@
+"""Measures what a router adds to a lookup, beside one server of the same tables.
+
+Eight 64-dim float32 tables of 100,000 rows; batches of 25 users with 0 to 8 ids a feature. All
+processes share the cores of this host. Run it on an idle machine:
+
+    PYTHONPATH=server:model_store:clients:proto:tests:bench python bench/experiments/router_costs.py
+
+Each round asks the server of whole tables and then the routers; the ratios within a round are what
+counts. Reports milliseconds of one caller, batches/s of 16 callers, and the CPU time and bytes of a
+router for a batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter, thread_time
+
+import numpy as np
+import torch
+import uvloop
+from running_servers import Running, running
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from embedserve.config import ServeSettings
+from embedserve.errors import EmbedServeError
+from embedserve.fanout.router_engine import RouterEngine
+from embedserve.fanout.shards import Shards
+from embedserve.lookup_types import Batch
+from embedserve_client import AsyncGrpcEmbedClient
+from embedserve_store import NO_ROWS, ModelStore, publish
+
+TABLES, ROWS, DIM, USERS, IDS_MAX = 8, 100_000, 64, 25, 8
+AT_ONCE = 16
+
+
+def make_store(store: Path, parts: int) -> None:
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t{i}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[f"f{i}"]
+        )
+        for i in range(TABLES)
+    ]
+    publish(EmbeddingBagCollection(tables=tables), store, model="m", hosts=parts)
+
+
+def make_batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (ids, lengths) of USERS users."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, IDS_MAX + 1, TABLES * USERS).astype(np.int32)
+    return random.integers(0, ROWS, lengths.sum()), lengths
+
+
+def features_of(ids: np.ndarray, lengths: np.ndarray) -> dict[str, list[list[int]]]:
+    bags = np.split(ids, lengths.cumsum()[:-1])
+    return {
+        f"f{i}": [bag.tolist() for bag in bags[i * USERS : (i + 1) * USERS]] for i in range(TABLES)
+    }
+
+
+async def time_one(server: Running, count: int) -> np.ndarray:
+    """Returns the sorted milliseconds of ``count`` batches, one at a time."""
+    batches = [features_of(*make_batch(seed)) for seed in range(16)]
+    took = []
+    async with AsyncGrpcEmbedClient(server.grpc) as client:
+        for i in range(count + 20):
+            start_s = perf_counter()
+            await client.embed(batches[i % len(batches)])
+            took.append(perf_counter() - start_s)
+    return np.sort(took[20:]) * 1e3
+
+
+async def time_many(server: Running, seconds: float) -> float:
+    """Returns batches/s with AT_ONCE in flight."""
+    batches = [features_of(*make_batch(seed)) for seed in range(16)]
+    end_s, done = perf_counter() + seconds, 0
+
+    async def ask(client: AsyncGrpcEmbedClient, i: int) -> None:
+        nonlocal done
+        while perf_counter() < end_s:
+            await client.embed(batches[i])
+            done += 1
+
+    async with AsyncGrpcEmbedClient(server.grpc) as client:
+        await asyncio.gather(*(ask(client, i) for i in range(AT_ONCE)))
+    return done / seconds
+
+
+def own_work(store: Path, addresses: Path, count: int) -> tuple[float, float]:
+    """Returns the median CPU microseconds of this thread, and the mean bytes of the parts' values,
+    for a batch."""
+    shards = Shards(ServeSettings(str(store), shards=f"file:{addresses}"))
+    version = ModelStore(store, holds=NO_ROWS).load("m")
+    engine = shards.open_all({"m": version}, is_shown=False)["m"]
+    return uvloop.run(_own_work(shards, engine, count))
+
+
+async def _own_work(shards: Shards, engine: RouterEngine, count: int) -> tuple[float, float]:
+    await shards.start()
+    loop, cpu_s = asyncio.get_running_loop(), []
+    before = sum(client.stats.bytes_received for client in shards.clients())
+    for i in range(count):
+        ids, lengths = make_batch(i)
+        batch = Batch(ids, lengths, None, [USERS], USERS)
+        ended: asyncio.Future[np.ndarray | EmbedServeError] = loop.create_future()
+        start_s = thread_time()
+        engine.begin(batch, perf_counter() + 5, ended.set_result)
+        await ended
+        cpu_s.append(thread_time() - start_s)
+    received = sum(client.stats.bytes_received for client in shards.clients()) - before
+    return float(np.median(cpu_s)) * 1e6, received / count
+
+
+def measure(parts: int, rounds: int, count: int) -> None:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        store, addresses = folder / "store", folder / "shards.json"
+        make_store(store, parts)
+        servers = [
+            stack.enter_context(
+                running(store, folder / f"shard-{part}.log", "--part", f"{part}/{parts}")
+            )
+            for part in range(parts)
+        ]
+        addresses.write_text(json.dumps({str(i): [one.grpc] for i, one in enumerate(servers)}))
+        cpu_us, received = own_work(store, addresses, count)
+        print(f"{parts} parts: own CPU {cpu_us:.0f} us a batch, {received / 1e3:.0f} KB back")
+        whole = stack.enter_context(running(store, folder / "whole.log"))
+        routes = ("--shards", f"file:{addresses}")
+        router = stack.enter_context(running(store, folder / "router.log", *routes))
+        for _ in range(rounds):
+            line = []
+            for name, server in (("whole", whole), ("router", router)):
+                took = uvloop.run(time_one(server, count))
+                rate = uvloop.run(time_many(server, 3))
+                p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
+                line.append(f"{name} p50 {p50:.2f} p99 {p99:.2f} ms, {rate:.0f} batches/s")
+            print("   ", "; ".join(line))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", type=int, nargs="+", default=[2, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=1000)
+    options = parser.parse_args()
+    for parts in options.parts:
+        measure(parts, options.rounds, options.count)
+
+
+if __name__ == "__main__":
+    main()

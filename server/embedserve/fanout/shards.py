@@ -1,0 +1,250 @@
+"""The shards of a router: a client for each part, and the versions that they have to serve.
+
+Before a server's event loop runs, ``open_all`` runs one of its own: it waits until each part has a
+replica, and compares the goldens of what is to be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from time import monotonic
+from typing import TypeVar
+from weakref import ref
+
+import torch
+
+from embedserve.config import ServeSettings
+from embedserve.fanout.credentials import ShardCredentials
+from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
+from embedserve.file_reloader import poll_all
+from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.discovery import PART, DnsShards, discover, parse_shards
+from embedserve.shard_client.part_stats import VersionKey
+from embedserve.shard_client.replica import Connect
+from embedserve.shard_client.replicas import PartClient, PartOptions
+from embedserve.shard_client.shard_connection import Address, ShardConnection
+from embedserve_store import ModelVersion
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LOOK_S = 0.05
+"""Seconds between two looks whether each part has a replica."""
+LOG_S = 10.0
+"""Seconds between two log lines about parts without a replica."""
+START_S_MAX = 10.0
+"""Seconds that a process waits for its shards when its event loop starts. They have answered
+before."""
+CALL_S_MAX = 10.0
+"""Seconds that another thread waits for the event loop."""
+
+
+class Shards:
+    """Clients of the parts of all versions of a process.
+
+    Attributes:
+        loop: event loop that the clients run on; None before the first one.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        """
+        Raises:
+            ValueError: ``settings.shards`` does not say where addresses come from, or a certificate
+                or the token cannot be used.
+            OSError: a file of them cannot be read.
+        """
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._source = parse_shards(settings.shards)
+        self._options = PartOptions(
+            call_timeout_s=settings.shard_timeout_ms / 1000, hedge_share=settings.hedge_share
+        )
+        self._credentials = ShardCredentials(settings)
+        self._clients: dict[int, list[PartClient]] = {}  # by number of parts
+        self._tasks: list[asyncio.Task[None]] = []
+        self._engines: list[ref[RouterEngine]] = []
+
+    def clients(self) -> Iterator[PartClient]:
+        """Yields the client of each part."""
+        for clients in self._clients.values():
+            yield from clients
+
+    def open_all(
+        self, versions: Mapping[str, ModelVersion], *, is_shown: bool = True
+    ) -> dict[str, RouterEngine]:
+        """Returns the engine of each of ``versions``, once each part has a replica and the goldens
+        are answered as published. Runs an event loop of its own.
+
+        Raises:
+            StoreError: the goldens are answered otherwise.
+            OSError, ValueError: the file of addresses cannot be read.
+        """
+        torch.set_num_threads(1)  # its threads would spin while idle, on cores that others need
+        engines = {name: RouterEngine(version, self) for name, version in versions.items()}
+        self._engines = [ref(engine) for engine in engines.values()]
+        asyncio.run(self._check(list(engines.values()), is_shown=is_shown))
+        return engines
+
+    async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:
+        async with self._running():
+            await self._joined(is_shown=is_shown)
+            for engine in engines:
+                await asyncio.to_thread(engine.warm_up)
+
+    async def start(self) -> None:
+        """Connects to the shards on the running event loop, and waits for those that were there
+        before."""
+        self._begin()
+        try:
+            async with asyncio.timeout(START_S_MAX):
+                await self._joined(is_shown=False)
+        except TimeoutError:
+            logger.error("serving begins without all shards: %s", self._all_missing())
+
+    @contextlib.asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Connects to the shards on the running event loop, for its block."""
+        try:
+            self._begin()
+            yield
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for client in self.clients():
+                client.close()
+            await asyncio.sleep(0)  # connections without calls are closed now
+
+    def _begin(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._clients, self._tasks = {}, []
+        if (reloader := self._credentials.reloader) is not None:
+            self._tasks.append(asyncio.ensure_future(poll_all([reloader])))
+        for engine in self._opened():
+            self._expect(engine.parts)
+
+    def _opened(self) -> list[RouterEngine]:
+        """Returns the engines that are in use."""
+        return [engine for engine in (one() for one in self._engines) if engine is not None]
+
+    async def _joined(self, *, is_shown: bool) -> None:
+        """Waits until each part of each engine has a replica; logs what it waits for if
+        ``is_shown``."""
+        log_s = monotonic() + LOG_S / 10
+        while missing := self._all_missing():
+            if is_shown and monotonic() > log_s:
+                logger.warning("waiting for shards: %s", missing)
+                log_s = monotonic() + LOG_S
+            await asyncio.sleep(LOOK_S)
+
+    def _all_missing(self) -> str:
+        return "; ".join(filter(None, (self._missing(one.parts) for one in self._opened())))
+
+    # Callbacks of the event loop
+
+    def look_up(
+        self, served: ServedPart, message: Sequence[bytes], deadline_s: float, on_done: OnReply
+    ) -> None:
+        """Calls a replica of ``served``; see PartClient.look_up."""
+        client = self._clients[served.parts][served.part]
+        client.look_up(VersionKey(served.model, served.version), message, deadline_s, on_done)
+
+    def _expect(self, parts: Sequence[ServedPart]) -> None:
+        """Lets replicas join for a version.
+
+        Raises:
+            OSError, ValueError: the file of addresses cannot be read.
+        """
+        count = len(parts)
+        if count not in self._clients:
+            clients = [
+                PartClient(part, count, self._connector(part), self._options)
+                for part in range(count)
+            ]
+            discovery = discover(
+                self._source, count, lambda part, found: clients[part].set_addresses(found)
+            )
+            self._clients[count] = clients
+            self._tasks.append(asyncio.ensure_future(discovery.run()))
+        for client, served in zip(self._clients[count], parts, strict=True):
+            client.expect(VersionKey(served.model, served.version), served.fingerprint)
+
+    def _connector(self, part: int) -> Connect:
+        """Returns the function that connects to replicas of ``part`` with the present
+        credentials."""
+        source = self._source
+        host = source.name.replace(PART, str(part)) if isinstance(source, DnsShards) else ""
+
+        def connect(
+            address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
+        ) -> ShardConnection:
+            return ShardConnection(address, self._credentials.for_host(host), on_ready, on_end)
+
+        return connect
+
+    def _missing(self, parts: Sequence[ServedPart]) -> str:
+        """Returns which parts of a version have no replica, and why; "" if all have one."""
+        missing = []
+        for client, served in zip(self._clients[len(parts)], parts, strict=True):
+            key = VersionKey(served.model, served.version)
+            if not client.versions().get(key):
+                missing.append(client.why_unavailable(key))
+        return "; ".join(missing)
+
+    def _forget_unused(self) -> None:
+        """Forgets versions that no engine has."""
+        self._engines = [one for one in self._engines if one() is not None]
+        used = {
+            (len(one.parts), VersionKey(one.manifest.model, one.manifest.version))
+            for one in self._opened()
+        }
+        for count, clients in self._clients.items():
+            for client in clients:
+                for key in client.versions():
+                    if (count, key) not in used:
+                        client.forget(key)
+
+    # From other threads
+
+    def open(self, version: ModelVersion) -> RouterEngine:
+        """Returns the engine of ``version``; called in another thread than the event loop's."""
+        engine = RouterEngine(version, self)
+
+        def add() -> None:
+            self._expect(engine.parts)
+            self._engines.append(ref(engine))
+            self._forget_unused()
+
+        self._on_loop(add)
+        return engine
+
+    def why_not_yet(self, version: ModelVersion) -> str:
+        """Returns why the shards cannot serve ``version`` yet, "" if they can; called in another
+        thread than the event loop's."""
+        parts = served_parts(version)
+
+        def look() -> str:
+            try:
+                self._expect(parts)
+            except (OSError, ValueError) as error:
+                return str(error)
+            return self._missing(parts)
+
+        return self._on_loop(look)
+
+    def _on_loop(self, function: Callable[[], T]) -> T:
+        """Calls ``function`` on the event loop and returns its result."""
+        result: Future[T] = Future()
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(partial(_settle, result, function))
+        return result.result(CALL_S_MAX)
+
+
+def _settle(result: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result.set_result(function())
+    except Exception as error:
+        result.set_exception(error)

@@ -1,0 +1,49 @@
+"""Opens the store as far as a server holds its versions: whole, one part, or none of the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from embedserve.config import ServeSettings
+from embedserve_store import ModelStore, ModelVersion
+from embedserve_store.parts.part import NO_ROWS, Holding, Part
+
+
+def holding_of(settings: ServeSettings) -> Holding:
+    """Returns the rows that a server with ``settings`` holds."""
+    if settings.part:
+        return Part.parse(settings.part)
+    return NO_ROWS if settings.shards else None
+
+
+def open_store(settings: ServeSettings) -> ModelStore:
+    """Returns the store of a server with ``settings``."""
+    cache = Path(settings.cache) if settings.cache else None
+    return ModelStore(settings.store, cache, holds=holding_of(settings))
+
+
+def open_folder(path: str, holding: Holding = None) -> ModelVersion:
+    """Returns the version in the folder ``path``; raises StoreError."""
+    folder = Path(path)
+    store = ModelStore(folder.parent.parent, holds=holding)
+    return store.load(folder.parent.name, int(folder.name))
+
+
+class WantedVersions(NamedTuple):
+    """Versions of one model that a shard is to hold: all of them, and those that aliases name."""
+
+    numbers: frozenset[int]
+    aliased: frozenset[int]
+
+
+def wanted_versions(store: ModelStore, model: str, versions_held: int) -> WantedVersions:
+    """Returns the newest ``versions_held`` versions of ``model`` and those that aliases name.
+
+    Raises:
+        StoreError: the store or the model cannot be read.
+    """
+    numbers = store.versions(model)
+    aliased = {one.version for one in store.aliases(model).values() if one.version in numbers}
+    named = frozenset(number for number in aliased if number is not None)
+    return WantedVersions(named | frozenset(numbers[-versions_held:]), named)

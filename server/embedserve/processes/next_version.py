@@ -1,0 +1,119 @@
+"""Restores the versions that take over while a process serves, and describes their engines."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
+
+from embedserve.config import ServeSettings
+from embedserve.deltas.followed_version import open_followed
+from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.shared_goldens import LiveGoldens
+from embedserve.deltas.status import FollowedModel
+from embedserve.model_info import ModelInfo
+from embedserve.processes.example_request import example_features
+from embedserve.processes.model_loading import check_may_switch, restore_one
+from embedserve.processes.rollout.messages import Target
+from embedserve.processes.rollout.version_manager import Restore, Restored
+from embedserve_store import ModelVersion
+from embedserve_store.memory.available_memory import available_bytes
+from embedserve_store.memory.mapped_tables import populate
+
+if TYPE_CHECKING:
+    from embedserve.batching.lookup_engine import LookupEngine
+    from embedserve.engine.engine import Engine
+    from embedserve.fanout.router_engine import RouterEngine
+    from embedserve.fanout.shards import Shards
+
+    AnyEngine = Engine | RouterEngine
+    """Engine of a version whose rows are here, or in shards."""
+
+
+def model_info(engine: AnyEngine, name: str, deltas: FollowedModel | None = None) -> ModelInfo:
+    """Returns the description of a restored model, as served under ``name``."""
+    return ModelInfo(
+        manifest=engine.manifest,
+        plan=engine.plan,
+        translator=engine.translator,
+        device_type=engine.device_type,
+        replanned=engine.replanned,
+        lookup_kind=engine.lookup_kind,
+        replicas=engine.replicas,
+        fingerprint=engine.fingerprint,
+        part=engine.part,
+        served_name=name,
+        example=example_features(engine.manifest, engine.goldens().bags),
+        deltas=deltas,
+    )
+
+
+def read_changed_rows(engine: Engine, followed: FollowedModel, worker: int) -> None:
+    """Makes lookups of ``engine`` in this worker read the rows that change.
+
+    Raises:
+        StoreError: they cannot change in its plan.
+    """
+    upload = None if engine.spare_rows is None else engine.spare_rows.upload
+    engine.rows = RowsReader(followed.live, worker, engine.plan, upload)
+    if not engine.rounds_codes:
+        engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, engine.manifest)
+
+
+def restorer(
+    settings: ServeSettings,
+    engines: Iterable[AnyEngine],
+    worker: int,
+    serving: Callable[[], Iterable[LookupEngine]],
+) -> Restore:
+    """Returns the function that restores a version from its rows.
+
+    Args:
+        engines: engines that serve at the start.
+        worker: number of this process among the workers.
+        serving: returns the engines that serve at the time.
+    """
+    from embedserve.engine.programs import Programs
+
+    programs = Programs(cast("Engine", engine) for engine in engines)
+
+    def restore(
+        name: str,
+        version: ModelVersion,
+        target: Target,
+        say_warming: Callable[[], None],
+    ) -> Restored:
+        beside = [cast("Engine", one) for one in serving()]
+        for one in beside:
+            check_may_switch(settings, one.device_type)
+        populate(version, available_bytes())
+        followed = None
+        if target.memory:
+            followed = open_followed(settings, version, target.memory, target.generation)
+            version = followed.live.version
+        engine = restore_one(settings, version, programs, beside, on_warming=say_warming)
+        if followed is not None:
+            read_changed_rows(engine, followed, worker)
+        if programs.add(engine):
+            # Exceptions that torch caught hold its callers' frames, and all objects in these.
+            gc.collect()
+        return version, engine, model_info(engine, name, followed)
+
+    return restore
+
+
+def router_restorer(shards: Shards) -> Restore:
+    """Returns the function that opens a version whose rows are in ``shards``."""
+
+    def restore(
+        name: str,
+        version: ModelVersion,
+        target: Target,
+        say_warming: Callable[[], None],
+    ) -> Restored:
+        engine = shards.open(version)
+        say_warming()
+        engine.warm_up()
+        return version, engine, model_info(engine, name)
+
+    return restore

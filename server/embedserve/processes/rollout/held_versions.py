@@ -1,0 +1,164 @@
+"""Decides which versions a shard holds, and loads and unloads them.
+
+Routers change versions after their shards: a router serves a version once each part has a replica
+of it. So a shard holds the newest versions side by side, and those that aliases name, each under
+its number. A version that requests still name stays, and newer ones wait for its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from time import monotonic
+
+from embedserve.config import ServeSettings
+from embedserve.errors import RefusedError
+from embedserve.metrics.model_metrics import ModelMetrics
+from embedserve.model_names import split_name
+from embedserve.processes.holding import WantedVersions
+from embedserve.processes.rollout.admin_service import AdminService
+from embedserve.processes.rollout.version_resolver import VersionResolver
+from embedserve.processes.threads import run_in_daemon_thread
+from embedserve_store import StoreError
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+"""Seconds without a request after which a version that is no longer wanted may be dropped."""
+RETRY_S = 60.0
+"""Seconds after which a version that could not be loaded is tried again."""
+
+
+def next_step(
+    wanted: WantedVersions, held: Collection[int], idle: Collection[int], held_max: int
+) -> tuple[str, int] | None:
+    """Returns the next change of the versions that a shard holds: ("load" or "unload", number).
+
+    Args:
+        held: versions that it holds, wanted or not.
+        idle: those of ``held`` that no request has named for a while.
+        held_max: number of versions up to which it loads more. All that are wanted may be held.
+
+    Returns:
+        None if nothing is to change, or if all memory is in use.
+    """
+    surplus = [number for number in sorted(held) if number not in wanted.numbers]
+    for number in surplus:
+        if number in idle:
+            return "unload", number
+    missing = sorted(wanted.numbers.difference(held))
+    if not missing:
+        return None
+    if len(held) < max(held_max, len(wanted.numbers)):
+        return "load", missing[-1]
+    # A version that serves nobody, such as one that routers have rejected, makes room for a newer.
+    for number in sorted(held):
+        if number in idle and number not in wanted.aliased and number < missing[-1]:
+            return "unload", number
+    return None
+
+
+class HeldVersions:
+    """The versions of a shard, in the process that watches the store."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        resolver: VersionResolver,
+        admin: AdminService,
+        metrics: Mapping[str, ModelMetrics],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """
+        Args:
+            metrics: metrics by served name, which count requests in all workers.
+            clock: returns seconds.
+        """
+        self._settings = settings
+        self._resolver = resolver
+        self._admin = admin
+        self._metrics = metrics
+        self._clock = clock
+        self._counts: dict[str, tuple[float, float]] = {}  # requests, and since when
+        self._failed_s: dict[str, float] = {}
+        self._waits_for: dict[str, int] = {}
+
+    async def update(self) -> None:
+        """Loads and unloads versions until the shard holds what it is to hold, as far as memory is
+        free."""
+        for model in self._models():
+            try:
+                wanted = await run_in_daemon_thread(
+                    "follow", partial(self._resolver.wanted_versions, model)
+                )
+            except (StoreError, OSError) as error:
+                logger.error("%s cannot be followed: %s", model, error)
+                continue
+            while await self._advance(model, wanted):
+                pass
+
+    def _models(self) -> list[str]:
+        """Returns the models whose versions are not fixed by --model."""
+        fixed = {split_name(name)[0] for name in self._settings.model if "@" in name}
+        served = dict.fromkeys(split_name(name)[0] for name in self._metrics)
+        return [model for model in served if model not in fixed]
+
+    async def _advance(self, model: str, wanted: WantedVersions) -> bool:
+        """Takes the next step for ``model``; returns whether another one may follow."""
+        held = {
+            int(version): name
+            for name in self._metrics
+            for one, version in [split_name(name)]
+            if one == model
+        }
+        now_s = self._clock()
+        idle = {number for number, name in held.items() if self._is_idle(name, now_s)}
+        may_load = frozenset(
+            number
+            for number in wanted.numbers
+            if number in held or self._may_load(f"{model}@{number}", now_s)
+        )
+        step = next_step(
+            WantedVersions(may_load, wanted.aliased), held, idle, self._settings.versions_held
+        )
+        if step is None:
+            self._log_waiting(model, may_load.difference(held))
+            return False
+        self._waits_for.pop(model, None)
+        operation, number = step
+        name = f"{model}@{number}"
+        try:
+            if operation == "unload":
+                await self._admin.unload(name)
+            else:
+                await self._admin.load(name)
+        except RefusedError as error:
+            logger.error("%s: %s fails: %s", name, operation, error.message)
+            self._failed_s[name] = self._clock()
+            return operation == "load"
+        return True
+
+    def _is_idle(self, name: str, now_s: float) -> bool:
+        requests = sum(self._metrics[name].version.requests.total().values())
+        before, since_s = self._counts.get(name, (-1.0, now_s))
+        if requests != before:
+            self._counts[name] = requests, now_s
+            return False
+        return now_s - since_s >= IDLE_S
+
+    def _may_load(self, name: str, now_s: float) -> bool:
+        failed_s = self._failed_s.get(name)
+        return failed_s is None or now_s - failed_s >= RETRY_S
+
+    def _log_waiting(self, model: str, missing: Collection[int]) -> None:
+        """Logs once that a version waits until the shard may drop another one."""
+        if missing and self._waits_for.get(model) != max(missing):
+            self._waits_for[model] = max(missing)
+            logger.warning(
+                "%s version %d waits: requests name all versions that this shard holds, and it "
+                "has room for %d (--versions-held)",
+                model,
+                max(missing),
+                self._settings.versions_held,
+            )

@@ -1,0 +1,415 @@
+"""Models whose parts lie in shards, behind a router: real servers, asked as one server is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from certificates import Authority
+from pooled import collection
+from running_servers import Running, free_port, run_warm_command, running
+from torchrec import PoolingType
+
+from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
+from embedserve_client.errors import EmbedServeClientError
+from embedserve_store import TableSpec, publish
+
+PARTS = 2
+WAIT_S_MAX = 120
+PAUSE_S = 0.002
+
+
+@dataclass
+class Cluster:
+    """Shards and a router, each a process.
+
+    Attributes:
+        addresses: file of the shards' addresses.
+        shards: (part, number of the replica) to the server.
+    """
+
+    store: Path
+    folder: Path
+    parts: int = PARTS
+    stack: ExitStack = field(default_factory=ExitStack)
+    shards: dict[tuple[int, int], Running] = field(default_factory=dict)
+
+    @property
+    def addresses(self) -> Path:
+        return self.folder / "shards.json"
+
+    def start_shard(self, part: int, replica: int = 0, *arguments: object) -> Running:
+        log = self.folder / f"shard-{part}-{replica}.log"
+        options = ("--part", f"{part}/{self.parts}", *arguments)
+        before = self.shards.get((part, replica))
+        ports = None if before is None else (port_of(before.http), port_of(before.grpc))
+        server = running(self.store, log, *options, ports_used=ports)
+        shard = self.shards[part, replica] = self.stack.enter_context(server)
+        return shard
+
+    def start_router(self, *arguments: object) -> Running:
+        log = self.folder / "router.log"
+        options = ("--shards", f"file:{self.addresses}", *arguments)
+        return self.stack.enter_context(running(self.store, log, *options))
+
+    def write_addresses(self) -> None:
+        found: dict[str, list[str]] = {str(part): [] for part in range(self.parts)}
+        for (part, _), shard in sorted(self.shards.items()):
+            found[str(part)].append(shard.grpc)
+        part_written = self.addresses.with_suffix(".new")
+        part_written.write_text(json.dumps(found))
+        part_written.replace(self.addresses)
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+@contextmanager
+def cluster(store: Path, folder: Path) -> Iterator[Cluster]:
+    one = Cluster(store, folder)
+    with one.stack:
+        yield one
+
+
+def publish_models(store: Path) -> None:
+    """Publishes models of every kind: shared features, means, weights, strings, unpooled."""
+    torch.manual_seed(1)
+    tables = [
+        ("movie", 1001, 64, ["history", "candidate"], PoolingType.MEAN),
+        ("genre", 3, 16, ["genres"], PoolingType.SUM),
+        ("recent", 977, 8, ["history"], PoolingType.SUM),
+    ]
+    publish(collection(tables), store, model="pooled", hosts=PARTS)
+    publish(collection(tables), store, model="int8", dtype="int8", hosts=PARTS)
+    weights = {"embeddings.t_user.weight": torch.randn(400, 8)}
+    spec = [TableSpec("t_user", 400, 8, ("user",), "none", "float32")]
+    publish(weights, store, model="unpooled", tables=spec, hosts=PARTS)
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Running]]:
+    """Yields a router and a server of whole tables, over the same store."""
+    folder = tmp_path_factory.mktemp("parts")
+    store = folder / "store"
+    publish_models(store)
+    with cluster(store, folder) as one:
+        for part in range(PARTS):
+            one.start_shard(part)
+        one.write_addresses()
+        whole = one.stack.enter_context(running(store, folder / "whole.log"))
+        yield one.start_router(), whole
+
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("pooled", {"history": [[1, 2, 900], []], "candidate": [[0], [1000]], "genres": [[2], []]}),
+    ("pooled", {"history": [[500, 501, 500]]}),
+    ("pooled", {"genres": [[], [], [0, 1, 2, 2]]}),
+    ("int8", {"history": [list(range(0, 900, 3))], "candidate": [[7, 7, 999]], "genres": [[0]]}),
+    ("unpooled", {"user": [[399, 0, 200, 199, 0], [], [201]]}),
+]
+
+
+@pytest.mark.parametrize(("model", "features"), REQUESTS)
+@pytest.mark.parametrize("protocol", ["rest", "grpc"])
+def test_a_router_answers_as_one_server_does(
+    kinds: tuple[Running, Running], protocol: str, model: str, features: dict[str, Any]
+) -> None:
+    answers = []
+    for server in kinds:
+        with (
+            EmbedClient(server.http) if protocol == "rest" else GrpcEmbedClient(server.grpc)
+        ) as client:
+            answers.append(client.embed(features, model=model))
+    routed, whole = answers
+    assert (routed.model, routed.version, routed.keys) == (whole.model, whole.version, whole.keys)
+    for key in whole.keys:
+        found, expected = values_of(routed, key), values_of(whole, key)
+        assert found.shape == expected.shape
+        largest = np.abs(expected).max(initial=0)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * largest)
+
+
+def values_of(result: EmbedResult, key: str) -> np.ndarray:
+    values = result[key]
+    return values if isinstance(values, np.ndarray) else values.values
+
+
+BAD = [
+    {"features": {"history": [[1001]]}},
+    {"features": {"nothing": [[1]]}},
+    {"features": {"history": [[1]], "genres": [[1], [2]]}},
+    {"features": {"history": [[1]]}, "model": "other"},
+]
+
+
+@pytest.mark.parametrize("body", BAD)
+def test_bad_requests_get_the_same_errors(
+    kinds: tuple[Running, Running], body: dict[str, Any]
+) -> None:
+    responses = [
+        httpx.post(f"{server.http}/models/pooled/embed", json=body, timeout=60) for server in kinds
+    ]
+    routed, whole = ((one.status_code, one.json()["error"]) for one in responses)
+    assert routed == whole
+    assert routed[0] in (400, 404)
+
+
+def test_models_say_which_part_a_server_holds(kinds: tuple[Running, Running]) -> None:
+    router, _ = kinds
+    fingerprints = []
+    for server in kinds:
+        models = httpx.get(f"{server.http}/models", timeout=60).json()["models"]
+        assert {(one["part"], one["parts"]) for one in models} == {(0, 0)}
+        fingerprints.append([one["fingerprint"] for one in models])
+    assert fingerprints[0] == fingerprints[1]
+    lookups = {
+        one["lookup"] for one in httpx.get(f"{router.http}/models", timeout=60).json()["models"]
+    }
+    assert lookups == {"parts"}
+
+
+ROWS, DIM, STEP = 100, 8, 1000
+
+
+def publish_next(store: Path, number: int) -> None:
+    """Publishes version ``number``, in which every value of row r is number * STEP + r."""
+    values = number * STEP + torch.arange(ROWS, dtype=torch.float32)
+    spec = [TableSpec("user", ROWS, DIM, ("user",), "sum", "float32")]
+    weights = {"embedding_bags.user.weight": values[:, None].repeat(1, DIM)}
+    published = publish(weights, store, model="m", tables=spec, sharding="row_wise", hosts=PARTS)
+    assert published.version == number
+
+
+class Load:
+    """A client that asks one request after the other, and compares each answer with the rows of the
+    version that it names."""
+
+    def __init__(self, server: Running, rows: list[int]) -> None:
+        self.answers: dict[int, int] = {}
+        self.wrong: list[str] = []
+        self.failed: list[str] = []
+        self._rows = rows
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with GrpcEmbedClient(self._server.grpc) as client:
+            while not self._stop.is_set():
+                try:
+                    answer = client.embed({"user": [self._rows]}, timeout_s=30)
+                except EmbedServeClientError as error:
+                    self.failed.append(str(error))
+                else:
+                    self._note(answer)
+                self._stop.wait(PAUSE_S)
+
+    def _note(self, answer: Any) -> None:
+        version = answer.version
+        expected = sum(version * STEP + row for row in self._rows)
+        if not (np.asarray(answer["user"]) == expected).all():
+            self.wrong.append(f"version {version}: {answer['user'][0][:2]}, expected {expected}")
+        self.answers[version] = self.answers.get(version, 0) + 1
+
+    def wait_for(self, is_true: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S_MAX
+        while not is_true():
+            assert time.monotonic() < end, (self.answers, self.failed[-3:])
+            time.sleep(0.05)
+
+    def wait_for_more(self, count: int = 50) -> None:
+        """Waits for ``count`` further answers."""
+        before = sum(self.answers.values())
+        self.wait_for(lambda: sum(self.answers.values()) >= before + count)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+BOTH_PARTS = [3, 97]
+
+
+def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    follow = ("--follow", "latest", "--follow-s", "0.2")
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            one.start_shard(part, 0, *follow, "--versions-held", 4)
+        one.write_addresses()
+        router = one.start_router(*follow)
+        with Load(router, BOTH_PARTS) as load:
+            for number in (2, 3, 4):
+                load.wait_for_more()
+                publish_next(store, number)
+                load.wait_for(lambda number=number: load.answers.get(number, 0) > 20)  # type: ignore[misc]
+        assert load.wrong == []
+        assert load.failed == []
+        assert list(load.answers) == [1, 2, 3, 4]
+        held = httpx.get(f"{one.shards[0, 0].http}/models", timeout=60).json()["models"]
+        assert {one["version"] for one in held} == {1, 2, 3, 4}
+
+
+def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            for replica in range(2):
+                one.start_shard(part, replica)
+        one.write_addresses()
+        with Load(one.start_router(), BOTH_PARTS) as load:
+            load.wait_for_more()
+            one.shards[0, 0].process.kill()
+            load.wait_for_more()
+            one.start_shard(0, 0)
+            hung = one.shards[1, 0].process
+            os.kill(hung.pid, signal.SIGSTOP)
+            try:
+                load.wait_for_more()
+            finally:
+                os.kill(hung.pid, signal.SIGCONT)
+            one.shards[0, 1].process.kill()  # the one that was started again takes its place
+            load.wait_for_more()
+        assert load.wrong == []
+        assert load.failed == []
+
+
+def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            one.start_shard(part)
+        one.write_addresses()
+        router = one.start_router()
+        url = f"{router.http}/embed"
+
+        def ask(row: int) -> httpx.Response:
+            return httpx.post(url, json={"features": {"user": [[row]]}}, timeout=60)
+
+        assert ask(97).status_code == 200
+        one.shards[1, 0].process.kill()
+        one.shards[1, 0].process.wait()
+        response = ask(97)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert (
+            response.json()["error"]["message"] == "part 1 of 2 of 'm' version 1 is not available"
+        )
+        assert ask(3).status_code == 200
+        one.start_shard(1)
+        end = time.monotonic() + WAIT_S_MAX
+        while ask(97).status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:
+    """The shards of another store have a version of the same name and number."""
+    store, other = tmp_path / "store", tmp_path / "other"
+    publish_next(store, 1)
+    publish(
+        {"embedding_bags.user.weight": torch.zeros(ROWS, DIM)},
+        other,
+        model="m",
+        tables=[TableSpec("user", ROWS, DIM, ("user",), "sum", "float32")],
+        hosts=PARTS,
+    )
+    with cluster(store, tmp_path) as one, cluster(other, tmp_path / "other") as wrong:
+        for part in range(PARTS):
+            wrong.start_shard(part)
+        one.shards = wrong.shards.copy()
+        one.write_addresses()
+        started: list[Running] = []
+        starting = threading.Thread(target=lambda: started.append(one.start_router()))
+        starting.start()
+        log = tmp_path / "router.log"
+        end = time.monotonic() + WAIT_S_MAX
+        while not (log.exists() and "with fingerprint" in log.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert not started
+        one.shards = {}
+        for part in range(PARTS):
+            one.start_shard(part)
+        one.write_addresses()
+        starting.join(WAIT_S_MAX)
+        [router] = started
+        response = httpx.post(
+            f"{router.http}/embed", json={"features": {"user": [[3]]}}, timeout=60
+        )
+        assert response.json()["values"] == [[STEP + 3.0] * DIM]
+
+
+def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    authority = Authority()
+    (tmp_path / "ca.pem").write_bytes(authority.root)
+    certificate, key = authority.sign("shard").write(tmp_path, "shard")
+    own, own_key = authority.sign("router").write(tmp_path, "router")
+    tokens, token = tmp_path / "tokens", tmp_path / "token"
+    token.write_text("a-token-of-the-router\n")
+    digest = hashlib.sha256(b"a-token-of-the-router").hexdigest()
+    tokens.write_text(json.dumps({"name": "router", "sha256": digest}))
+    of_shards = ("--tls-cert", certificate, "--tls-key", key, "--tls-client-ca")
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            port = free_port()
+            options = (*of_shards, tmp_path / "ca.pem", "--tokens", tokens)
+            log = tmp_path / f"shard-{part}.log"
+            server = running(
+                *(store, log, "--part", f"{part}/{PARTS}", *options), management_port=port
+            )
+            one.shards[part, 0] = one.stack.enter_context(server)
+        one.write_addresses()
+        tls = ("--shard-ca", tmp_path / "ca.pem", "--shard-cert", own, "--shard-key", own_key)
+        router = one.start_router(*tls, "--shard-token", token)
+        body = {"features": {"user": [[3]]}}
+        response = httpx.post(f"{router.http}/embed", json=body, timeout=60)
+        assert response.json()["values"] == [[STEP + 3.0] * DIM]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--part", "2/2"), "part is 2/2"),
+        (("--part", "0/3"), "the version has 2 parts"),
+        (("--part", "x"), "part is 'x'"),
+        (("--part", "0/2", "--shards", "file:x"), "a server is a shard"),
+        (("--part", "0/2", "--deltas", "follow"), "by whole versions only"),
+        (("--shards", "nowhere"), "nowhere"),
+        (("--shards", "file:/nowhere.json"), "/nowhere.json"),
+        (("--shards", "file:x", "--tables", "resident"), "a router has no rows"),
+        (("--shards", "file:x", "--shard-ca", "/nowhere.pem"), "/nowhere.pem"),
+        (("--shards", "file:x", "--shard-cert", "x"), "come together"),
+        (("--shard-token", "x"), "this server is no router"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    publish_next(tmp_path, 1)
+    done = run_warm_command("serve", tmp_path, "--http-port", free_port(), *arguments)
+    assert done.returncode != 0
+    assert words in done.stderr

@@ -1,0 +1,150 @@
+"""Which versions a shard holds, and when it lets one go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+from server.fake_models import model_info
+
+from embedserve.config import ServeSettings
+from embedserve.errors import RefusedError
+from embedserve.metrics.model_metrics import ModelMetrics
+from embedserve.processes.holding import WantedVersions, wanted_versions
+from embedserve.processes.rollout.held_versions import IDLE_S, RETRY_S, HeldVersions, next_step
+
+
+def wanted(*numbers: int, aliased: Collection[int] = ()) -> WantedVersions:
+    return WantedVersions(frozenset(numbers), frozenset(aliased))
+
+
+@pytest.mark.parametrize(
+    ("versions", "held", "idle", "step"),
+    [
+        (wanted(6, 7), {6, 7}, {6, 7}, None),
+        (wanted(6, 7), {6}, set(), ("load", 7)),
+        (wanted(6, 7), set(), set(), ("load", 7)),  # the newest first
+        (wanted(6, 7), {7}, set(), ("load", 6)),
+        (wanted(7, 8), {6, 7}, set(), None),  # routers ask for both: the next one waits
+        (wanted(7, 8), {6, 7}, {6}, ("unload", 6)),
+        (wanted(7, 8), {7}, {7}, ("load", 8)),
+        (wanted(7, 8), {6, 7}, {7}, ("unload", 7)),  # routers rejected 7 and stay with 6
+        (wanted(7, 8), {6, 8}, {8}, None),  # 8 is the newest: it stays until routers ask for it
+        (wanted(7, 8, aliased=[7]), {6, 7}, {7}, None),  # an alias names 7
+        (wanted(3, 7, 8, aliased=[3]), {3, 7}, set(), ("load", 8)),  # aliases count apart
+        (wanted(7, 8), {5, 6}, {5, 6}, ("unload", 5)),
+    ],
+)
+def test_the_next_step(
+    versions: WantedVersions, held: set[int], idle: set[int], step: tuple[str, int] | None
+) -> None:
+    assert next_step(versions, held, idle, 2) == step
+
+
+class Store:
+    """The versions of a store, and the aliases that name some."""
+
+    def __init__(self, numbers: list[int], aliases: dict[str, Any]) -> None:
+        self.numbers, self.named = numbers, aliases
+
+    def versions(self, model: str) -> list[int]:
+        return self.numbers
+
+    def aliases(self, model: str) -> dict[str, Any]:
+        return self.named
+
+
+class Alias:
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+
+def test_the_newest_versions_and_those_of_aliases_are_wanted() -> None:
+    store: Any = Store([2, 3, 5, 9], {"stable": Alias(3), "gone": Alias(4)})
+    assert wanted_versions(store, "shop", 2) == wanted(3, 5, 9, aliased=[3])
+    assert wanted_versions(store, "shop", 10) == wanted(2, 3, 5, 9, aliased=[3])
+
+
+class Shard:
+    """A shard of model shop, its clock, and the versions that it holds.
+
+    Attributes:
+        wanted: versions that it is to hold.
+        refused: versions that cannot be loaded.
+        steps: what was loaded and unloaded.
+    """
+
+    def __init__(self, *held: int, wanted: WantedVersions) -> None:
+        self.wanted = wanted
+        self.refused: set[int] = set()
+        self.now_s = 0.0
+        self.steps: list[str] = []
+        self.metrics = {f"shop@{number}": ModelMetrics(model_info()) for number in held}
+        settings = ServeSettings("store", model=("shop",), part="0/2")
+        parts: Any = self
+        self.held = HeldVersions(settings, parts, parts, self.metrics, lambda: self.now_s)
+
+    def wanted_versions(self, model: str) -> WantedVersions:
+        return self.wanted
+
+    def ask(self, number: int) -> None:
+        self.metrics[f"shop@{number}"].version.requests.count_outcome("OK", 0.001)
+
+    async def load(self, name: str) -> int:
+        number = int(name.partition("@")[2])
+        if number in self.refused:
+            raise RefusedError(f"{name} cannot be read")
+        self.steps.append(f"load {number}")
+        self.metrics[name] = ModelMetrics(model_info())
+        return number
+
+    async def unload(self, name: str) -> None:
+        self.steps.append(f"unload {name.partition('@')[2]}")
+        del self.metrics[name]
+
+
+async def test_a_version_goes_once_nobody_has_asked_for_it_for_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    shard = Shard(6, 7, wanted=wanted(7, 8))
+    for _ in range(3):
+        shard.ask(6)
+        shard.ask(7)
+        shard.now_s += IDLE_S / 2
+        await shard.held.update()
+    assert shard.steps == []
+    assert caplog.text.count("shop version 8 waits") == 1
+    shard.now_s += IDLE_S - 1
+    await shard.held.update()
+    assert shard.steps == []
+    shard.ask(7)
+    shard.now_s += 1
+    await shard.held.update()
+    assert shard.steps == ["unload 6", "load 8"]
+    assert sorted(shard.metrics) == ["shop@7", "shop@8"]
+
+
+async def test_a_version_that_cannot_be_loaded_is_tried_again_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shard = Shard(7, wanted=wanted(7, 8))
+    shard.refused = {8}
+    await shard.held.update()
+    shard.now_s += RETRY_S - 1
+    await shard.held.update()
+    assert caplog.text.count("shop@8: load fails: shop@8 cannot be read") == 1
+    shard.refused = set()
+    shard.now_s += 1
+    await shard.held.update()
+    assert shard.steps == ["load 8"]
+
+
+async def test_versions_that_the_settings_name_do_not_change() -> None:
+    shard = Shard(7, wanted=wanted(7, 8))
+    parts: Any = shard
+    settings = ServeSettings("store", model=("shop@7",), part="0/2")
+    await HeldVersions(settings, parts, parts, shard.metrics).update()
+    assert shard.steps == []
