@@ -203,6 +203,7 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     },
     "Serve": {
         "serve": "embedserve serve store --model dlrm@stable --follow alias --workers 4",
+        "cluster": "embedserve cluster store --model dlrm --replicas 2",
         "health": "embedserve health --ready",
         "admin": "embedserve admin http://127.0.0.1:8002 load dlrm@7",
         "shadow": "embedserve shadow http://127.0.0.1:8000",

@@ -50,6 +50,15 @@ def free_port() -> int:
             return port
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody waited for has."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def command(*arguments: object) -> list[str]:
     return [*PYTHON, "-m", "embedserve", *map(str, arguments)]
 

@@ -63,7 +63,9 @@ def check_holding(plan: Plan, holding: Part | NoRows, where: str) -> None:
         where: name of the version in errors.
     """
     if plan.hosts is None:
-        raise StoreError(f"{where}: was published without --hosts, so it has no parts")
+        raise StoreError(
+            f"{where}: was published without --hosts, so it has no parts: publish it with --hosts"
+        )
     if isinstance(holding, Part) and holding.count != plan.hosts.parts:
         raise StoreError(
             f"{where}: part {holding} was requested, but the version has {plan.hosts.parts} parts"

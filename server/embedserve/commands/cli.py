@@ -16,7 +16,7 @@ from embedserve.commands.deltas_commands import deltas
 from embedserve.commands.installation import installed_versions
 from embedserve.commands.publish_commands import demo, describe, plan, publish
 from embedserve.commands.serve_options import with_settings_as_options
-from embedserve.commands.server_commands import admin, health, serve, shadow, token
+from embedserve.commands.server_commands import admin, cluster, health, serve, shadow, token
 from embedserve.commands.store_commands import (
     alias,
     copy,
@@ -60,6 +60,7 @@ def _root(
 
 COMMANDS: tuple[Callable[..., Any], ...] = (
     with_settings_as_options(serve),
+    cluster,
     demo,
     publish,
     describe,

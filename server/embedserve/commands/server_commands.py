@@ -56,6 +56,47 @@ def serve(**values: Any) -> None:
         run(settings)
 
 
+def cluster(
+    store: Annotated[str, typer.Argument(help="Model store: a folder or a URL.")],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model to serve, as for serve. Repeatable. Default: the newest version of every "
+            "model in the store."
+        ),
+    ] = None,
+    replicas: Annotated[int, typer.Option(help="Shards for each part.", min=1, max=16)] = 1,
+    http_port: Annotated[
+        int, typer.Option(help="The router's port for REST, health and metrics.", min=0, max=65535)
+    ] = 8000,
+    grpc_port: Annotated[
+        int, typer.Option(help="The router's port for gRPC.", min=0, max=65535)
+    ] = 8001,
+    follow: Annotated[str, typer.Option(help="none, alias or latest, as for serve.")] = "none",
+    cache: Annotated[
+        str,
+        typer.Option(
+            envvar="EMBEDSERVE_CACHE",
+            help="Folder for versions pulled from a remote store. Default: ~/.cache/embedserve.",
+        ),
+    ] = "",
+) -> None:
+    """Serve models in parts from this host alone: a router, and shards on free loopback ports.
+
+    For a try, and to test a store; where hosts share the parts, serve --part and serve --shards are
+    run by themselves. A process that ends is started again. Variables of serve have no effect.
+    """
+    with cli_errors():
+        check_engine()
+        from embedserve.processes.local_cluster import ClusterSettings, run_cluster
+
+        run_cluster(
+            ClusterSettings(
+                store, tuple(model or ()), replicas, http_port, grpc_port, follow, cache
+            )
+        )
+
+
 def admin(
     url: Annotated[str, typer.Argument(help=f"Address of the management port: {ADDRESS}")],
     action: Annotated[

@@ -22,7 +22,7 @@ def log_ready(
     seconds: float,
     settings: ServeSettings,
 ) -> None:
-    """Prints the served models, the addresses, and an example command."""
+    """Prints the served models, the addresses, and an example command unless it is a shard."""
     for model in models:
         if model.plan.hosts is not None and settings.shards:
             _say_router(model)
@@ -51,6 +51,8 @@ def log_ready(
         f"ready after {seconds:.1f} s: {count}REST {base}{_and_unix(settings.http_uds)} "
         f"(docs at {pages}/docs), gRPC {host}:{ports.grpc}{_and_unix(settings.grpc_uds)}"
     )
+    if settings.part:  # only routers call a shard
+        return
     say("try:")
     print(f"  {curl_line(base, models[0], curl_options(settings))}", flush=True)
 

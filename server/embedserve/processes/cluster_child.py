@@ -1,0 +1,126 @@
+"""One process of `embedserve cluster`: an `embedserve serve` that ends with the process that
+started it, and when it may be started again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import IO
+
+from embedserve.config import Limits, ServeSettings
+from embedserve.processes.forked import restart_delay_s
+from embedserve.processes.supervisor import QUICK_END_S
+from embedserve_store.terminal.console import say
+
+HOST = "127.0.0.1"
+SHARD_PORTS = range(20_000, 32_000)
+"""Ports of shards: below those that Linux gives to outgoing connections, 32768 and above."""
+REPORT_BYTES = 4096
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+class Child:
+    """A process of the cluster, which is started again when it ends.
+
+    Attributes:
+        address: HOST:PORT of its gRPC port since the last start; "" for the router.
+        was_ready: whether it was ready once, since the cluster was started.
+        restart_at_s: time at which it may start.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], *, is_shard: bool = True) -> None:
+        """
+        Args:
+            name: prefix of its output.
+            arguments: command line without the ports of a shard.
+            is_shard: whether it gets other ports at each start, and its output a prefix.
+        """
+        self.name = name
+        self.address = ""
+        self.was_ready = False
+        self.restart_at_s = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._arguments, self._is_shard = arguments, is_shard
+        self._ready_s: float | None = None
+        self._failures = 0
+
+    def start(self, notify_address: str) -> IO[bytes] | None:
+        """Starts the process. Returns its stderr; None if that is this process's own.
+
+        Args:
+            notify_address: path of the socket that it reports to.
+        """
+        arguments = list(self._arguments)
+        if self._is_shard:
+            http_port, grpc_port = _free_port(), _free_port()
+            self.address = f"{HOST}:{grpc_port}"
+            arguments += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+        parent = os.getpid()
+        self._ready_s = None
+        self.process = subprocess.Popen(
+            arguments,
+            env=_child_environment() | {"NOTIFY_SOCKET": notify_address},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if self._is_shard else None,
+            stderr=subprocess.PIPE if self._is_shard else None,
+            process_group=0,  # Ctrl-C reaches this process alone, which stops the router first
+            preexec_fn=lambda: _end_with(parent),
+        )
+        if self._is_shard:
+            say(f"{self.name} starts as process {self.process.pid}, http://{HOST}:{http_port}")
+        return self.process.stderr
+
+    def receive(self, sock: socket.socket, _: object) -> None:
+        """Receives a report from the socket that the process reports to."""
+        if b"READY=1" in sock.recv(REPORT_BYTES):
+            self.on_ready(time.monotonic())
+
+    def on_ready(self, now_s: float) -> None:
+        self._ready_s, self.was_ready = now_s, True
+
+    def on_end(self, now_s: float) -> float:
+        """Sets the time of the next start. Returns the seconds until then."""
+        self.process = None
+        if self._ready_s is not None and now_s - self._ready_s >= QUICK_END_S:
+            self._failures = 0
+        delay_s = restart_delay_s(self._failures, was_ready=self._ready_s is not None)
+        self._failures += 1
+        self.restart_at_s = now_s + delay_s
+        return delay_s
+
+    def signal(self, number: signal.Signals, *, only_ready: bool = False) -> None:
+        """Sends a signal to the process, if there is one."""
+        if self.process is not None and not (only_ready and self._ready_s is None):
+            self.process.send_signal(number)
+
+
+def _child_environment() -> dict[str, str]:
+    """Returns the environment without settings of `serve`, which are not for all children."""
+    names = [one.name for kind in (ServeSettings, Limits) for one in fields(kind)]
+    settings = {f"EMBEDSERVE_{name.upper()}" for name in (*names, "config")}
+    return {name: value for name, value in os.environ.items() if name not in settings}
+
+
+def _free_port() -> int:
+    """Returns a port that nobody listens on."""
+    while True:
+        port = random.choice(SHARD_PORTS)
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind((HOST, port))
+            return port
+
+
+def _end_with(parent: int) -> None:
+    """Lets this process end when the one that started it does."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before
+        os._exit(1)

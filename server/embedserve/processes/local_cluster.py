@@ -1,0 +1,248 @@
+"""`embedserve cluster`: the shards and the router of a store's models, as processes of this host.
+
+Each child is an `embedserve serve` that reports over sd_notify when it is ready. This process
+starts the shards, then the router, and starts again what ends. It never imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import IO
+
+from embedserve.config import ServeSettings
+from embedserve.config_checks import check_settings
+from embedserve.model_names import split_name
+from embedserve.processes.cluster_child import HOST, Child
+from embedserve.processes.forked import described
+from embedserve.processes.model_loading import check_names, load_named
+from embedserve.processes.signals import wake_on_signals
+from embedserve.processes.startup.ports import claim_ports
+from embedserve_store import StoreError
+from embedserve_store.parts.part import NO_ROWS
+from embedserve_store.terminal.console import say
+from embedserve_store.terminal.stores import opened
+
+POLL_S = 1.0
+"""Seconds between two checks of the children, if no signal or output comes before."""
+STOP_S_MAX = 15.0
+"""Seconds for children to drain after SIGTERM, before they are killed; `serve` drains for 10 s."""
+OUTPUT_BYTES = 1 << 16
+
+
+class ChildFailedError(ChildProcessError):
+    """A child ended with an error before the cluster was ready."""
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """Options of `embedserve cluster`; those of the same name are settings of the router."""
+
+    store: str
+    models: tuple[str, ...] = ()
+    replicas: int = 1
+    http_port: int = 8000
+    grpc_port: int = 8001
+    follow: str = "none"
+    cache: str = ""
+
+
+class LocalCluster:
+    """Starts and watches the children, until SIGTERM or SIGINT."""
+
+    def __init__(
+        self, shards: Sequence[Child], router: Child, on_start: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            on_start: called when a shard has another address.
+        """
+        self._shards, self._router, self._on_start = shards, router, on_start
+        self._all = [*shards, router]
+        self._selector = selectors.DefaultSelector()
+        self._stops = 0
+        self._is_reload_requested = False
+
+    def run(self, folder: Path) -> None:
+        """Runs the cluster; ``folder`` is for its sockets.
+
+        Raises:
+            ChildFailedError: a child ended with an error before the router was ready.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._selector.close)
+            stack.enter_context(wake_on_signals(self._selector, self._stop, self._reload))
+            sockets = {}
+            for index, child in enumerate(self._all):
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+                sockets[child] = str(folder / f"{index}.sock")
+                sock.bind(sockets[child])
+                self._selector.register(sock, selectors.EVENT_READ, partial(child.receive, sock))
+            stack.callback(self._stop_all)
+            while not self._stops:
+                self._start_what_is_due(sockets)
+                self._step(self._wait_s())
+
+    def _stop(self) -> None:
+        self._stops += 1
+
+    def _reload(self) -> None:
+        self._is_reload_requested = True
+
+    def _start_what_is_due(self, sockets: dict[Child, str]) -> None:
+        due: Sequence[Child] = self._shards
+        if all(shard.was_ready for shard in self._shards):
+            due = self._all
+        for child in due:
+            if child.process is None and time.monotonic() >= child.restart_at_s:
+                output = child.start(sockets[child])
+                if output is not None:
+                    self._forward(child, output)
+                    self._on_start()
+
+    def _forward(self, child: Child, output: IO[bytes]) -> None:
+        """Writes the lines of ``output`` to stderr, each after the name of ``child``."""
+        prefix, pending = f"{child.name}: ".encode(), bytearray()
+
+        def read() -> None:
+            chunk = os.read(output.fileno(), OUTPUT_BYTES)
+            pending.extend(chunk or (b"\n" if pending else b""))
+            *lines, rest = pending.split(b"\n")
+            pending[:] = rest
+            for line in lines:
+                sys.stderr.buffer.write(prefix + line + b"\n")
+            sys.stderr.flush()
+            if not chunk:
+                self._selector.unregister(output)
+                output.close()
+
+        self._selector.register(output, selectors.EVENT_READ, lambda _: read())
+
+    def _step(self, wait_s: float) -> None:
+        """Waits for output, a report or a signal, and handles it. Notes which children ended."""
+        self._handle_events(wait_s)
+        if self._is_reload_requested:
+            self._is_reload_requested = False
+            for child in self._all:
+                child.signal(signal.SIGHUP, only_ready=True)
+        for child in self._all:
+            if child.process is not None and (code := child.process.poll()) is not None:
+                self._on_end(child, code)
+
+    def _handle_events(self, wait_s: float) -> None:
+        for key, _ in self._selector.select(wait_s):
+            key.data(key)
+
+    def _wait_s(self) -> float:
+        """Returns the seconds until a child that ended may be started again, at most POLL_S."""
+        now_s = time.monotonic()
+        ended = [child for child in self._all if child.process is None and child.restart_at_s]
+        return max(0.0, min([POLL_S, *(child.restart_at_s - now_s for child in ended)]))
+
+    def _on_end(self, child: Child, code: int) -> None:
+        delay_s = child.on_end(time.monotonic())
+        if self._stops:
+            return
+        if code > 0 and not self._router.was_ready:
+            raise ChildFailedError(f"{child.name} {described(code)} before it was ready")
+        when = f"in {delay_s:g} s" if delay_s else "now"
+        say(f"{child.name} {described(code)}; it starts again {when}")
+
+    def _stop_all(self) -> None:
+        """Ends the router, then the shards that it may call until then."""
+        self._stops = max(1, self._stops)
+        for children in ([self._router], self._shards):
+            end_s = time.monotonic() + STOP_S_MAX
+            for child in children:
+                child.signal(signal.SIGTERM)
+                child.signal(signal.SIGCONT)  # a stopped process would not end
+            while any(child.process is not None for child in children):
+                if time.monotonic() >= end_s or self._stops > 1:
+                    for child in children:
+                        child.signal(signal.SIGKILL)
+                self._step(POLL_S)
+        self._handle_events(0)  # their last lines
+
+
+def run_cluster(settings: ClusterSettings) -> None:
+    """Runs a cluster until SIGTERM or SIGINT.
+
+    Raises:
+        StoreError: a model cannot be read, or has no parts.
+        OSError: a port cannot be bound, or a child failed before the cluster was ready.
+        ValueError: a setting is invalid.
+    """
+    check_settings(ServeSettings(settings.store, follow=settings.follow))
+    parts = read_parts(settings)
+    claim_ports(HOST, settings.http_port, settings.grpc_port).close()  # reports a port in use now
+    with tempfile.TemporaryDirectory(prefix="embedserve-cluster-") as folder:
+        path = Path(folder) / "shards.json"
+        shards = {
+            part: [_shard(settings, part, parts, replica) for replica in range(settings.replicas)]
+            for part in range(parts)
+        }
+
+        def write_addresses() -> None:
+            found = {
+                part: [shard.address for shard in replicas if shard.address]
+                for part, replicas in shards.items()
+            }
+            written = path.with_suffix(".new")
+            written.write_text(json.dumps(found))
+            written.replace(path)
+
+        router = Child("router", _router_arguments(settings, path), is_shard=False)
+        all_shards = [*chain.from_iterable(shards.values())]
+        LocalCluster(all_shards, router, write_addresses).run(Path(folder))
+
+
+def read_parts(settings: ClusterSettings) -> int:
+    """Returns the number of parts of the models; raises StoreError if they have none, or differ."""
+    check_names(settings.models)
+    counts: dict[str, int] = {}
+    with opened(settings.store, Path(settings.cache) if settings.cache else None, NO_ROWS) as store:
+        for name in settings.models or store.models():
+            hosts = load_named(store, name).plan.hosts
+            assert hosts is not None  # the store was opened without rows
+            counts[name] = hosts.parts
+    if not counts:
+        raise StoreError(f"{settings.store}: no model in this store; publish one first")
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise StoreError(f"numbers of parts differ: {shown}; choose models with --model")
+    return min(counts.values())
+
+
+def _shard(settings: ClusterSettings, part: int, parts: int, replica: int) -> Child:
+    name = f"part {part}" if settings.replicas == 1 else f"part {part} replica {replica}"
+    # Without an alias, which may move: a shard holds the versions that any alias names.
+    names = [one if split_name(one)[1].isdigit() else split_name(one)[0] for one in settings.models]
+    follow = "none" if settings.follow == "none" else "latest"
+    own = ["--part", f"{part}/{parts}", "--devices", "cpu", "--follow", follow]
+    return Child(name, _serve_arguments(settings, list(dict.fromkeys(names)), own))
+
+
+def _router_arguments(settings: ClusterSettings, addresses: Path) -> list[str]:
+    ports = ["--http-port", str(settings.http_port), "--grpc-port", str(settings.grpc_port)]
+    own = ["--shards", f"file:{addresses}", "--follow", settings.follow, *ports]
+    return _serve_arguments(settings, settings.models, own)
+
+
+def _serve_arguments(settings: ClusterSettings, names: Sequence[str], own: list[str]) -> list[str]:
+    # Warnings of imported packages would appear once for each child.
+    arguments = [sys.executable, "-W", "ignore", "-m", "embedserve", "serve", settings.store]
+    for name in names:
+        arguments += ["--model", name]
+    return [*arguments, *own, *(["--cache", settings.cache] if settings.cache else [])]

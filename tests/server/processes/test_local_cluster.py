@@ -1,0 +1,184 @@
+"""The processes of a cluster: which are started again, and that none outlives it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from running_servers import is_running
+from server.python import environment
+
+from embedserve.processes.cluster_child import Child
+from embedserve.processes.local_cluster import ClusterSettings, _router_arguments, _shard
+from embedserve.processes.supervisor import QUICK_END_S
+
+WAIT_S_MAX = 60
+CHILD = """
+import os, signal, socket, sys
+if sys.argv[1] == "fails":
+    sys.exit("it cannot start")
+def stop(*_):
+    print(sys.argv[1], "stopped", file=sys.stderr, flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+    sock.sendto(b"READY=1", os.environ["NOTIFY_SOCKET"])
+print(sys.argv[1], "is ready", file=sys.stderr, flush=True)
+while True:
+    signal.pause()
+"""
+CLUSTER = f"""
+import sys
+from pathlib import Path
+from embedserve.commands.cli_errors import cli_errors
+from embedserve.processes.cluster_child import Child
+from embedserve.processes.local_cluster import LocalCluster
+folder, *kinds = sys.argv[1:]
+def command(kind):
+    return [sys.executable, "-S", "-c", {CHILD!r}, kind]
+shards = [Child(f"part {{part}}", command(kind)) for part, kind in enumerate(kinds)]
+router = Child("router", command("router"), is_shard=False)
+with cli_errors():
+    LocalCluster(shards, router, lambda: print("addresses", *(one.address for one in shards))).run(
+        Path(folder)
+    )
+"""
+
+
+class RunningCluster:
+    """A cluster of processes that serve nothing, and what it has written."""
+
+    def __init__(self, folder: Path, kinds: tuple[str, ...]) -> None:
+        self._log = folder / "log"
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", CLUSTER, folder, *kinds],
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def pids(self, name: str = r"part \d+") -> list[int]:
+        """Returns the process ids of the shards that were started."""
+        return [
+            int(pid) for pid in re.findall(rf"^{name} starts as process (\d+)", self.log(), re.M)
+        ]
+
+    def wait_for(self, words: str, count: int = 1) -> None:
+        end = time.monotonic() + WAIT_S_MAX
+        while self.log().count(words) < count:
+            assert time.monotonic() < end, self.log()
+            time.sleep(0.01)
+
+
+@contextmanager
+def cluster(folder: Path, *kinds: str) -> Iterator[RunningCluster]:
+    one = RunningCluster(folder, kinds)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.wait()
+        wait_until_ended(one.pids())
+
+
+def wait_until_ended(pids: list[int]) -> None:
+    end = time.monotonic() + WAIT_S_MAX
+    while found := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < end, found
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_router_then_the_shards(tmp_path: Path, number: int) -> None:
+    with cluster(tmp_path, "shard", "shard") as one:
+        one.wait_for("router is ready")
+        one.process.send_signal(number)
+        assert one.process.wait(WAIT_S_MAX) == 0
+        pids = one.pids()
+        assert len(pids) == 2
+        assert not any(map(is_running, pids))
+        stopped = re.findall(r"^.*stopped$", one.log(), re.M)
+        assert stopped[0] == "router stopped"
+        assert sorted(stopped[1:]) == ["part 0: shard stopped", "part 1: shard stopped"]
+
+
+def test_no_shard_outlives_a_cluster_that_is_killed(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard", "shard") as one:
+        one.wait_for("router is ready")
+        one.process.kill()
+        one.process.wait()
+        wait_until_ended(one.pids())
+
+
+def test_a_killed_shard_is_started_again_at_another_address(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard", "shard") as one:
+        one.wait_for("router is ready")
+        [pid] = one.pids("part 1")
+        os.kill(pid, signal.SIGKILL)
+        one.wait_for("part 1: shard is ready", 2)
+        assert "part 1 was ended by SIGKILL; it starts again now" in one.log()
+        assert len(one.pids("part 0")) == 1
+
+
+def test_a_shard_that_fails_at_the_start_ends_the_cluster(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard", "fails") as one:
+        assert one.process.wait(WAIT_S_MAX) == 1
+        assert "part 1: it cannot start" in one.log()
+        assert "embedserve: part 1 ended with exit code 1 before it was ready" in one.log()
+        assert "router is ready" not in one.log()
+        assert not any(map(is_running, one.pids()))
+
+
+def test_a_child_that_ends_is_started_again_later_and_later() -> None:
+    child = Child("part 0", [])
+    assert [child.on_end(100.0) for _ in range(7)] == [1, 1, 2, 4, 8, 16, 30]
+    assert child.restart_at_s == 130.0
+
+
+def test_a_child_that_was_ready_is_started_again_immediately_once_a_minute() -> None:
+    child = Child("part 0", [])
+    child.on_ready(0.0)
+    assert child.on_end(1.0) == 0.0
+    assert child.restart_at_s == 1.0
+    assert child.on_end(2.0) == 1.0
+    child.on_ready(3.0)
+    assert child.on_end(3.0 + QUICK_END_S) == 0.0
+
+
+def test_shards_hold_versions_and_the_router_follows_aliases() -> None:
+    settings = ClusterSettings("s3://b/store", ("m@stable", "m", "n@7"), follow="alias", cache="c")
+    shard = _shard(settings, 1, 2, 0)
+    assert shard.name == "part 1"
+    _, _, _, _, _, *arguments = shard._arguments
+    assert " ".join(arguments) == (
+        "serve s3://b/store --model m --model n@7 --part 1/2 --devices cpu --follow latest "
+        "--cache c"
+    )
+    _, _, _, _, _, *arguments = _router_arguments(settings, Path("shards.json"))
+    assert " ".join(arguments) == (
+        "serve s3://b/store --model m@stable --model m --model n@7 --shards file:shards.json "
+        "--follow alias --http-port 8000 --grpc-port 8001 --cache c"
+    )
+
+
+def test_settings_of_serve_in_the_environment_have_no_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from embedserve.processes.cluster_child import _child_environment
+
+    for name in ("PART", "BODY_BYTES_MAX", "CONFIG", "OTHER"):
+        monkeypatch.setenv(f"EMBEDSERVE_{name}", "1")
+    found = [name for name in _child_environment() if name.startswith("EMBEDSERVE_")]
+    assert found == ["EMBEDSERVE_OTHER"]
