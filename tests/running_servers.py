@@ -90,24 +90,25 @@ def running(
     server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
     try:
         is_own = management_port is None
-        _wait_until_ready(server, server.http if is_own else f"http://127.0.0.1:{management_port}")
+        url = server.http if is_own else f"http://127.0.0.1:{management_port}"
+        wait_until_ready(process, log, url)
         yield server
     finally:
         process.terminate()
         process.wait(timeout=STOPPED_S_MAX)
 
 
-def _wait_until_ready(server: Running, url: str) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> None:
     end = time.monotonic() + READY_S_MAX
     while time.monotonic() < end:
-        if server.process.poll() is not None:
+        if process.poll() is not None:
             break
         try:
             with urllib.request.urlopen(f"{url}/health/ready", timeout=2):
                 return
         except (OSError, urllib.error.URLError):
             time.sleep(0.1)
-    raise AssertionError(f"not ready: {server.log.read_text()}")
+    raise AssertionError(f"not ready: {log.read_text()}")
 
 
 def run_commands(

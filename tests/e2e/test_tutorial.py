@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
@@ -12,35 +10,13 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT, Block, blocks
-from forkserver import PYTHON, run_warm
-from running_servers import COMMAND_S_MAX, Running, running
+from e2e.page_commands import assert_prints, run
+from running_servers import Running, running
 
 PAGE = ROOT / "docs" / "tutorial.md"
 BLOCKS = list(blocks(PAGE))
 SAVED_AS = re.findall(r"[Ss]ave (?:it|this) as `(\w+\.py)`", PAGE.read_text("utf-8"))
 SERVE = "embedserve serve store --model shop"
-MODULES = {"embedserve": ("-m", "embedserve"), "python": ()}
-
-
-def run(line: str, folder: Path) -> str:
-    """Runs a command of the page and returns what it writes."""
-    program, *arguments = shlex.split(line)
-    if program in MODULES:
-        done = run_warm([*PYTHON, *MODULES[program], *arguments], cwd=folder, timeout=COMMAND_S_MAX)
-    else:
-        done = subprocess.run(
-            [program, *arguments], cwd=folder, capture_output=True, text=True, check=False
-        )
-    assert done.returncode == 0, done.stderr
-    return str(done.stdout + done.stderr)
-
-
-def assert_prints(block: Block, said: str) -> None:
-    """Every line of ``block`` is in ``said``, whatever its spaces; … is anything."""
-    without_spaces = re.sub(r"\s", "", said)
-    for line in block.text.splitlines():
-        pieces = re.sub(r"\s", "", line).split("…")
-        assert re.search(".*".join(map(re.escape, pieces)), without_spaces), (line, said)
 
 
 @pytest.fixture

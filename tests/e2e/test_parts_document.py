@@ -1,0 +1,104 @@
+"""docs/parts.md: its commands as pasted, after those of the tutorial that it continues."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from documents import ROOT, Block, blocks
+from e2e.page_commands import assert_prints, run
+from forkserver import PYTHON, WarmPopen
+from running_servers import STOPPED_S_MAX, free_port, wait_until_ready
+
+PAGE = ROOT / "docs" / "parts.md"
+TUTORIAL = list(blocks(ROOT / "docs" / "tutorial.md"))
+SERVERS = ("embedserve serve ", "embedserve cluster ")
+DEFAULT_PORTS = ("8000", "8001")
+PORT = re.compile(r"\b80[0-2][01]\b")
+"""Ports of the page; the test uses free ones."""
+
+
+class Page:
+    """What runs of the page's servers."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._ports: dict[str, str] = {}
+        self._cluster = stack.enter_context(ExitStack())
+
+    def adapt(self, text: str) -> str:
+        """Returns ``text`` with free ports in place of the page's."""
+        return PORT.sub(lambda found: self._port(found[0]), text)
+
+    def _port(self, of_page: str) -> str:
+        return self._ports.setdefault(of_page, str(free_port()))
+
+    def start(self, line: str) -> None:
+        """Starts a server of the page; the cluster ends before the servers that follow."""
+        if "--http-port" not in line:
+            line += " --http-port {} --grpc-port {}".format(*DEFAULT_PORTS)
+        if line.startswith(SERVERS[1]):
+            self._cluster.enter_context(self._started(line))
+            return
+        self._cluster.close()
+        self._stack.enter_context(self._started(line))
+
+    @contextmanager
+    def _started(self, line: str) -> Iterator[None]:
+        _, *arguments = shlex.split(self.adapt(line))
+        log = self._folder / f"{arguments[arguments.index('--http-port') + 1]}.log"
+        with log.open("wb") as output:
+            process: subprocess.Popen[bytes] = WarmPopen(
+                [*PYTHON, "-m", "embedserve", *arguments],
+                cwd=self._folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                has_warm_children=True,
+            )
+        try:
+            port = arguments[arguments.index("--http-port") + 1]
+            wait_until_ready(process, log, f"http://127.0.0.1:{port}")
+            yield
+        finally:
+            process.terminate()
+            assert process.wait(STOPPED_S_MAX) == 0
+
+
+def follow_tutorial(folder: Path) -> None:
+    """Makes the checkpoint and the description that the page continues with."""
+    [script] = [block for block in TUTORIAL if "write_expected(model" in block.text]
+    (folder / "train.py").write_text(script.text)
+    run("python train.py", folder)
+    [describe] = [block for block in TUTORIAL if block.text.startswith("embedserve describe")]
+    run(describe.text, folder)
+
+
+def test_the_page_leads_to_the_vectors_of_the_tutorial(tmp_path: Path) -> None:
+    follow_tutorial(tmp_path)
+    found = list(blocks(PAGE))
+    responses = []
+    with ExitStack() as stack:
+        page = Page(tmp_path, stack)
+        for block, following in pairwise([*found, Block(PAGE, 0, "", "")]):
+            if block.language == "json" and block.text.startswith('{"0"'):
+                (tmp_path / "shards.json").write_text(page.adapt(block.text))
+            if block.language != "sh":
+                continue
+            said = ""
+            for line in block.text.splitlines():
+                if line.startswith(SERVERS):
+                    page.start(line)
+                else:
+                    said += run(page.adapt(line), tmp_path)
+            if following.language in ("text", "json") and said:
+                assert_prints(following, said)
+            if block.text.startswith("curl"):
+                responses.append(said)
+    cluster, servers = responses
+    assert cluster == servers
