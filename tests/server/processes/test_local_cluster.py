@@ -28,7 +28,13 @@ if sys.argv[1] == "fails":
 def stop(*_):
     print(sys.argv[1], "stopped", file=sys.stderr, flush=True)
     os._exit(0)
+if sys.argv[1] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("ignores SIGTERM", file=sys.stderr, flush=True)
+    while True:
+        signal.pause()
 signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGHUP, lambda *_: print(sys.argv[1], "polls", file=sys.stderr, flush=True))
 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
     sock.sendto(b"READY=1", os.environ["NOTIFY_SOCKET"])
 print(sys.argv[1], "is ready", file=sys.stderr, flush=True)
@@ -112,6 +118,27 @@ def test_a_signal_ends_the_router_then_the_shards(tmp_path: Path, number: int) -
         stopped = re.findall(r"^.*stopped$", one.log(), re.M)
         assert stopped[0] == "router stopped"
         assert sorted(stopped[1:]) == ["part 0: shard stopped", "part 1: shard stopped"]
+
+
+def test_a_second_signal_kills_what_has_not_ended(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard", "stubborn") as one:
+        one.wait_for("part 0: shard is ready")
+        one.wait_for("part 1: ignores SIGTERM")
+        one.process.terminate()
+        one.wait_for("part 0: shard stopped")
+        assert one.process.poll() is None
+        one.process.terminate()
+        assert one.process.wait(WAIT_S_MAX) == 0
+        assert not any(map(is_running, one.pids()))
+        assert "router is ready" not in one.log()
+
+
+def test_all_processes_poll_the_store_on_sighup(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard") as one:
+        one.wait_for("router is ready")
+        one.process.send_signal(signal.SIGHUP)
+        one.wait_for("router polls")
+        one.wait_for("part 0: shard polls")
 
 
 def test_no_shard_outlives_a_cluster_that_is_killed(tmp_path: Path) -> None:
