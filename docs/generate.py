@@ -26,6 +26,7 @@ from embedserve.metrics.families import FAMILIES, Family
 from embedserve.metrics.histogram import COUNT_BUCKETS, LOOKUP_SECONDS_BUCKETS, SECONDS_BUCKETS
 from embedserve.metrics.metrics import PROTOCOLS
 from embedserve.metrics.request_metrics import OUTCOMES
+from embedserve.metrics.shard_metrics import SHARD_OUTCOMES
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
 from embedserve.processes.memory_bounds import CONNECTION_TLS_BYTES, memory_bytes_max, memory_parts
 from embedserve_store.terminal.sizes import human_bytes
@@ -170,7 +171,9 @@ def _label_values() -> str:
     before = ", ".join(f"{bound * 1e6:.0f}" for bound in shorter)
     return (
         f"- `protocol`: {_named(PROTOCOLS)}.\n"
-        f"- `outcome`: {_named(OUTCOMES)}; for TLS handshakes {_named(HANDSHAKE_OUTCOMES)}.\n"
+        f"- `outcome`: {_named(OUTCOMES)}; for TLS handshakes {_named(HANDSHAKE_OUTCOMES)}; for "
+        f"calls to a part {_named(SHARD_OUTCOMES)}.\n"
+        "- `part`: a part of a router's tables, from 0. `direction`: `sent`, `received`.\n"
         f"- `caller`: a name in the token file, for up to {CALLERS_MAX} callers; `{UNKNOWN}` for "
         f"unauthenticated callers, `{OTHERS}` for all others.\n"
         "- `model`, `feature`: names as published. `rank`: from 0.\n"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -26,6 +26,13 @@ T = TypeVar("T")
 SELECTIONS_MAX = PART_STARTS_MAX = 16
 """Maximum number of key selections cached per model, and of response prefixes cached per selection.
 All selections together hold at most 256 prefixes, as many as the model itself."""
+
+
+class ServedParts(Protocol):
+    """Parts of a version, and their replicas; fanout/shards.py has the implementation."""
+
+    def describe(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Returns for each part its number, its replicas, and why it has none, as JSON values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +76,8 @@ class ModelInfo:
     the model, so that it is freed with it."""
     deltas: FollowedModel | None = None
     """Changed rows and status of a model that follows deltas; None for others."""
+    shards: ServedParts | None = None
+    """Shards that hold the rows of a router's model; None for others."""
     selected: tuple[int, ...] | None = None
     response_prefixes_max: int = 256
     """Maximum entries of ``response_prefix_cache``, which has one for each size of response."""

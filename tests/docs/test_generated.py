@@ -14,6 +14,7 @@ from documents import ROOT
 from prometheus_client import Metric
 from server.fake_deltas import followed
 from server.fake_models import ruled_info
+from server.fake_parts import FakeParts
 from typer.main import get_group
 
 from embedserve.commands.cli import app
@@ -22,6 +23,7 @@ from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import DeltaStatus
 from embedserve.metrics.metrics import Metrics
 from embedserve.processes.memory_bounds import memory_bytes_max
+from embedserve.shard_client.part_stats import PartStats
 from embedserve_store.format.delta_manifest import LinePosition
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
@@ -75,11 +77,13 @@ class OneCaller:
 
 def families_with_samples() -> list[Metric]:
     """Of a server that answered and refused requests over TLS to a model of every id rule, row_wise
-    over two ranks, in the shadow of another version."""
+    over two ranks, in the shadow of another version. It calls a shard, too."""
     model = ruled_info()
     status = DeltaStatus(LinePosition(7, 0, "0" * 64))
     deltas = replace(followed(status), notify=SharedFlag())
-    metrics = Metrics([replace(model, plan=over_two_ranks(model.tables), deltas=deltas)])
+    served = replace(model, plan=over_two_ranks(model.tables), deltas=deltas)
+    metrics = Metrics([served], parts=1)
+    metrics.shards.source = FakeParts([(0, PartStats())], {("ruled", served.version): [2]})
     metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].count_answered(0.001, 100)
     metrics.protocols["grpc"].count_rejected("INTERNAL", "why", 0.001)

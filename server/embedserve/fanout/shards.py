@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -24,7 +24,7 @@ from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_par
 from embedserve.file_reloader import poll_all
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.discovery import PART, DnsShards, discover, parse_shards
-from embedserve.shard_client.part_stats import VersionKey
+from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.replica import Connect
 from embedserve.shard_client.replicas import PartClient, PartOptions
 from embedserve.shard_client.shard_connection import Address, ShardConnection
@@ -73,6 +73,29 @@ class Shards:
         for clients in self._clients.values():
             yield from clients
 
+    def part_counts(self) -> Iterator[tuple[int, PartStats]]:
+        """Yields (number of the part, counts) of each client."""
+        for client in self.clients():
+            yield client.part, client.stats
+
+    def replicas(self, model: str, version: int) -> list[int]:
+        """Returns the number of joined replicas of each part of a version that is expected."""
+        key = VersionKey(model, version)
+        return [client.versions()[key] for client in self.clients() if key in client.versions()]
+
+    def describe(self, model: str, version: int) -> list[dict[str, Any]]:
+        """Returns the parts of a version that is expected, as JSON values."""
+        key = VersionKey(model, version)
+        return [
+            {
+                "part": client.part,
+                "replicas": client.versions()[key],
+                "why": "" if client.versions()[key] else client.why_unavailable(key),
+            }
+            for client in self.clients()
+            if key in client.versions()
+        ]
+
     def open_all(
         self, versions: Mapping[str, ModelVersion], *, is_shown: bool = True
     ) -> dict[str, RouterEngine]:
@@ -116,6 +139,7 @@ class Shards:
                 task.cancel()
             for client in self.clients():
                 client.close()
+            self._clients = {}  # their counts are not those of the server
             await asyncio.sleep(0)  # connections without calls are closed now
 
     def _begin(self) -> None:

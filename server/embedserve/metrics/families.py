@@ -139,6 +139,24 @@ FAMILIES = (
            "Seconds of a step that read, checked and applied deltas."),
     Family("embedserve_delta_freshness_seconds", HISTOGRAM, NAME, "seconds",
            "Seconds from training's reading of a delta's rows to their being served."),
+    Family("embedserve_shard_calls", COUNTER, ("part", "outcome"), "calls",
+           "Calls of a router to a part of the tables, by outcome. A call that took several "
+           "replicas counts once. Calls beyond the parts of the versions at the start are not "
+           "counted."),
+    Family("embedserve_shard_seconds", HISTOGRAM, ("part",), "seconds",
+           "Seconds of a call to a part, retries and hedges included, whatever its outcome."),
+    Family("embedserve_shard_hedges", COUNTER, ("part",), "calls",
+           "Calls of a second replica of a part because the first one took long."),
+    Family("embedserve_shard_retries", COUNTER, ("part",), "calls",
+           "Calls of another replica of a part because one failed or took too long."),
+    Family("embedserve_shard_hung", COUNTER, ("part",), "calls",
+           "Calls of another replica of a part because one was silent."),
+    Family("embedserve_shard_bytes", COUNTER, ("part", "direction"), "bytes",
+           "Bytes of the messages of calls to a part: sent, of every call of a replica, and "
+           "received, of the responses that were used."),
+    Family("embedserve_shard_replicas", GAUGE, ("part",), "replicas",
+           "Replicas of a part that may be called: the smallest number over the served versions "
+           "and the ready workers."),
     Family("embedserve_queue_wait_seconds", HISTOGRAM, VERSION, "seconds",
            "Seconds that a request waited for its batch."),
     Family("embedserve_batch_examples", HISTOGRAM, VERSION, "examples",

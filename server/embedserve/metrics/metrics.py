@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
 from prometheus_client.core import Metric
@@ -24,6 +25,7 @@ from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
 from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
+from embedserve.metrics.shard_metrics import PART_CELLS, ShardMetrics, parts_most
 from embedserve.metrics.shared_counters import (
     KeyedCounters,
     KeyedTable,
@@ -35,6 +37,8 @@ from embedserve.metrics.shared_counters import (
 from embedserve.metrics.tls import TLS_CELLS, TlsMetrics
 from embedserve.model_info import ModelInfo
 from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.plans.plan import Plan
 
 logger = logging.getLogger("embedserve.requests")
 
@@ -109,12 +113,40 @@ class ProtocolMetrics:
         yield "embedserve_response_bytes", [self.protocol], float(self._bytes.total()[0])
 
 
-def cells_per_worker(names: int, columns_max: int) -> int:
-    """Returns the cells that one worker needs for a server that starts with ``names`` served
-    names."""
+class _Version(Protocol):
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+class CounterRoom(NamedTuple):
+    """Sizes that the cells of a worker are allocated for.
+
+    Attributes:
+        names: number of served names at the start.
+        columns_max: most features or keys of a version.
+        parts: number of parts that a router counts; 0 in other servers.
+    """
+
+    names: int
+    columns_max: int
+    parts: int = 0
+
+    @classmethod
+    def of(cls, versions: Collection[_Version], *, is_router: bool) -> CounterRoom:
+        """Returns the room of a server that starts with ``versions``."""
+        parts = parts_most(one.plan for one in versions) if is_router else 0
+        return cls(len(versions), columns_most(one.manifest for one in versions), parts)
+
+
+def cells_per_worker(names: int, columns_max: int, parts: int = 0) -> int:
+    """Returns the cells that one worker needs for a server that starts with ``names`` served names,
+    and as a router with ``parts`` parts."""
     of_names = table_cells(names + NAMES_SPARE, name_cells(columns_max))
     of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + caller_cells(OUTCOMES)
-    return PROCESS_CELLS + TLS_CELLS + of_protocols + of_names
+    return PROCESS_CELLS + TLS_CELLS + of_protocols + parts * PART_CELLS + of_names
 
 
 class Metrics(Collector):
@@ -124,6 +156,7 @@ class Metrics(Collector):
         workers: number of worker processes, ready or not.
         tables: how the server holds its tables, "mapped" or "resident".
         tls: metrics of TLS handshakes and of the certificate.
+        shards: metrics of a router's calls to the parts.
     """
 
     def __init__(
@@ -133,16 +166,18 @@ class Metrics(Collector):
         tables: str = "mapped",
         names: int = 0,
         columns_max: int = 0,
+        parts: int = 0,
     ) -> None:
         """
         Args:
             names, columns_max: sizes that ``counters`` was allocated for, where they differ from
                 those of ``models``.
+            parts: number of parts that it was allocated for; 0 in a server that is no router.
         """
         models = list(models)
         names = names or len(models)
         columns_max = columns_max or columns_most(model.manifest for model in models)
-        counters = counters or single_worker_counters(cells_per_worker(names, columns_max))
+        counters = counters or single_worker_counters(cells_per_worker(names, columns_max, parts))
         self._slot = counters
         self._process = ProcessMetrics(counters)
         self.tls = TlsMetrics(counters)
@@ -150,6 +185,7 @@ class Metrics(Collector):
         self.tables = tables
         self.protocols = {name: ProtocolMetrics(counters, name) for name in PROTOCOLS}
         self.callers = CallerMetrics(counters, OUTCOMES)
+        self.shards = ShardMetrics(counters, parts)
         self.columns_max = columns_max
         self._names = KeyedTable(counters, names + NAMES_SPARE, name_cells(columns_max))
         self._names.keep(model.served_as for model in models)
@@ -220,6 +256,7 @@ class Metrics(Collector):
         for protocol in self.protocols.values():
             protocol.flush()
         self.callers.flush()
+        self.shards.flush((one.model.name, one.model.version) for one in self.models.values())
         for model in self.models.values():
             model.flush()
 
@@ -238,5 +275,6 @@ class Metrics(Collector):
         yield from self.callers.samples()
         for protocol in self.protocols.values():
             yield from protocol.samples()
+        yield from self.shards.samples()
         for model in self.models.values():
             yield from model.samples()

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
     """Engine of a version whose rows are here, or in shards."""
 
 
-def model_info(engine: AnyEngine, name: str, deltas: FollowedModel | None = None) -> ModelInfo:
-    """Returns the description of a restored model, as served under ``name``."""
+def model_info(
+    engine: AnyEngine,
+    name: str,
+    deltas: FollowedModel | None = None,
+    shards: Shards | None = None,
+) -> ModelInfo:
+    """Returns the description of a restored model, as served under ``name``. ``shards`` are those
+    of a router."""
     return ModelInfo(
         manifest=engine.manifest,
         plan=engine.plan,
@@ -45,6 +51,7 @@ def model_info(engine: AnyEngine, name: str, deltas: FollowedModel | None = None
         served_name=name,
         example=example_features(engine.manifest, engine.goldens().bags),
         deltas=deltas,
+        shards=shards,
     )
 
 
@@ -114,6 +121,6 @@ def router_restorer(shards: Shards) -> Restore:
         engine = shards.open(version)
         say_warming()
         engine.warm_up()
-        return version, engine, model_info(engine, name)
+        return version, engine, model_info(engine, name, shards=shards)
 
     return restore

@@ -39,8 +39,7 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings, uds_mode
 from embedserve.config_checks import check_settings
 from embedserve.deltas.followed_version import make_followed
-from embedserve.metrics.metrics import cells_per_worker
-from embedserve.metrics.model_metrics import columns_most
+from embedserve.metrics.metrics import CounterRoom, cells_per_worker
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.holding import holding_of, open_folder
 from embedserve.processes.logging_setup import set_up_logging
@@ -182,14 +181,12 @@ def _loaded(
     settings: ServeSettings,
     versions: Versions,
     counters: WorkerCounters | None = None,
-    names: int = 0,
-    columns_max: int = 0,
+    room: CounterRoom | None = None,
     deltas: Deltas | None = None,
 ) -> Iterator[tuple[RequestPipeline, VersionManager]]:
     """Loads the models into this process. Yields the pipeline that serves them, and the manager
-    that switches their versions. A worker has ``counters``, which have room for ``names`` models of
-    up to ``columns_max`` features or keys. ``deltas`` are the followed models; it is emptied, so
-    that their memory is given back once others are served."""
+    that switches their versions. A worker has ``counters``, which have ``room``. ``deltas`` are the
+    followed models; it is emptied, so that their memory is given back once others are served."""
     from embedserve.processes import server
 
     is_shown = counters is None or counters.worker == 0
@@ -206,7 +203,7 @@ def _loaded(
     threads = server.executor_threads(settings, engines.values())
     with ThreadPoolExecutor(threads, thread_name_prefix="lookup") as executor:
         pipeline = server.build_pipeline(
-            engines, settings, executor, counters, names, columns_max, deltas or {}
+            engines, settings, executor, counters, room, deltas or {}, shards
         )
         worker = counters.worker if counters else 0
         version_manager = server.build_version_manager(
@@ -238,9 +235,9 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         # VersionManager changes that.
         versions = make_resident_and_verify(settings, opened, followed.served)
         del opened
-        names, holding = len(versions), holding_of(settings)
-        columns_max = columns_most(version.manifest for version in versions.values())
-        slots = SharedCounters(settings.workers, cells_per_worker(names, columns_max))
+        holding = holding_of(settings)
+        room = CounterRoom.of(versions.values(), is_router=bool(settings.shards))
+        slots = SharedCounters(settings.workers, cells_per_worker(*room))
 
         def find_damage() -> str:
             try:
@@ -271,8 +268,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
                 ports,
                 start_s,
                 slots,
-                names,
-                columns_max,
+                room,
             ),
             slots,
             settings.drain_s,
@@ -348,8 +344,7 @@ def _worker_main(
     ports: SharedPorts,
     start_s: float,
     slots: SharedCounters,
-    names: int,
-    columns_max: int,
+    room: CounterRoom,
     index: int,
     channel: WorkerChannel,
 ) -> int:
@@ -359,7 +354,7 @@ def _worker_main(
     counters = WorkerCounters(slots, index)
     try:
         deltas = {one.name: has for one, has in followed.take().items() if not one.is_next}
-        with _loaded(settings, versions, counters, names, columns_max, deltas) as (
+        with _loaded(settings, versions, counters, room, deltas) as (
             pipeline,
             manager,
         ):

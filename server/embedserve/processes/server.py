@@ -27,7 +27,7 @@ from embedserve.config import Limits, ServeSettings, is_loopback
 from embedserve.deltas.status import FollowedModel
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
-from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.metrics import CounterRoom, Metrics
 from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
@@ -91,13 +91,13 @@ def build_pipeline(
     settings: ServeSettings,
     executor: ThreadPoolExecutor,
     counters: WorkerCounters | None = None,
-    names: int = 0,
-    columns_max: int = 0,
+    room: CounterRoom | None = None,
     deltas: Mapping[str, FollowedModel] = MappingProxyType({}),
+    shards: Shards | None = None,
 ) -> RequestPipeline:
     """Returns the pipeline over ``engines``, which are keyed by served name. A worker counts in its
-    ``counters``, which have room for ``names`` models of up to ``columns_max`` features or keys.
-    ``deltas`` are the followed models, by served name.
+    ``counters``, which have ``room``. ``deltas`` are the followed models, by served name.
+    ``shards`` are those of a router.
 
     Raises:
         StoreError: the rows of a followed model cannot change in its plan.
@@ -106,8 +106,12 @@ def build_pipeline(
         read_changed_rows(
             cast("Engine", engines[name]), followed, 0 if counters is None else counters.worker
         )
-    infos = {name: model_info(engine, name, deltas.get(name)) for name, engine in engines.items()}
-    metrics = Metrics(infos.values(), counters, settings.tables, names, columns_max)
+    infos = {
+        name: model_info(engine, name, deltas.get(name), shards) for name, engine in engines.items()
+    }
+    room = room or CounterRoom.of(infos.values(), is_router=shards is not None)
+    metrics = Metrics(infos.values(), counters, settings.tables, *room)
+    metrics.shards.source = shards
     batchers = {
         name: _batcher(engine, infos[name], settings, metrics, executor)
         for name, engine in engines.items()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from embedserve.metrics.histogram import SECONDS_BUCKETS
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     OK,
@@ -14,10 +15,6 @@ from embedserve.shard_client.reply import (
     UNAVAILABLE,
 )
 
-SECONDS_BUCKETS = tuple(
-    scale * step for scale in (1e-4, 1e-3, 1e-2, 1e-1, 1.0) for step in (1.0, 2.0, 3.0, 5.0, 7.5)
-)
-"""Upper bounds of the buckets of a latency, in seconds."""
 OUTCOME_BY_STATUS = {
     OK: "ok",
     DEADLINE_EXCEEDED: "deadline_exceeded",

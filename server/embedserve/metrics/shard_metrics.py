@@ -1,0 +1,159 @@
+"""Calls of a router to the parts of its tables, in cells of shared memory.
+
+The number of parts is fixed at the start, as the cells are. Parts beyond it, which a later version
+may have, are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from embedserve.metrics.families import Sample
+from embedserve.metrics.histogram import SECONDS_BUCKETS, HistogramSamples, histogram_cells
+from embedserve.metrics.shared_counters import Cells, WorkerCounters
+from embedserve_store.plans.plan import Plan
+
+SHARD_OUTCOMES = ("ok", "deadline_exceeded", "overloaded", "unavailable", "error", "cancelled")
+"""Outcomes of a call to a part, which may have taken calls to several replicas."""
+COUNTS = (
+    ("embedserve_shard_hedges", ()),
+    ("embedserve_shard_retries", ()),
+    ("embedserve_shard_hung", ()),
+    ("embedserve_shard_bytes", ("sent",)),
+    ("embedserve_shard_bytes", ("received",)),
+)
+"""Family and further labels of each counter of a part, in the order of the cells."""
+_WIDTHS = (len(SHARD_OUTCOMES), histogram_cells(SECONDS_BUCKETS), len(COUNTS), 1)
+_OUTCOMES, _SECONDS, _COUNTS, _REPLICAS = (
+    slice(start, end) for start, end in pairwise(np.cumsum([0, *_WIDTHS]).tolist())
+)
+PART_CELLS = sum(_WIDTHS)
+
+
+class CallSeconds(Protocol):
+    """Latencies of calls, in the buckets SECONDS_BUCKETS.
+
+    Attributes:
+        counts: calls by bucket, not cumulated; the last bucket has no bound.
+        total_s: sum of the latencies.
+    """
+
+    counts: list[int]
+    total_s: float
+
+
+class PartCounts(Protocol):
+    """Counts of the calls to one part, since the start of this process.
+
+    Attributes:
+        hedges: second calls of replicas, because the first took long.
+        retries: calls of replicas after one that failed.
+        hung: calls of replicas because another was silent.
+        bytes_sent, bytes_received: bytes of messages.
+    """
+
+    hedges: int
+    retries: int
+    hung: int
+    bytes_sent: int
+    bytes_received: int
+
+    @property
+    def seconds(self) -> Mapping[str, CallSeconds]:
+        """Latencies by outcome."""
+
+
+class PartSource(Protocol):
+    """Source of the counts; fanout/shards.py has the implementation."""
+
+    def part_counts(self) -> Iterable[tuple[int, PartCounts]]:
+        """Returns (number of the part, counts); versions with other numbers of parts have counts of
+        their own."""
+
+    def replicas(self, model: str, version: int) -> Sequence[int]:
+        """Returns the number of joined replicas of each part of a version; empty if the version is
+        not known."""
+
+
+def parts_most(plans: Iterable[Plan]) -> int:
+    """Returns the largest number of parts among ``plans``."""
+    return max((0 if plan.hosts is None else plan.hosts.parts for plan in plans), default=0)
+
+
+class ShardMetrics:
+    """Counters of each part, of this process.
+
+    Attributes:
+        source: source of the counts; None in a server that is no router.
+    """
+
+    def __init__(self, counters: WorkerCounters, parts: int) -> None:
+        """
+        Args:
+            parts: number of parts that are counted; 0 in a server that is no router.
+        """
+        self.source: PartSource | None = None
+        self._parts = parts
+        self._cells = counters.allocate(parts * PART_CELLS)
+        self._before = self._own()[:, : -_WIDTHS[-1]].copy()
+
+    def _own(self) -> Cells:
+        return self._cells.own.reshape(self._parts, PART_CELLS)
+
+    def flush(self, served: Iterable[tuple[str, int]]) -> None:
+        """Writes the counts to the shared cells.
+
+        Args:
+            served: (model, version) of the served versions, whose replicas are counted.
+        """
+        source = self.source
+        if source is None:
+            return
+        counted = np.zeros_like(self._before)
+        for part, counts in source.part_counts():
+            if part < self._parts:
+                counted[part] += _cells_of(counts)
+        own = self._own()
+        own[:, : -_WIDTHS[-1]] = self._before + counted
+        replicas = [source.replicas(model, version) for model, version in served]
+        for part in range(self._parts):
+            found = [of_version[part] for of_version in replicas if part < len(of_version)]
+            # One more than the number, as 0 is a part of no served version.
+            own[part, _REPLICAS] = 1 + min(found) if found else 0
+
+    def samples(self) -> Iterator[Sample]:
+        """Yields the samples of all workers. Outcomes without calls are left out, except "ok"."""
+        totals = self._cells.total().reshape(self._parts, PART_CELLS)
+        ready = self._cells.ready_rows()
+        replicas = ready.reshape(len(ready), self._parts, PART_CELLS)[:, :, _REPLICAS]
+        for part, total in enumerate(totals):
+            labels = [str(part)]
+            for outcome, count in zip(SHARD_OUTCOMES, total[_OUTCOMES].tolist(), strict=True):
+                if count or outcome == SHARD_OUTCOMES[0]:
+                    yield "embedserve_shard_calls", [*labels, outcome], count
+            yield "embedserve_shard_seconds", labels, _histogram(total[_SECONDS])
+            for (family, further), count in zip(COUNTS, total[_COUNTS].tolist(), strict=True):
+                yield family, [*labels, *further], count
+            found = replicas[:, part]
+            if found.any():
+                yield "embedserve_shard_replicas", labels, float(found[found > 0].min()) - 1
+
+
+def _cells_of(counts: PartCounts) -> Cells:
+    """Returns the cells of a part without that of the replicas."""
+    seconds = [counts.seconds[outcome] for outcome in SHARD_OUTCOMES]
+    calls = np.array([one.counts for one in seconds], np.float64)
+    total_s = sum(one.total_s for one in seconds)
+    messages = (counts.bytes_sent, counts.bytes_received)
+    extra = (counts.hedges, counts.retries, counts.hung, *messages)
+    cells: Cells = np.concatenate([calls.sum(axis=1), calls.sum(axis=0), [total_s], extra])
+    return cells
+
+
+def _histogram(cells: Cells) -> HistogramSamples:
+    bounds = [*map(str, SECONDS_BUCKETS), "+Inf"]
+    return list(zip(bounds, np.cumsum(cells[:-1]).tolist(), strict=True)), float(cells[-1])

@@ -1,0 +1,33 @@
+"""The parts of a router's tables, whose counts and replicas a test sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from embedserve.shard_client.part_stats import PartStats
+
+
+@dataclass
+class FakeParts:
+    """Source of the counts and of the description of parts.
+
+    Attributes:
+        stats: number of a part, and its counts.
+        joined: replicas of each part, by version.
+    """
+
+    stats: list[tuple[int, PartStats]] = field(default_factory=list)
+    joined: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+
+    def part_counts(self) -> list[tuple[int, PartStats]]:
+        return self.stats
+
+    def replicas(self, model: str, version: int) -> list[int]:
+        return self.joined.get((model, version), [])
+
+    def describe(self, model: str, version: int) -> list[dict[str, Any]]:
+        return [
+            {"part": part, "replicas": count, "why": "" if count else f"part {part} is lost"}
+            for part, count in enumerate(self.replicas(model, version))
+        ]
