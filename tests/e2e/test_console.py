@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import pytest
 from browser import Page, browsing
 from e2e.demo_server import Demo
 from server.fake_engine import FakeEngine
-from server.fake_models import info_of
+from server.fake_models import info_of, model_info
+from server.fake_parts import FakeParts
 from server.live import Live, make_pipeline, serving
 
 from embedserve.access.authenticator import Authenticator
@@ -281,6 +283,17 @@ def look_at_hostile_names(page: Page, port: int) -> None:
     assert page.value("document.querySelectorAll('img, b:not(.shard b)').length") == 0
     assert page.value("document.title") == TITLE
     assert page.errors == []
+
+
+async def test_parts_and_their_replicas_are_shown(page: Page, tmp_path: Path) -> None:
+    parts = FakeParts(joined={("shop", 7): [2, 0, 1]})
+    async with served(FakeEngine(replace(model_info(), shards=parts)), tmp_path) as live:
+        await asyncio.to_thread(page.open, f"http://127.0.0.1:{live.http_port}/console")
+        await asyncio.to_thread(page.until, "document.querySelector('#models p.error')")
+        text = page.text("#models p").replace("\u00a0", " ")
+        assert text == "shop 7: replicas of part 0: 2, part 1: 0, part 2: 1; part 1 is lost"
+        parts.joined["shop", 7][1] = 1
+        await asyncio.to_thread(page.until, "document.querySelector('#models p.hint')")
 
 
 async def test_a_token_is_asked_for_and_kept_in_the_tab(page: Page, tmp_path: Path) -> None:

@@ -130,6 +130,16 @@ class Deltas(BaseModel):
     )
 
 
+class ShardPart(BaseModel):
+    """A part of a router's model, which shards serve."""
+
+    part: int = Field(description="Number of the part, from 0.")
+    replicas: int = Field(
+        description="Shards that serve it, as the worker that responds sees them."
+    )
+    why: str = Field(description="Why the part has no replica; empty if it has one.")
+
+
 class Model(BaseModel):
     """A served model."""
 
@@ -169,6 +179,9 @@ class Model(BaseModel):
     leaving: list[int] = Field(description="Previous versions that are draining.")
     deltas: Deltas | None = Field(
         None, description="Deltas that it follows; left out if it follows none."
+    )
+    shards: list[ShardPart] | None = Field(
+        None, description="Parts of the tables; left out unless the server is a router."
     )
 
 

@@ -172,6 +172,9 @@ class ModelRegistry:
             "next": None if next_version is None else asdict(next_version),
             "leaving": [version for one, version in self.draining if one == name],
             "deltas": None if model.deltas is None else model.deltas.describe(),
+            "shards": (
+                None if model.shards is None else model.shards.describe(model.name, model.version)
+            ),
         }
 
     def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:

@@ -15,6 +15,7 @@ from server.fake_admin import FakeAdmin
 from server.fake_deltas import followed
 from server.fake_engine import FakeEngine
 from server.fake_models import info_of, model_info, ruled_info, unpooled_info
+from server.fake_parts import FakeParts
 from server.live import JSON, live_server, make_pipeline
 from server.openapi import validate
 
@@ -376,3 +377,17 @@ async def test_deltas_of_a_followed_model_are_described() -> None:
         "memory_bytes": 0,
         "undo_from": 4,
     }
+
+
+async def test_parts_of_a_routers_model_are_described(rest: httpx.AsyncClient) -> None:
+    assert "shards" not in (await rest.get("/models/shop")).json()
+    engine = FakeEngine(replace(model_info(), shards=FakeParts(joined={("shop", 7): [2, 0]})))
+    with ThreadPoolExecutor(1) as executor:
+        pipeline = make_pipeline(engine, executor=executor)
+        transport = httpx.ASGITransport(management_app(pipeline))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as router:
+            told = (await router.get("/models/shop")).json()["shards"]
+    assert told == [
+        {"part": 0, "replicas": 2, "why": ""},
+        {"part": 1, "replicas": 0, "why": "part 1 is lost"},
+    ]

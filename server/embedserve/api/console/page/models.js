@@ -45,7 +45,8 @@ export function showModels(models, defaultModel, between) {
   const headings = ["model", ["version", "number"], "served as", "answers", ["requests/s", "number"], ["failed", "number"], ["p99", "number"], ["examples/s", "number"], ["lookup p50", "number"], "since (UTC)"];
   const coming = models.filter((model) => model.next).map(comingOf);
   const followed = models.filter((model) => model.deltas).map(deltasOf);
-  fill("models", table("Served versions", headings, rows), ...coming, ...followed);
+  const routed = models.filter((model) => model.shards).map(shardsOf);
+  fill("models", table("Served versions", headings, rows), ...coming, ...followed, ...routed);
 }
 
 /** Returns the percentage of a version's requests that ended with an error. */
@@ -75,6 +76,12 @@ function deltasOf(model) {
   const of = wanted > seq ? ` of ${wanted.toLocaleString("en")}` : "";
   const upTo = last == null ? "" : ` up to ${last.toLocaleString("en")}`;
   return element("p", { class: isStopped ? "error" : "hint" }, `${titleOf(model)}: delta ${seq.toLocaleString("en")}${of}, ${state}${upTo}${reason ? `: ${reason}` : ""}`);
+}
+
+function shardsOf(model) {
+  const lost = model.shards.filter((one) => !one.replicas);
+  const replicas = model.shards.map((one) => `part\u00a0${one.part}: ${one.replicas}`).join(", ");
+  return element("p", { class: lost.length ? "error" : "hint" }, `${titleOf(model)}: replicas of ${replicas}${lost.map((one) => `; ${one.why}`).join("")}`);
 }
 
 /** Fetches plans that are not cached and draws all; drops those of versions no longer served. */
