@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from embedserve.shard_client.reply import (
     Reply,
 )
 from embedserve.shard_client.shard_connection import ConnectionOptions, ShardConnection, shown
+from embedserve.wire.http2 import frames
 from embedserve_proto.embedding_pb2 import EmbedRequest, EmbedResponse, ListModelsResponse
 
 WAIT_S = 30
@@ -131,17 +133,52 @@ async def test_a_stopped_shard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_slow_shard_that_answers_pings_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CHECK_S", "SILENCE_S_MAX"):
-        monkeypatch.setattr(shard_connection, name, 0.05)
+    """gRPC's server takes three pings before it closes the connection, and the next comes late."""
+    monkeypatch.setattr(shard_connection, "CHECK_S", 0.01)
+    monkeypatch.setattr(shard_connection, "SILENCE_S_MAX", 0.2)
     async with grpc_shard() as shard:
         connected = Connected(shard.port)
         connection = await connected.begin()
         call = connection.call((b"sleep",), 20, print)
-        await asyncio.sleep(0.5)
+        for _ in range(2):  # answers to pings
+            received_s = connection.last_received_s
+            while connection.last_received_s == received_s:
+                assert connection.is_ready
+                await asyncio.sleep(0.01)
         assert connection.is_ready
         call.cancel()
         assert (await connected.call(b"x")).payload == b"x"
         connection.close("done")
+
+
+async def test_pings_between_two_replies_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_connection, "CHECK_S", 0.01)
+    monkeypatch.setattr(shard_connection, "SILENCE_S_MAX", 0.1)
+    pings: list[float] = []
+
+    async def answer_pings(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frames.settings())
+        await reader.readexactly(len(frames.PREFACE))
+        while head := await reader.read(9):
+            kind, payload = head[3], await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if kind == frames.PING:
+                pings.append(asyncio.get_running_loop().time())
+                writer.write(frames.ping(payload, frames.ACK))
+        writer.close()
+
+    server = await asyncio.start_server(answer_pings, "127.0.0.1", 0)
+    connected = Connected(server.sockets[0].getsockname()[1])
+    connection = await connected.begin()
+    for _ in range(5):
+        connection.ping()
+    connection.call((b"x",), 20, print)
+    while len(pings) < 4:
+        assert connection.is_ready
+        await asyncio.sleep(0.01)
+    for i, (before, after) in enumerate(pairwise(pings)):
+        assert after - before > 0.09 * 2**i
+    connection.close("done")
+    server.close()
 
 
 async def test_a_port_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

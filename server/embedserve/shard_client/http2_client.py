@@ -58,6 +58,7 @@ class Http2Client:
         stream_window: initial send window of a stream.
         frame_bytes_max: bytes of the largest DATA payload to send.
         unsent: streams with an unsent rest of their request, by stream identifier, in order.
+        replies: number of streams that the shard has ended.
         is_begun: whether the shard's SETTINGS have arrived.
         is_draining: whether no more calls may begin, as after GOAWAY.
         is_paused: whether the transport's buffer is full. Calls wait until ``resume``.
@@ -83,6 +84,7 @@ class Http2Client:
         self.streams: dict[int, ClientStream] = {}
         self.streams_max = STREAMS_AT_START
         self.next_id = 1
+        self.replies = 0
         self.window = self.stream_window = WINDOW_AT_START
         self.frame_bytes_max = FRAME_BYTES_MAX
         self.unsent: dict[int, ClientStream] = {}
@@ -251,6 +253,7 @@ class Http2Client:
 
     def end(self, stream: ClientStream, reply: Reply) -> None:
         """Ends a stream whose response has ended; a request that is not sent whole is reset."""
+        self.replies += 1
         if stream.unsent is not None:
             self._reset(stream, ErrorCode.CANCEL)
         else:

@@ -21,7 +21,11 @@ CONNECT_S_MAX = 5.0
 CHECK_S = 1.0
 """Seconds between two checks of the keep-alive."""
 SILENCE_S_MAX = 2.0
-"""Seconds without a received byte, while calls are in flight, after which a ping is sent."""
+"""Seconds without a received byte, while calls are in flight, after which a ping is sent. Each
+answered ping doubles them until a call is answered: gRPC's servers close a connection at the fourth
+ping between two responses, unless five minutes lie between pings."""
+SILENCE_S_LONGEST = 300.0
+"""Bound of that doubling."""
 PING_S_MAX = 3.0
 """Seconds that a shard may take to answer the ping; then the connection counts as lost."""
 KEEPALIVE_PING = b"keep-ali"
@@ -80,10 +84,13 @@ class ShardConnection(asyncio.Protocol):
         "_is_ready",
         "_list_models",
         "_loop",
+        "_may_ping",
         "_on_end",
         "_on_ready",
         "_options",
         "_pinged_s",
+        "_replies",
+        "_silence_s",
         "_start_s",
         "_timer",
         "_transport",
@@ -116,7 +123,10 @@ class ShardConnection(asyncio.Protocol):
         self._client: Http2Client | None = None
         self._transport: asyncio.Transport | None = None
         self._is_ready = self._has_ended = False
-        self._pinged_s = 0.0
+        self._pinged_s = 0.0  # of the ping that is not answered; 0: none
+        self._replies = 0  # at the last check
+        self._silence_s = SILENCE_S_MAX
+        self._may_ping = True
         self._timer: asyncio.TimerHandle
         scheme = "http" if options.ssl_context is None else "https"
         self._embed, self._list_models = (
@@ -181,8 +191,10 @@ class ShardConnection(asyncio.Protocol):
         return self._client.call(self._list_models.block(timeout_s), (), on_done)
 
     def ping(self) -> None:
-        """Sends a PING; its answer sets ``last_received_s``."""
-        if self._is_ready and self._client is not None:
+        """Sends a PING, whose answer sets ``last_received_s``; one at most until CHECK_S after the
+        next reply to a call."""
+        if self._is_ready and self._may_ping and self._client is not None:
+            self._may_ping = False
             self._client.write(frames.ping(KEEPALIVE_PING))
 
     def finish(self, reason: str) -> None:
@@ -266,13 +278,22 @@ class ShardConnection(asyncio.Protocol):
         if not client.is_begun:
             if now_s - self._start_s > CONNECT_S_MAX:
                 client.close(f"no SETTINGS within {CONNECT_S_MAX:g} s")
-        elif not client.in_flight or now_s - self.last_received_s < SILENCE_S_MAX:
+        else:
+            self._keep_alive(client, now_s)
+
+    def _keep_alive(self, client: Http2Client, now_s: float) -> None:
+        if client.replies != self._replies:
+            self._replies, self._silence_s, self._may_ping = client.replies, SILENCE_S_MAX, True
+        elif self._pinged_s and self.last_received_s >= self._pinged_s:
+            self._silence_s = min(2 * self._silence_s, SILENCE_S_LONGEST)
+        if not client.in_flight or self.last_received_s >= self._pinged_s:
             self._pinged_s = 0.0
-        elif not self._pinged_s:
+        if self._pinged_s:
+            if now_s - self._pinged_s > PING_S_MAX:
+                client.close(f"no answer to a ping within {PING_S_MAX:g} s")
+        elif client.in_flight and now_s - self.last_received_s >= self._silence_s:
             self._pinged_s = now_s
             client.write(frames.ping(KEEPALIVE_PING))
-        elif now_s - self._pinged_s > PING_S_MAX:
-            client.close(f"no answer to a ping within {PING_S_MAX:g} s")
 
 
 def _discard(data: bytes) -> None:
