@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ import pytest
 import torch
 from certificates import Authority
 from pooled import collection
+from prometheus_client.parser import text_string_to_metric_families
 from running_servers import Running, free_port, run_warm_command, running
 from torchrec import PoolingType
 
@@ -30,6 +32,8 @@ from embedserve_store import TableSpec, publish
 PARTS = 2
 WAIT_S_MAX = 120
 PAUSE_S = 0.002
+SHARD_METRIC = re.compile("^embedserve_shard_|_total$")
+"""Parts of a metric's name that are left out."""
 
 
 @dataclass
@@ -72,6 +76,24 @@ class Cluster:
         part_written = self.addresses.with_suffix(".new")
         part_written.write_text(json.dumps(found))
         part_written.replace(self.addresses)
+
+
+def shard_metrics(server: Running) -> dict[str, float]:
+    """Returns the samples of the calls to parts, without buckets, by name, part and other label."""
+    text = httpx.get(f"{server.http}/metrics", timeout=60).text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            if name.startswith("embedserve_shard_") and "le" not in labels:
+                part = labels.pop("part")
+                found[" ".join([SHARD_METRIC.sub("", name), part, *labels.values()])] = value
+    return found
+
+
+def replicas(router: Running) -> list[float]:
+    """Returns the number of joined replicas of each part."""
+    metrics = shard_metrics(router)
+    return [metrics[f"replicas {part}"] for part in range(PARTS)]
 
 
 def port_of(url: str) -> int:
@@ -169,17 +191,20 @@ def test_bad_requests_get_the_same_errors(
 
 
 def test_models_say_which_part_a_server_holds(kinds: tuple[Running, Running]) -> None:
-    router, _ = kinds
+    router, whole = kinds
     fingerprints = []
     for server in kinds:
         models = httpx.get(f"{server.http}/models", timeout=60).json()["models"]
         assert {(one["part"], one["parts"]) for one in models} == {(0, 0)}
         fingerprints.append([one["fingerprint"] for one in models])
     assert fingerprints[0] == fingerprints[1]
-    lookups = {
-        one["lookup"] for one in httpx.get(f"{router.http}/models", timeout=60).json()["models"]
-    }
-    assert lookups == {"parts"}
+    models = httpx.get(f"{router.http}/models", timeout=60).json()["models"]
+    assert {one["lookup"] for one in models} == {"parts"}
+    parts = [{"part": part, "replicas": 1, "why": ""} for part in range(PARTS)]
+    assert [one["shards"] for one in models] == [parts] * len(models)
+    models = httpx.get(f"{whole.http}/models", timeout=60).json()["models"]
+    assert not any("shards" in one for one in models)
+    assert shard_metrics(whole) == {}
 
 
 ROWS, DIM, STEP = 100, 8, 1000
@@ -277,17 +302,29 @@ def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> Non
             for replica in range(2):
                 one.start_shard(part, replica)
         one.write_addresses()
-        with Load(one.start_router(), BOTH_PARTS) as load:
+        router = one.start_router()
+        with Load(router, BOTH_PARTS) as load:
+            load.wait_for(lambda: replicas(router) == [2, 2])
             load.wait_for_more()
+            before = shard_metrics(router)
+            assert min(before["calls 0 ok"], before["calls 1 ok"]) >= 50
+            assert min(before["bytes 0 sent"], before["bytes 1 received"]) > 0
             one.shards[0, 0].process.kill()
+            load.wait_for(lambda: replicas(router) == [1, 2])
             load.wait_for_more()
             one.start_shard(0, 0)
+            load.wait_for(lambda: replicas(router) == [2, 2])
+            before = shard_metrics(router)
             hung = one.shards[1, 0].process
             os.kill(hung.pid, signal.SIGSTOP)
             try:
                 load.wait_for_more()
             finally:
                 os.kill(hung.pid, signal.SIGCONT)
+            after = shard_metrics(router)
+            others = ("hedges 1", "hung 1", "retries 1")
+            assert sum(after[name] - before[name] for name in others) > 0
+            assert after["calls 1 ok"] >= before["calls 1 ok"] + 50
             one.shards[0, 1].process.kill()  # the one that was started again takes its place
             load.wait_for_more()
         assert load.wrong == []
@@ -317,11 +354,39 @@ def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> No
             response.json()["error"]["message"] == "part 1 of 2 of 'm' version 1 is not available"
         )
         assert ask(3).status_code == 200
+        assert replicas(router) == [1, 0]
+        metrics = shard_metrics(router)
+        assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (1, 1)
+        assert metrics["calls 1 unavailable"] == metrics["seconds_count 1"] - 1 == 1
+        there, lost = httpx.get(f"{router.http}/models/m", timeout=60).json()["shards"]
+        assert there == {"part": 0, "replicas": 1, "why": ""}
+        assert lost["replicas"] == 0
+        assert lost["why"].startswith("part 1 of 2 has no replica of m@1: 127.0.0.1:")
         one.start_shard(1)
         end = time.monotonic() + WAIT_S_MAX
         while ask(97).status_code != 200:
             assert time.monotonic() < end
             time.sleep(0.1)
+
+
+def test_the_workers_of_a_router_count_together(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            one.start_shard(part)
+        one.write_addresses()
+        router = one.start_router("--workers", 2)
+        for number in range(20):
+            body = {"features": {"user": [[number]]}}
+            assert httpx.post(f"{router.http}/embed", json=body, timeout=60).status_code == 200
+        end = time.monotonic() + WAIT_S_MAX
+        while (metrics := shard_metrics(router))["calls 0 ok"] < 20:
+            assert time.monotonic() < end, metrics
+            time.sleep(0.1)
+        assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (20, 0)
+        assert metrics["seconds_count 0"] == 20
+        assert replicas(router) == [1, 1]
 
 
 def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:
