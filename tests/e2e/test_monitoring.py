@@ -131,8 +131,10 @@ def test_a_query_of_the_dashboard_has_an_answer(prometheus: httpx.Client, query:
     for variable, value in VARIABLES.items():
         query = query.replace(variable, value)
     assert "$" not in query
-    if (found := re.match(r"embedserve_delta\w+", query)) is not None:  # no deltas are served here
-        assert f"`{found[0]}`" in METRICS_PAGE
+    # No deltas are served here, and there are no shards.
+    if found := re.findall(r"embedserve_(?:delta|shard)_\w+", query):
+        for name in found:
+            assert f"`{name.removesuffix('_bucket')}`" in METRICS_PAGE
         answered(prometheus, query, lambda _: True)
     else:
         answered(prometheus, query, is_a_number)
@@ -182,7 +184,8 @@ def test_alerts_and_recorded_series_ask_for_metrics_that_there_are(
     }
     assert len(wanted) > 10
     for name in sorted(wanted):
-        if name.startswith(("embedserve_tls_", "embedserve_delta_")):  # has neither of them
+        if name.startswith(("embedserve_tls_", "embedserve_delta_", "embedserve_shard_")):
+            # The server has none of them.
             assert f"`{name}`" in METRICS_PAGE
         else:
             answered(prometheus, f"count({name})", bool)
