@@ -16,7 +16,7 @@ from embedserve.shard_client.part_stats import (
     OUTCOME_BY_STATUS,
     VersionKey,
 )
-from embedserve.shard_client.replica import Replica
+from embedserve.shard_client.replica import PartReplica
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     OK,
@@ -47,7 +47,7 @@ class Attempt:
 
     __slots__ = ("_end_s", "_handle", "_look_up", "_next", "is_over", "replica", "start_s")
 
-    def __init__(self, look_up: LookUp, replica: Replica, now_s: float, first: int) -> None:
+    def __init__(self, look_up: LookUp, replica: PartReplica, now_s: float, first: int) -> None:
         """Calls the replica.
 
         Args:
@@ -146,7 +146,7 @@ class LookUp:
         self.is_over = False
         self._nbytes = sum(map(len, message))
         self._attempts: list[Attempt] = []
-        self._tried: list[Replica] = []
+        self._tried: list[PartReplica] = []
         self._hedge: Attempt | None = None
         self._rejections = 0
         self._reply: Reply | None = None  # to fail with, once nothing is left to try
@@ -178,7 +178,7 @@ class LookUp:
         if not self.is_over:
             self._end(CANCELLED_OUTCOME, self.part.clock())
 
-    def _call(self, replica: Replica, now_s: float, first: int) -> Attempt:
+    def _call(self, replica: PartReplica, now_s: float, first: int) -> Attempt:
         stats = self.part.stats
         stats.attempts += 1
         stats.bytes_sent += self._nbytes

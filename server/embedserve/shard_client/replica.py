@@ -24,7 +24,7 @@ POLLS_UNANSWERED_MAX = 5
 """Polls after which an unanswered ListModels fails; the replica then serves nothing."""
 
 
-class Connection(Protocol):
+class ReplicaConnection(Protocol):
     """A connection to a replica; ShardConnection implements it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Connection(Protocol):
         """Closes the connection; calls in flight fail."""
 
 
-Connect = Callable[[Address, Callable[[], None], Callable[[str], None]], Connection]
+Connect = Callable[[Address, Callable[[], None], Callable[[str], None]], ReplicaConnection]
 """Begins to connect to an address. The first callback is called when calls may begin, the second
 with the reason when they may not or no longer begin; neither before Connect has returned."""
 
@@ -66,7 +66,7 @@ class Served(NamedTuple):
     parts: int
 
 
-class Replica:
+class PartReplica:
     """A replica of a part.
 
     Attributes:
@@ -98,7 +98,7 @@ class Replica:
         address: Address,
         connect: Connect,
         call_later: CallLater,
-        on_change: Callable[[Replica], None],
+        on_change: Callable[[PartReplica], None],
     ) -> None:
         """Begins to connect.
 
@@ -110,9 +110,9 @@ class Replica:
         """
         self.address = address
         self.reason = "connecting"
-        self.connection: Connection | None = None
+        self.connection: ReplicaConnection | None = None
         self._connect, self._call_later, self._on_change = connect, call_later, on_change
-        self._connecting: Connection | None = None
+        self._connecting: ReplicaConnection | None = None
         self._hung_s = float("-inf")
         self._backoff_s = BACKOFF_S_MIN
         self._is_closed = False

@@ -18,7 +18,7 @@ from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.look_up import LookUp
 from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.recent_latency import RecentLatency
-from embedserve.shard_client.replica import Connect, Replica, Served
+from embedserve.shard_client.replica import Connect, PartReplica, Served
 from embedserve.shard_client.shard_connection import (
     Address,
     CallHandle,
@@ -95,9 +95,9 @@ class PartClient:
         self._connect = connect
         self._call_later = call_later or asyncio.get_running_loop().call_later
         self.timers = TimerQueue(clock, self._call_later)
-        self._replicas: dict[Address, Replica] = {}
+        self._replicas: dict[Address, PartReplica] = {}
         self._expected: dict[VersionKey, Served] = {}
-        self._joined: dict[VersionKey, list[Replica]] = {}
+        self._joined: dict[VersionKey, list[PartReplica]] = {}
 
     def __str__(self) -> str:
         return f"part {self.part} of {self.parts}"
@@ -114,7 +114,7 @@ class PartClient:
             self._update(replica)
         for address in wanted:
             if address not in self._replicas:
-                self._replicas[address] = Replica(
+                self._replicas[address] = PartReplica(
                     address, self._connect, self._call_later, self._update
                 )
 
@@ -156,7 +156,7 @@ class PartClient:
         """Closes the connections after their calls."""
         self.set_addresses(())
 
-    def _update(self, replica: Replica) -> None:
+    def _update(self, replica: PartReplica) -> None:
         """Lets a replica join or leave, for each expected version."""
         is_known = self._replicas.get(replica.address) is replica
         for key, expected in self._expected.items():
@@ -175,8 +175,8 @@ class PartClient:
         self.stats.replicas[key] = len(self._joined.get(key, ()))
 
     def choose(
-        self, key: VersionKey, tried: Sequence[Replica] = (), *, is_optional: bool = False
-    ) -> Replica | None:
+        self, key: VersionKey, tried: Sequence[PartReplica] = (), *, is_optional: bool = False
+    ) -> PartReplica | None:
         """Returns a joined replica: of two random ones that with fewer calls in flight.
 
         Args:
@@ -223,7 +223,7 @@ class PartClient:
         return look_up
 
 
-def _less_busy(replicas: Sequence[Replica]) -> Replica:
+def _less_busy(replicas: Sequence[PartReplica]) -> PartReplica:
     """Returns of two random replicas that with fewer calls in flight."""
     count = len(replicas)
     if count == 1:
@@ -235,7 +235,7 @@ def _less_busy(replicas: Sequence[Replica]) -> Replica:
     return min(replicas[first], replicas[second], key=_in_flight)
 
 
-def _in_flight(replica: Replica) -> int:
+def _in_flight(replica: PartReplica) -> int:
     return 0 if replica.connection is None else replica.connection.in_flight
 
 
