@@ -23,6 +23,8 @@ INLINE_LENGTHS_MAX = 32_768
 """Lengths in a response that is encoded on the event loop's thread, in about a millisecond."""
 ALWAYS_OF_A_RULE = {"id_type": "int64", "unknown": "error"}
 """Fields of an IdRule message where the rule itself leaves them out."""
+DESCRIPTION = ("Model message",)
+"""Key of a model's description in its cache of response prefixes."""
 
 
 def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
@@ -100,8 +102,24 @@ def encode_error(error: EmbedServeError) -> bytes:
 
 
 def model_message(model: ModelInfo, status: dict[str, Any]) -> embedding_pb2.Model:
-    """Returns ``model`` and its serving status as the message of ListModels and GetModel."""
-    described = describe(model) | status
+    """Returns ``model`` and its serving status as the message of ListModels and GetModel.
+
+    The description is cached: routers ask each shard for it once a second.
+    """
+    cache = model.response_prefix_cache
+    described = cache.get(DESCRIPTION)
+    if described is None:
+        described = _described(model)
+        if len(cache) >= model.response_prefixes_max:
+            cache.clear()
+        cache[DESCRIPTION] = described
+    message = embedding_pb2.Model()
+    message.CopyFrom(described)
+    return ParseDict(status, message, ignore_unknown_fields=True)
+
+
+def _described(model: ModelInfo) -> embedding_pb2.Model:
+    described = describe(model)
     for table in described["tables"]:
         table["ids"] = ALWAYS_OF_A_RULE | table["ids"]
     return ParseDict(described, embedding_pb2.Model(), ignore_unknown_fields=True)

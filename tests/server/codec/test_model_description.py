@@ -54,6 +54,12 @@ def test_rest_and_grpc_agree(model: ModelInfo) -> None:
     assert model_message(model, STATUS) == embedding_pb2.Model(**said)
 
 
+def test_a_description_that_is_kept_has_the_share_of_the_moment() -> None:
+    model = model_info()
+    shares = [model_message(model, STATUS | {"share": share}).share for share in (12.5, 50.0, 0.0)]
+    assert shares == [12.5, 50.0, 0.0]
+
+
 def test_what_only_the_manifest_is_for_is_not_shown() -> None:
     for table in of_rest(ruled_info())["tables"]:
         assert table.keys() == set(TableResponse.model_fields)
