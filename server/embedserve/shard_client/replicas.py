@@ -153,7 +153,9 @@ class PartClient:
         return f"{self} has no replica of {key}: {'; '.join(reasons) or 'no address is known'}"
 
     def close(self) -> None:
-        """Closes the connections after their calls."""
+        """Closes the connections after their calls. Nobody needs to hear that replicas leave."""
+        self._expected.clear()
+        self._joined.clear()
         self.set_addresses(())
 
     def _update(self, replica: PartReplica) -> None:
