@@ -28,6 +28,7 @@ from torchrec import PoolingType
 from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
 from embedserve_store import TableSpec, publish
+from embedserve_store.format.id_rule import IdRule
 
 PARTS = 2
 WAIT_S_MAX = 120
@@ -120,6 +121,19 @@ def publish_models(store: Path) -> None:
     weights = {"embeddings.t_user.weight": torch.randn(400, 8)}
     spec = [TableSpec("t_user", 400, 8, ("user",), "none", "float32")]
     publish(weights, store, model="unpooled", tables=spec, hosts=PARTS)
+    named = {name: torch.randn(200, 8) for name in ("word", "user")}
+    publish(
+        {f"embedding_bags.{name}.weight": rows for name, rows in named.items()},
+        store,
+        model="named",
+        tables=[TableSpec(name, 200, 8, (name,), "sum", "float32") for name in named],
+        vocabularies={
+            "word": [f"w{row}" for row in range(200)],
+            "user": [10**12 + row for row in range(200)],
+        },
+        ids={"word": IdRule("map", id_type="string"), "user": IdRule("map")},
+        hosts=PARTS,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +155,13 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("pooled", {"history": [[500, 501, 500]]}),
     ("pooled", {"genres": [[], [], [0, 1, 2, 2]]}),
     ("int8", {"history": [list(range(0, 900, 3))], "candidate": [[7, 7, 999]], "genres": [[0]]}),
+    (
+        "named",
+        {
+            "word": [["w0", "w199", "w0"], ["w100"]],
+            "user": [[10**12 + 199], [10**12, 10**12 + 120]],
+        },
+    ),
     ("unpooled", {"user": [[399, 0, 200, 199, 0], [], [201]]}),
 ]
 
