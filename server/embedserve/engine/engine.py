@@ -19,6 +19,7 @@ from embedserve.deltas.shared_goldens import LiveGoldens
 from embedserve.engine.compile import KINDS, Compiled
 from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.gpu_spare_rows import GpuSpareRows
+from embedserve.engine.pooled_values import divide_means, to_float16
 from embedserve.engine.replicas import Replicas
 from embedserve.engine.sharded import main_device
 from embedserve_store.errors import StoreError
@@ -161,19 +162,12 @@ class Engine:
             answer = look_up(torch.from_numpy(ids), torch.from_numpy(lengths), flat)
             values: np.ndarray = answer.numpy()
         if self._means:
-            self._divide_means(values, lengths)
+            divide_means(values, lengths, self._means)
         return self.to_float16(values) if as_float16 else values
 
     def to_float16(self, values: np.ndarray) -> np.ndarray:
-        """Returns ``values`` rounded to float16; values beyond 65504 become infinite. numpy takes
-        thirty times as long."""
-        rounded: np.ndarray = torch.from_numpy(values).to(torch.float16).numpy()
-        return rounded
-
-    def _divide_means(self, values: np.ndarray, lengths: np.ndarray) -> None:
-        counts = np.maximum(lengths, 1).reshape(len(self.manifest.features), -1)
-        for column in self._means:
-            values[:, column.start : column.end] /= counts[column.feature, :, None]
+        """Returns ``values`` rounded to float16; see pooled_values.to_float16."""
+        return to_float16(values)
 
     def goldens(self) -> Goldens:
         """Returns the goldens of the version. Raises StoreError if the file has changed since it

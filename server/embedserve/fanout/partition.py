@@ -67,6 +67,7 @@ class Partition:
         parts: manifests of the parts, in order.
         features: bool [parts, features], whether a part has rows of a feature.
         feature_counts: int64 [parts], the number of features of each part.
+        columns: feature, by its index in the whole manifest, and table of each key of each part.
         local: int64 [parts, features], the index of a feature among those of a part, which are in
             the order of the whole manifest. 0 where the part does not have it.
     """
@@ -81,6 +82,11 @@ class Partition:
             [[one in part.features for one in manifest.features] for part in self.parts]
         )
         self.feature_counts = self.features.sum(axis=1)
+        index = {feature: i for i, feature in enumerate(manifest.features)}
+        self.columns = [
+            [(index[part.features[one.feature]], one.table.name) for one in part.columns]
+            for part in self.parts
+        ]
         self.local = (self.features.cumsum(axis=1) - 1) * self.features
 
     def sent_features(self, part: int) -> tuple[str, ...]:

@@ -40,18 +40,15 @@ class PooledColumns:
         self.part_chunks = np.array(
             [sum(part.length_per_key) // self.width for part in partition.parts]
         )
-        whole = {(one.table.name, manifest.features[one.feature]): one for one in manifest.columns}
+        whole = {(one.feature, one.table.name): one for one in manifest.columns}
         per_feature: list[list[tuple[int, int]]] = []
-        for part in partition.parts:
-            pairs: dict[str, list[tuple[int, int]]] = {}
-            for one in part.columns:
-                feature = part.features[one.feature]
-                target = whole[one.table.name, feature].start // self.width
+        for part, keys in zip(partition.parts, partition.columns, strict=True):
+            pairs: list[list[tuple[int, int]]] = [[] for _ in manifest.features]
+            for one, key in zip(part.columns, keys, strict=True):
+                target = whole[key].start // self.width
                 start, end = one.start // self.width, one.end // self.width
-                pairs.setdefault(feature, []).extend(
-                    (start + i, target + i) for i in range(end - start)
-                )
-            per_feature.extend(pairs.get(feature, []) for feature in manifest.features)
+                pairs[key[0]].extend((start + i, target + i) for i in range(end - start))
+            per_feature.extend(pairs)
         flat = np.array([pair for pairs_ in per_feature for pair in pairs_], np.int64)
         self.sources, self.targets = flat.reshape(-1, 2).T
         counts = np.array([len(pairs_) for pairs_ in per_feature], np.int64)

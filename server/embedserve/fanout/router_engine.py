@@ -16,10 +16,11 @@ from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from embedserve.batching.lookup_engine import RemoteLookups
+from embedserve.batching.lookup_executor import FAILED
 from embedserve.deltas.rows_reader import RowsReader
+from embedserve.engine.pooled_values import divide_means, to_float16
 from embedserve.errors import (
     DeadlineExceededError,
     EmbedServeError,
@@ -192,9 +193,7 @@ class RouterEngine:
     def finish_values(self, values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Divides the sums of tables with mean pooling by the numbers of ids, in place."""
         if self._means:
-            counts = np.maximum(lengths, 1).reshape(len(self.manifest.features), -1)
-            for column in self._means:
-                values[:, column.start : column.end] /= counts[column.feature, :, None]
+            divide_means(values, lengths, self._means)
         return values
 
     def lookup(
@@ -234,9 +233,8 @@ class RouterEngine:
         return self.to_float16(values) if as_float16 else values
 
     def to_float16(self, values: np.ndarray) -> np.ndarray:
-        """Returns ``values`` rounded to float16, as Engine.to_float16 does."""
-        rounded: np.ndarray = torch.from_numpy(values).to(torch.float16).numpy()
-        return rounded
+        """Returns ``values`` rounded to float16; see pooled_values.to_float16."""
+        return to_float16(values)
 
     def goldens(self) -> Goldens:
         """Returns the goldens of the version. Raises StoreError if the file has changed since it
@@ -303,5 +301,5 @@ class _Fanout:
             result = self._engine.finish_values(summed, self._batch.lengths)
         except Exception:
             self._engine.log_failure(self._batch)
-            result = EngineError("the lookup failed; the server's log says why")
+            result = EngineError(FAILED)
         self._finish(result)

@@ -81,7 +81,8 @@ class Shards:
     def replicas(self, model: str, version: int) -> list[int]:
         """Returns the number of joined replicas of each part of a version that is expected."""
         key = VersionKey(model, version)
-        return [client.versions()[key] for client in self.clients() if key in client.versions()]
+        joined = (client.stats.replicas.get(key) for client in self.clients())
+        return [count for count in joined if count is not None]
 
     def describe(self, model: str, version: int) -> list[dict[str, Any]]:
         """Returns the parts of a version that is expected, as JSON values."""
@@ -89,11 +90,11 @@ class Shards:
         return [
             {
                 "part": client.part,
-                "replicas": client.versions()[key],
-                "why": "" if client.versions()[key] else client.why_unavailable(key),
+                "replicas": count,
+                "why": "" if count else client.why_unavailable(key),
             }
             for client in self.clients()
-            if key in client.versions()
+            if (count := client.stats.replicas.get(key)) is not None
         ]
 
     def open_all(

@@ -3,6 +3,7 @@ over the ids."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,37 +16,31 @@ class UnpooledBatch:
 
     def __init__(self, partition: Partition, ids: np.ndarray, lengths: np.ndarray) -> None:
         self._partition = partition
-        manifest = partition.manifest
-        features = len(manifest.features)
-        per_feature = lengths.reshape(features, -1)
-        self._examples = per_feature.shape[1]
-        self._lengths = per_feature
-        counts = per_feature.sum(axis=1, dtype=np.int64)
-        self._ends = np.append(0, counts.cumsum())
-        distinct, self._inverse, distinct_counts = [], [], []
-        for start, end in zip(self._ends[:-1].tolist(), self._ends[1:].tolist(), strict=True):
-            rows, inverse = np.unique(ids[start:end], return_inverse=True)
-            distinct.append(rows)
+        self._lengths = lengths.reshape(len(partition.manifest.features), -1)
+        distinct, self._inverse = [], []
+        for rows in np.split(ids, self._lengths.sum(axis=1, dtype=np.int64).cumsum()[:-1]):
+            unique, inverse = np.unique(rows, return_inverse=True)
+            distinct.append(unique)
             self._inverse.append(inverse.reshape(-1))
-            distinct_counts.append(rows.size)
-        self._distinct_ends = np.append(0, np.cumsum(distinct_counts))
-        self._divided = partition.divide(
-            np.concatenate(distinct), np.array(distinct_counts, np.int32)
-        )
+        counts = np.array([rows.size for rows in distinct], np.int32)
+        self._divided = partition.divide(np.concatenate(distinct), counts)
+        # int32 [parts, features], the number of distinct rows.
+        self._counts = self._divided.lengths[:, :, 0]
 
     def lookups(self) -> list[PartLookup]:
         """Returns the lookups of the parts that have ids of the batch, one example for each."""
-        partition, divided = self._partition, self._divided
-        dim = partition.manifest.length_per_key[0]
+        partition, dim = self._partition, self._partition.manifest.length_per_key[0]
         lookups = []
-        for part, manifest in enumerate(partition.parts):
-            lengths = divided.lengths[part, :, 0]
-            if not lengths.any():
-                continue
-            index = [partition.manifest.features.index(one) for one in manifest.features]
-            rows = sum(int(lengths[index[one.feature]]) for one in manifest.columns)
-            lookups.append(divided.lookup(part, lengths[partition.features[part]], (rows, dim)))
+        for part in self._asked():
+            counts = self._counts[part]
+            rows = sum(int(counts[feature]) for feature, _ in partition.columns[part])
+            sent = counts[partition.features[part]]
+            lookups.append(self._divided.lookup(part, sent, (rows, dim)))
         return lookups
+
+    def _asked(self) -> list[int]:
+        found: list[int] = np.flatnonzero(self._counts.any(axis=1)).tolist()
+        return found
 
     def prepare(self) -> None:
         """Does nothing: there is nothing to prepare while the parts look up."""
@@ -57,41 +52,29 @@ class UnpooledBatch:
             values: float32 values of each of ``lookups``, in that order and shape.
         """
         manifest = self._partition.manifest
-        asked = [lookup.part for lookup in self.lookups()]
-        by_part = dict(zip(asked, values, strict=True))
-        result = []
-        for column in manifest.columns:
-            rows = self._rows_of(column.feature, column.table.name, by_part)
-            result.append(rows[self._inverse[column.feature]])
-        return np.concatenate(result)
-
-    def _rows_of(self, feature: int, table: str, by_part: dict[int, np.ndarray]) -> np.ndarray:
-        """Returns the distinct rows of ``table`` for ``feature``, in the order in which they were
-        asked for: ascending, and so part by part."""
-        manifest = self._partition.manifest
-        pieces = [np.empty((0, manifest.length_per_key[0]), np.float32)]
-        for part, values in by_part.items():
-            described = self._partition.parts[part]
+        nothing = np.empty((0, manifest.length_per_key[0]), np.float32)
+        # Distinct rows by feature and table: ascending, and so part by part.
+        pieces: defaultdict[tuple[int, str], list[np.ndarray]] = defaultdict(lambda: [nothing])
+        for part, rows in zip(self._asked(), values, strict=True):
             start = 0
-            for column in described.columns:
-                name = described.features[column.feature]
-                index = manifest.features.index(name)
-                count = int(self._divided.lengths[part, index, 0])
-                if index == feature and column.table.name == table:
-                    pieces.append(values[start : start + count])
-                start += count
-        return np.concatenate(pieces)
+            for feature, table in self._partition.columns[part]:
+                end = start + int(self._counts[part, feature])
+                pieces[feature, table].append(rows[start:end])
+                start = end
+        return np.concatenate(
+            [
+                np.concatenate(pieces[one.feature, one.table.name])[self._inverse[one.feature]]
+                for one in manifest.columns
+            ]
+        )
 
     def examples_on(self, part: int) -> np.ndarray:
         """Returns the indices of the examples that have ids on ``part``."""
-        divided, found = self._divided, []
-        for feature in range(len(self._partition.manifest.features)):
-            before = int(divided.lengths[:part, feature].sum())
-            rows = slice(before, before + int(divided.lengths[part, feature, 0]))
-            is_there = np.zeros(
-                self._distinct_ends[feature + 1] - self._distinct_ends[feature], bool
-            )
-            is_there[rows] = True
-            bags = np.repeat(np.arange(self._examples), self._lengths[feature])
-            found.append(bags[is_there[self._inverse[feature]]])
+        found = []
+        for counts, inverse, lengths in zip(
+            self._counts.T, self._inverse, self._lengths, strict=True
+        ):
+            parts = np.repeat(np.arange(counts.size), counts)  # of each distinct row
+            examples = np.repeat(np.arange(lengths.size), lengths)
+            found.append(examples[parts[inverse] == part])
         return np.unique(np.concatenate(found))
