@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,92 +15,24 @@ import numpy as np
 import pytest
 import torch
 from certificates import Authority
+from e2e.parts_cluster import (
+    DIM,
+    PARTS,
+    ROWS,
+    STEP,
+    WAIT_S_MAX,
+    cluster,
+    publish_next,
+    replicas,
+    shard_metrics,
+)
 from pooled import collection
-from prometheus_client.parser import text_string_to_metric_families
 from running_servers import Running, free_port, run_warm_command, running
 from torchrec import PoolingType
 
 from embedserve_client import EmbedClient, EmbedResult, GrpcEmbedClient
-from embedserve_client.errors import EmbedServeClientError
 from embedserve_store import TableSpec, publish
 from embedserve_store.format.id_rule import IdRule
-
-PARTS = 2
-WAIT_S_MAX = 120
-PAUSE_S = 0.002
-SHARD_METRIC = re.compile("^embedserve_shard_|_total$")
-"""Parts of a metric's name that are left out."""
-
-
-@dataclass
-class Cluster:
-    """Shards and a router, each a process.
-
-    Attributes:
-        addresses: file of the shards' addresses.
-        shards: (part, number of the replica) to the server.
-    """
-
-    store: Path
-    folder: Path
-    parts: int = PARTS
-    stack: ExitStack = field(default_factory=ExitStack)
-    shards: dict[tuple[int, int], Running] = field(default_factory=dict)
-
-    @property
-    def addresses(self) -> Path:
-        return self.folder / "shards.json"
-
-    def start_shard(self, part: int, replica: int = 0, *arguments: object) -> Running:
-        log = self.folder / f"shard-{part}-{replica}.log"
-        options = ("--part", f"{part}/{self.parts}", *arguments)
-        before = self.shards.get((part, replica))
-        ports = None if before is None else (port_of(before.http), port_of(before.grpc))
-        server = running(self.store, log, *options, ports_used=ports)
-        shard = self.shards[part, replica] = self.stack.enter_context(server)
-        return shard
-
-    def start_router(self, *arguments: object) -> Running:
-        log = self.folder / "router.log"
-        options = ("--shards", f"file:{self.addresses}", *arguments)
-        return self.stack.enter_context(running(self.store, log, *options))
-
-    def write_addresses(self) -> None:
-        found: dict[str, list[str]] = {str(part): [] for part in range(self.parts)}
-        for (part, _), shard in sorted(self.shards.items()):
-            found[str(part)].append(shard.grpc)
-        part_written = self.addresses.with_suffix(".new")
-        part_written.write_text(json.dumps(found))
-        part_written.replace(self.addresses)
-
-
-def shard_metrics(server: Running) -> dict[str, float]:
-    """Returns the samples of the calls to parts, without buckets, by name, part and other label."""
-    text = httpx.get(f"{server.http}/metrics", timeout=60).text
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for name, labels, value, *_ in family.samples:
-            if name.startswith("embedserve_shard_") and "le" not in labels:
-                part = labels.pop("part")
-                found[" ".join([SHARD_METRIC.sub("", name), part, *labels.values()])] = value
-    return found
-
-
-def replicas(router: Running) -> list[float]:
-    """Returns the number of joined replicas of each part."""
-    metrics = shard_metrics(router)
-    return [metrics[f"replicas {part}"] for part in range(PARTS)]
-
-
-def port_of(url: str) -> int:
-    return int(url.rpartition(":")[2])
-
-
-@contextmanager
-def cluster(store: Path, folder: Path) -> Iterator[Cluster]:
-    one = Cluster(store, folder)
-    with one.stack:
-        yield one
 
 
 def publish_models(store: Path) -> None:
@@ -226,168 +153,6 @@ def test_models_say_which_part_a_server_holds(kinds: tuple[Running, Running]) ->
     models = httpx.get(f"{whole.http}/models", timeout=60).json()["models"]
     assert not any("shards" in one for one in models)
     assert shard_metrics(whole) == {}
-
-
-ROWS, DIM, STEP = 100, 8, 1000
-
-
-def publish_next(store: Path, number: int) -> None:
-    """Publishes version ``number``, in which every value of row r is number * STEP + r."""
-    values = number * STEP + torch.arange(ROWS, dtype=torch.float32)
-    spec = [TableSpec("user", ROWS, DIM, ("user",), "sum", "float32")]
-    weights = {"embedding_bags.user.weight": values[:, None].repeat(1, DIM)}
-    published = publish(weights, store, model="m", tables=spec, sharding="row_wise", hosts=PARTS)
-    assert published.version == number
-
-
-class Load:
-    """A client that asks one request after the other, and compares each answer with the rows of the
-    version that it names."""
-
-    def __init__(self, server: Running, rows: list[int]) -> None:
-        self.answers: dict[int, int] = {}
-        self.wrong: list[str] = []
-        self.failed: list[str] = []
-        self._rows = rows
-        self._server = server
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        with GrpcEmbedClient(self._server.grpc) as client:
-            while not self._stop.is_set():
-                try:
-                    answer = client.embed({"user": [self._rows]}, timeout_s=30)
-                except EmbedServeClientError as error:
-                    self.failed.append(str(error))
-                else:
-                    self._note(answer)
-                self._stop.wait(PAUSE_S)
-
-    def _note(self, answer: Any) -> None:
-        version = answer.version
-        expected = sum(version * STEP + row for row in self._rows)
-        if not (np.asarray(answer["user"]) == expected).all():
-            self.wrong.append(f"version {version}: {answer['user'][0][:2]}, expected {expected}")
-        self.answers[version] = self.answers.get(version, 0) + 1
-
-    def wait_for(self, is_true: Callable[[], bool]) -> None:
-        end = time.monotonic() + WAIT_S_MAX
-        while not is_true():
-            assert time.monotonic() < end, (self.answers, self.failed[-3:])
-            time.sleep(0.05)
-
-    def wait_for_more(self, count: int = 50) -> None:
-        """Waits for ``count`` further answers."""
-        before = sum(self.answers.values())
-        self.wait_for(lambda: sum(self.answers.values()) >= before + count)
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-BOTH_PARTS = [3, 97]
-
-
-def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    publish_next(store, 1)
-    follow = ("--follow", "latest", "--follow-s", "0.2")
-    with cluster(store, tmp_path) as one:
-        for part in range(PARTS):
-            one.start_shard(part, 0, *follow, "--versions-held", 4)
-        one.write_addresses()
-        router = one.start_router(*follow)
-        with Load(router, BOTH_PARTS) as load:
-            for number in (2, 3, 4):
-                load.wait_for_more()
-                publish_next(store, number)
-                load.wait_for(lambda number=number: load.answers.get(number, 0) > 20)  # type: ignore[misc]
-        assert load.wrong == []
-        assert load.failed == []
-        assert list(load.answers) == [1, 2, 3, 4]
-        held = httpx.get(f"{one.shards[0, 0].http}/models", timeout=60).json()["models"]
-        assert {one["version"] for one in held} == {1, 2, 3, 4}
-
-
-def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    publish_next(store, 1)
-    with cluster(store, tmp_path) as one:
-        for part in range(PARTS):
-            for replica in range(2):
-                one.start_shard(part, replica)
-        one.write_addresses()
-        router = one.start_router()
-        with Load(router, BOTH_PARTS) as load:
-            load.wait_for(lambda: replicas(router) == [2, 2])
-            load.wait_for_more()
-            before = shard_metrics(router)
-            assert min(before["calls 0 ok"], before["calls 1 ok"]) >= 50
-            assert min(before["bytes 0 sent"], before["bytes 1 received"]) > 0
-            one.shards[0, 0].process.kill()
-            load.wait_for(lambda: replicas(router) == [1, 2])
-            load.wait_for_more()
-            one.start_shard(0, 0)
-            load.wait_for(lambda: replicas(router) == [2, 2])
-            before = shard_metrics(router)
-            hung = one.shards[1, 0].process
-            os.kill(hung.pid, signal.SIGSTOP)
-            try:
-                load.wait_for_more()
-            finally:
-                os.kill(hung.pid, signal.SIGCONT)
-            after = shard_metrics(router)
-            others = ("hedges 1", "hung 1", "retries 1")
-            assert sum(after[name] - before[name] for name in others) > 0
-            assert after["calls 1 ok"] >= before["calls 1 ok"] + 50
-            one.shards[0, 1].process.kill()  # the one that was started again takes its place
-            load.wait_for_more()
-        assert load.wrong == []
-        assert load.failed == []
-
-
-def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    publish_next(store, 1)
-    with cluster(store, tmp_path) as one:
-        for part in range(PARTS):
-            one.start_shard(part)
-        one.write_addresses()
-        router = one.start_router()
-        url = f"{router.http}/embed"
-
-        def ask(row: int) -> httpx.Response:
-            return httpx.post(url, json={"features": {"user": [[row]]}}, timeout=60)
-
-        assert ask(97).status_code == 200
-        one.shards[1, 0].process.kill()
-        one.shards[1, 0].process.wait()
-        response = ask(97)
-        assert response.status_code == 503
-        assert response.headers["retry-after"] == "1"
-        assert (
-            response.json()["error"]["message"] == "part 1 of 2 of 'm' version 1 is not available"
-        )
-        assert ask(3).status_code == 200
-        assert replicas(router) == [1, 0]
-        metrics = shard_metrics(router)
-        assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (1, 1)
-        assert metrics["calls 1 unavailable"] == metrics["seconds_count 1"] - 1 == 1
-        there, lost = httpx.get(f"{router.http}/models/m", timeout=60).json()["shards"]
-        assert there == {"part": 0, "replicas": 1, "why": ""}
-        assert lost["replicas"] == 0
-        assert lost["why"].startswith("part 1 of 2 has no replica of m@1: 127.0.0.1:")
-        one.start_shard(1)
-        end = time.monotonic() + WAIT_S_MAX
-        while ask(97).status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.1)
 
 
 def test_the_workers_of_a_router_count_together(tmp_path: Path) -> None:

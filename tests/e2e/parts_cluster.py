@@ -1,0 +1,166 @@
+"""Shards and a router, each a process, and a caller that checks the version of each answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from running_servers import Running, running
+
+from embedserve_client import GrpcEmbedClient
+from embedserve_client.errors import EmbedServeClientError
+from embedserve_store import TableSpec, publish
+
+PARTS = 2
+WAIT_S_MAX = 120
+PAUSE_S = 0.002
+SHARD_METRIC = re.compile("^embedserve_shard_|_total$")
+"""Parts of a metric's name that are left out."""
+
+
+@dataclass
+class Cluster:
+    """Shards and a router, each a process.
+
+    Attributes:
+        addresses: file of the shards' addresses.
+        shards: (part, number of the replica) to the server.
+    """
+
+    store: Path
+    folder: Path
+    parts: int = PARTS
+    stack: ExitStack = field(default_factory=ExitStack)
+    shards: dict[tuple[int, int], Running] = field(default_factory=dict)
+
+    @property
+    def addresses(self) -> Path:
+        return self.folder / "shards.json"
+
+    def start_shard(self, part: int, replica: int = 0, *arguments: object) -> Running:
+        log = self.folder / f"shard-{part}-{replica}.log"
+        options = ("--part", f"{part}/{self.parts}", *arguments)
+        before = self.shards.get((part, replica))
+        ports = None if before is None else (port_of(before.http), port_of(before.grpc))
+        server = running(self.store, log, *options, ports_used=ports)
+        shard = self.shards[part, replica] = self.stack.enter_context(server)
+        return shard
+
+    def start_router(self, *arguments: object) -> Running:
+        log = self.folder / "router.log"
+        options = ("--shards", f"file:{self.addresses}", *arguments)
+        return self.stack.enter_context(running(self.store, log, *options))
+
+    def write_addresses(self) -> None:
+        found: dict[str, list[str]] = {str(part): [] for part in range(self.parts)}
+        for (part, _), shard in sorted(self.shards.items()):
+            found[str(part)].append(shard.grpc)
+        part_written = self.addresses.with_suffix(".new")
+        part_written.write_text(json.dumps(found))
+        part_written.replace(self.addresses)
+
+
+def shard_metrics(server: Running) -> dict[str, float]:
+    """Returns the samples of the calls to parts, without buckets, by name, part and other label."""
+    text = httpx.get(f"{server.http}/metrics", timeout=60).text
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            if name.startswith("embedserve_shard_") and "le" not in labels:
+                part = labels.pop("part")
+                found[" ".join([SHARD_METRIC.sub("", name), part, *labels.values()])] = value
+    return found
+
+
+def replicas(router: Running) -> list[float]:
+    """Returns the number of joined replicas of each part."""
+    metrics = shard_metrics(router)
+    return [metrics[f"replicas {part}"] for part in range(PARTS)]
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+@contextmanager
+def cluster(store: Path, folder: Path) -> Iterator[Cluster]:
+    one = Cluster(store, folder)
+    with one.stack:
+        yield one
+
+
+ROWS, DIM, STEP = 100, 8, 1000
+
+
+def publish_next(store: Path, number: int) -> None:
+    """Publishes version ``number``, in which every value of row r is number * STEP + r."""
+    values = number * STEP + torch.arange(ROWS, dtype=torch.float32)
+    spec = [TableSpec("user", ROWS, DIM, ("user",), "sum", "float32")]
+    weights = {"embedding_bags.user.weight": values[:, None].repeat(1, DIM)}
+    published = publish(weights, store, model="m", tables=spec, sharding="row_wise", hosts=PARTS)
+    assert published.version == number
+
+
+class Load:
+    """A client that asks one request after the other, and compares each answer with the rows of the
+    version that it names."""
+
+    def __init__(self, server: Running, rows: list[int]) -> None:
+        self.answers: dict[int, int] = {}
+        self.wrong: list[str] = []
+        self.failed: list[str] = []
+        self._rows = rows
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with GrpcEmbedClient(self._server.grpc) as client:
+            while not self._stop.is_set():
+                try:
+                    answer = client.embed({"user": [self._rows]}, timeout_s=30)
+                except EmbedServeClientError as error:
+                    self.failed.append(str(error))
+                else:
+                    self._note(answer)
+                self._stop.wait(PAUSE_S)
+
+    def _note(self, answer: Any) -> None:
+        version = answer.version
+        expected = sum(version * STEP + row for row in self._rows)
+        if not (np.asarray(answer["user"]) == expected).all():
+            self.wrong.append(f"version {version}: {answer['user'][0][:2]}, expected {expected}")
+        self.answers[version] = self.answers.get(version, 0) + 1
+
+    def wait_for(self, is_true: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S_MAX
+        while not is_true():
+            assert time.monotonic() < end, (self.answers, self.failed[-3:])
+            time.sleep(0.05)
+
+    def wait_for_more(self, count: int = 50) -> None:
+        """Waits for ``count`` further answers."""
+        before = sum(self.answers.values())
+        self.wait_for(lambda: sum(self.answers.values()) >= before + count)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+BOTH_PARTS = [3, 97]

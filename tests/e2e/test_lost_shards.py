@@ -1,0 +1,116 @@
+"""Versions change and replicas are lost while a router answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+from e2e.parts_cluster import (
+    BOTH_PARTS,
+    PARTS,
+    WAIT_S_MAX,
+    Load,
+    cluster,
+    publish_next,
+    replicas,
+    shard_metrics,
+)
+
+
+def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    follow = ("--follow", "latest", "--follow-s", "0.2")
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            one.start_shard(part, 0, *follow, "--versions-held", 4)
+        one.write_addresses()
+        router = one.start_router(*follow)
+        with Load(router, BOTH_PARTS) as load:
+            for number in (2, 3, 4):
+                load.wait_for_more()
+                publish_next(store, number)
+                load.wait_for(lambda number=number: load.answers.get(number, 0) > 20)  # type: ignore[misc]
+        assert load.wrong == []
+        assert load.failed == []
+        assert list(load.answers) == [1, 2, 3, 4]
+        held = httpx.get(f"{one.shards[0, 0].http}/models", timeout=60).json()["models"]
+        assert {one["version"] for one in held} == {1, 2, 3, 4}
+
+
+def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            for replica in range(2):
+                one.start_shard(part, replica)
+        one.write_addresses()
+        router = one.start_router()
+        with Load(router, BOTH_PARTS) as load:
+            load.wait_for(lambda: replicas(router) == [2, 2])
+            load.wait_for_more()
+            before = shard_metrics(router)
+            assert min(before["calls 0 ok"], before["calls 1 ok"]) >= 50
+            assert min(before["bytes 0 sent"], before["bytes 1 received"]) > 0
+            one.shards[0, 0].process.kill()
+            load.wait_for(lambda: replicas(router) == [1, 2])
+            load.wait_for_more()
+            one.start_shard(0, 0)
+            load.wait_for(lambda: replicas(router) == [2, 2])
+            before = shard_metrics(router)
+            hung = one.shards[1, 0].process
+            os.kill(hung.pid, signal.SIGSTOP)
+            try:
+                load.wait_for_more()
+            finally:
+                os.kill(hung.pid, signal.SIGCONT)
+            after = shard_metrics(router)
+            others = ("hedges 1", "hung 1", "retries 1")
+            assert sum(after[name] - before[name] for name in others) > 0
+            assert after["calls 1 ok"] >= before["calls 1 ok"] + 50
+            one.shards[0, 1].process.kill()  # the one that was started again takes its place
+            load.wait_for_more()
+        assert load.wrong == []
+        assert load.failed == []
+
+
+def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            one.start_shard(part)
+        one.write_addresses()
+        router = one.start_router()
+        url = f"{router.http}/embed"
+
+        def ask(row: int) -> httpx.Response:
+            return httpx.post(url, json={"features": {"user": [[row]]}}, timeout=60)
+
+        assert ask(97).status_code == 200
+        one.shards[1, 0].process.kill()
+        one.shards[1, 0].process.wait()
+        response = ask(97)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert (
+            response.json()["error"]["message"] == "part 1 of 2 of 'm' version 1 is not available"
+        )
+        assert ask(3).status_code == 200
+        assert replicas(router) == [1, 0]
+        metrics = shard_metrics(router)
+        assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (1, 1)
+        assert metrics["calls 1 unavailable"] == metrics["seconds_count 1"] - 1 == 1
+        there, lost = httpx.get(f"{router.http}/models/m", timeout=60).json()["shards"]
+        assert there == {"part": 0, "replicas": 1, "why": ""}
+        assert lost["replicas"] == 0
+        assert lost["why"].startswith("part 1 of 2 has no replica of m@1: 127.0.0.1:")
+        one.start_shard(1)
+        end = time.monotonic() + WAIT_S_MAX
+        while ask(97).status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.1)
