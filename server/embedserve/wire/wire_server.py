@@ -26,14 +26,16 @@ from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.http1.header_templates import HeaderTemplateCache
 from embedserve.wire.http2.transport import Http2Transport
 from embedserve.wire.http2.upload_budget import UploadBudget
+from embedserve.wire.listener import Listener
 from embedserve.wire.router import Router
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.handshake import Handshake, Handshakes
-from embedserve.wire.unix_listener import UnixListener
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+ACCEPTS_MAX = 16
+"""Connections accepted on a port in an event-loop iteration: about a millisecond of work."""
 CHECK_S = 1.0
 """Seconds between two checks of the connections' time and memory limits."""
 AGE_JITTER = (0.9, 1.1)
@@ -93,7 +95,7 @@ class WireServer:
         self._grown_bytes = 0  # since the last memory check
         self._log = RateLimitedLogger(logger)
         self._connections: dict[Connection, float] = {}  # to perf_counter time of retirement
-        self._listening: list[tuple[asyncio.Server | UnixListener, socket.socket]] = []
+        self._listening: list[tuple[Listener, socket.socket]] = []
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
         self._is_draining = False
@@ -101,28 +103,26 @@ class WireServer:
     async def listen(self, sockets: Sequence[socket.socket]) -> None:
         """Accepts connections of any protocol on all ``sockets``, which are bound.
 
-        Unix sockets are listening already, and never use TLS.
+        Unix sockets are listening already, and never use TLS. Workers share them, while each worker
+        has a queue of its own for a port.
         """
-        loop = asyncio.get_running_loop()
         for sock in sockets:
-            server: asyncio.Server | UnixListener
-            make = self._maker_for(sock)
-            if sock.family == socket.AF_UNIX:
-                server = UnixListener(sock, make)
-                server.start()
-            else:
-                server = await loop.create_server(make, sock=sock, backlog=BACKLOG)
-            self._listening.append((server, sock))
+            is_unix = sock.family == socket.AF_UNIX
+            if not is_unix:
+                sock.listen(BACKLOG)
+            listener = Listener(sock, self._maker_for(sock), 1 if is_unix else ACCEPTS_MAX)
+            listener.start()
+            self._listening.append((listener, sock))
         self._check()
 
     async def drain(self, drain_s: float) -> None:
         """Stops listening, answers accepted requests, and closes all connections in ``drain_s``."""
         self._is_draining = True
         while self._listening:
-            server, sock = self._listening.pop()
+            listener, sock = self._listening.pop()
             with sock.dup() as listening:
                 listening.setblocking(False)
-                server.close()
+                listener.close()
                 await self._accept_waiting(listening)
         for connection in list(self._connections):
             connection.drain()
@@ -219,14 +219,14 @@ class WireServer:
             self._cut_largest()
 
     def _look_for_descriptors(self) -> None:
-        """Logs when file descriptors run out: accept then fails, which libuv does not report."""
+        """Logs when file descriptors run out: accept then fails, and connections wait."""
         try:
             os.close(os.dup(0))
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._log.log(
                     logging.ERROR,
-                    "new connections are closed",
+                    "new connections wait",
                     f"{error.strerror} ({len(self._connections)} are open); raise `ulimit -n` or "
                     "lower --connections-max",
                 )

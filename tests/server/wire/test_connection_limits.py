@@ -101,4 +101,4 @@ async def test_it_is_said_that_descriptors_are_out(
     await until(lambda: caplog.records)  # it looks every second
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
-    assert "new connections are closed: Too many open files (0 are open)" in record.getMessage()
+    assert "new connections wait: Too many open files (0 are open)" in record.getMessage()

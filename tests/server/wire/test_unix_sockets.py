@@ -25,7 +25,7 @@ from server.waiting import until
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
 from embedserve.config import Limits
-from embedserve.wire.unix_listener import UnixListener
+from embedserve.wire.listener import Listener
 from embedserve_client import EmbedClient, GrpcEmbedClient, Unauthenticated, Unavailable
 from embedserve_client.grpc.client import AsyncGrpcEmbedClient
 from embedserve_client.rest.client import AsyncEmbedClient
@@ -33,7 +33,7 @@ from embedserve_client.rest.client import AsyncEmbedClient
 TOKEN = "es_ranker"
 OUT_OF_DESCRIPTORS = """
 import asyncio, resource, socket, sys
-from embedserve.wire.unix_listener import UnixListener
+from embedserve.wire.listener import Listener
 
 async def main():
     taken = asyncio.get_running_loop().create_future()
@@ -45,7 +45,7 @@ async def main():
     sock, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     sock.bind(sys.argv[1])
     sock.listen()
-    listener = UnixListener(sock, Taken)
+    listener = Listener(sock, Taken)
     listener.start()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, most[1]))
@@ -165,7 +165,7 @@ async def test_workers_take_turns_at_connections_that_come_at_once(paths: list[s
     for client in clients:
         client.connect(paths[0])
     shared = zip((sock, sock.dup()), taken, strict=True)
-    workers = [UnixListener(one, partial(Taken, mine)) for one, mine in shared]
+    workers = [Listener(one, partial(Taken, mine)) for one, mine in shared]
     for worker in workers:
         worker.start()
     await until(lambda: sum(map(len, taken)) == len(clients))

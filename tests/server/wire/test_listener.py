@@ -1,0 +1,48 @@
+"""Connections that come at once are accepted some at a time, so that none waits long for it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+
+from server.raw_http import OurServer
+
+from embedserve.wire.listener import Listener
+from embedserve.wire.wire_server import ACCEPTS_MAX
+
+
+async def test_a_burst_is_accepted_some_at_a_time() -> None:
+    iteration, begun = 0, Counter[int]()
+
+    class Taken(asyncio.Protocol):
+        def __init__(self) -> None:
+            begun[iteration] += 1
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transport.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        clients = [socket.create_connection(sock.getsockname()) for _ in range(40)]
+        listener = Listener(sock, Taken, 16)
+        listener.start()
+        while begun.total() < len(clients):
+            await asyncio.sleep(0)
+            iteration += 1
+        listener.close()
+    assert list(begun.values()) == [16, 16, 8]
+    assert max(begun) - min(begun) == 2
+    for client in clients:
+        client.close()
+
+
+async def test_a_server_accepts_several_connections_in_an_iteration(server: OurServer) -> None:
+    count = 4 * ACCEPTS_MAX
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
+    iterations = 0
+    while len(server.wire.connections) < count:
+        await asyncio.sleep(0)
+        iterations += 1
+    assert iterations < count / 4
+    for client in clients:
+        client.close()
