@@ -2,8 +2,9 @@
 
 A setting is described by its field in config.py, a metric by its row in
 metrics/families.py, a command by its help texts. Corrections of these pages belong there. It also
-converts Prometheus' rules to the Kubernetes resource with the same rules. A test compares the
-committed files with the generated ones.
+converts Prometheus' rules to the Kubernetes resource with the same rules, and copies the base's
+Deployment into the package for `embedserve plan --kubernetes`. A test compares the committed files
+with the generated ones.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from embedserve_store.terminal.sizes import human_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RULES = ROOT / "deploy" / "monitoring" / "rules.yaml"
+DEPLOYMENT = ROOT / "deploy" / "kubernetes" / "base" / "deployment.yaml"
 MADE_BY = "<!-- Made by docs/generate.py (make docs) out of {source}: change that instead. -->"
 
 SETTINGS_HEAD = """# Settings of `embedserve serve`
@@ -319,6 +321,13 @@ def prometheus_rule() -> str:
     return RULE_HEAD + textwrap.indent("groups:\n" + groups, "  ")
 
 
+def packaged_deployment() -> str:
+    made_by = (
+        "# Made by docs/generate.py (make docs) out of deploy/kubernetes/base/deployment.yaml.\n"
+    )
+    return made_by + DEPLOYMENT.read_text("utf-8")
+
+
 def _named(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -345,6 +354,7 @@ MADE: Mapping[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
     "docs/cli.md": cli_page,
     "deploy/kubernetes/base/prometheus-rule.yaml": prometheus_rule,
+    "server/embedserve/commands/planning/base_deployment.yaml": packaged_deployment,
 }
 """Functions that generate the files, by file name."""
 

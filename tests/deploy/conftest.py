@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import combinations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -108,12 +109,15 @@ def kustomize(folder: Path) -> str:
     return done.stdout
 
 
-def kustomize_text(text: str) -> str:
-    """Renders the text of a kustomization that names deploy/kubernetes as ``KUBERNETES``."""
+def kustomize_text(text: str, files: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Renders the text of a kustomization that names deploy/kubernetes as ``KUBERNETES``, and
+    ``files`` beside it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         ours = os.path.relpath(KUBERNETES, folder)
         (folder / "kustomization.yaml").write_text(text.replace("KUBERNETES", ours))
+        for file, content in files.items():
+            (folder / file).write_text(content)
         return kustomize(folder)
 
 

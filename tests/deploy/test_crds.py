@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from .conftest import Rendered
+from .parts_overlay import render_parts
 
 OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 KINDS = {"ServingRuntime", "InferenceService", *OPERATORS}
@@ -72,6 +73,10 @@ def test_kserves_resources_follow_their_schemas(schemas: Schemas, kserve: Render
 def test_the_operators_resources_follow_their_schemas(schemas: Schemas, rendered: Rendered) -> None:
     is_scraped = "monitoring" in rendered.components and rendered.is_reachable
     assert check(schemas, rendered) == (OPERATORS if is_scraped else set())
+
+
+def test_the_operators_resources_of_parts_follow_their_schemas(schemas: Schemas) -> None:
+    assert check(schemas, render_parts(2, "monitoring")) == OPERATORS
 
 
 def test_an_unknown_field_is_refused(schemas: Schemas, kserve: Rendered) -> None:

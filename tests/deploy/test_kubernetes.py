@@ -35,6 +35,10 @@ def check_schema(manifest: str) -> None:
     kubernetes_validate.validate(json.loads(manifest), SCHEMAS, strict=True)
 
 
+def check_schema_of(manifest: dict[str, Any]) -> None:
+    check_schema(json.dumps(manifest, sort_keys=True))
+
+
 @cache
 def monitoring(name: str) -> Any:
     """Reads a file of deploy/monitoring."""
@@ -69,7 +73,7 @@ def test_every_kind_is_rendered_and_no_more(rendered: Rendered) -> None:
 def test_manifests_follow_the_kubernetes_schema(rendered: Rendered) -> None:
     for manifest in rendered.manifests:
         if manifest["kind"] not in CUSTOM:  # test_crds.py
-            check_schema(json.dumps(manifest, sort_keys=True))
+            check_schema_of(manifest)
 
 
 def test_the_schema_refuses_an_unknown_field(cpu: Rendered) -> None:

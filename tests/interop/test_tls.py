@@ -212,7 +212,7 @@ def test_our_clients(secured: Secured) -> None:
 
 def test_the_probes_of_kubernetes_pass_without_a_certificate(secured: Secured) -> None:
     """Those of the component mtls, as kubelet runs them; over the port readiness is not told."""
-    deployment = yaml.safe_load((COMPONENT / "deployment.yaml").read_text())
+    deployment = yaml.safe_load((COMPONENT / "pods.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     environment = {
         "EMBEDSERVE_HOST": "0.0.0.0",

@@ -86,6 +86,14 @@ def fullest_rank_bytes(plan: Plan, tables: Sequence[TableSpec], device_type: str
     return max(max(one.bytes_per_rank(held, device_type)) for one, held in _parts(plan, tables))
 
 
+def largest_part_bytes(plan: Plan, tables: Sequence[TableSpec]) -> tuple[int, int]:
+    """Returns the stored bytes of the part of ``tables`` that has most of them, and the bytes of
+    column shards of the part that has most of these."""
+    parts = list(_parts(plan, tables))
+    stored = max(sum(table.nbytes for table in held) for _, held in parts)
+    return stored, max(one.column_shard_bytes(held) for one, held in parts)
+
+
 def _parts(plan: Plan, tables: Sequence[TableSpec]) -> Iterator[tuple[Plan, Sequence[TableSpec]]]:
     """Yields the plan and the tables of each part; the whole ones if there are no parts."""
     if plan.hosts is None:

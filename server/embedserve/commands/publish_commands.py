@@ -282,7 +282,8 @@ def plan(
         bool,
         switch(
             "--kubernetes",
-            help="Print a kustomize patch with the resources of a pod instead of the plan.",
+            help="Print a kustomize patch with the resources of a pod instead of the plan; for a "
+            "plan over several hosts, the manifests of the shards.",
         ),
     ] = False,
     workers: Annotated[int | None, typer.Option(help="Workers of the pod.", min=1, max=256)] = None,

@@ -118,14 +118,17 @@ def server_memory(
     rows: Rows, settings: ServeSettings, hot: float = 1.0, gpus: int = 0
 ) -> ServerMemory:
     """Returns the memory that a server of one model needs. With follow=none it has no room for a
-    second version, which an administrator's load or a reload brings.
+    second version, which an administrator's load or a reload brings. A shard that follows holds
+    versions_held versions.
 
     Args:
         hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.
         gpus: number of GPUs, as in memory_parts.
     """
     part = 1.0 if settings.tables == "resident" else hot
-    versions = 1 if settings.follow == "none" else 2  # the next is loaded beside the current
+    versions = settings.versions_held if settings.part else 2  # the next beside the current
+    if settings.follow == "none":
+        versions = 1
     held = int(part * rows.mapped) + settings.workers * rows.copied
     return ServerMemory(
         rows=versions * held,

@@ -12,6 +12,7 @@ from embedserve_store.plans.host_plan import HostPlan
 from embedserve_store.plans.part_plan import (
     check_parts_fit,
     fullest_rank_bytes,
+    largest_part_bytes,
     part_plan,
     part_tables,
 )
@@ -82,3 +83,10 @@ def test_each_part_must_fit_its_host() -> None:
     check_parts_fit(PLAN, TABLES, [fullest] * 2, "cpu")
     with pytest.raises(InvalidModelError, match=r"part 1 of 3: rank 0 would hold .*more hosts"):
         check_parts_fit(PLAN, TABLES, [fullest - 1] * 2, "cpu")
+
+
+def test_the_largest_part_bounds_what_a_host_maps_and_copies() -> None:
+    assert PLAN.hosts is not None
+    stored, copied = largest_part_bytes(PLAN, TABLES)
+    assert stored == max(PLAN.hosts.bytes_per_part(TABLES))
+    assert copied == PLAN.column_shard_bytes(TABLES) // 3  # two of six rows on each part

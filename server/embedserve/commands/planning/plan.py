@@ -17,6 +17,7 @@ from rich.console import Console
 from embedserve.commands.planning.access_stats import AccessStats, measured_of
 from embedserve.commands.planning.plan_from_metrics import RequestedReads, propose, show_balance
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_patch
+from embedserve.commands.planning.shard_manifests import shard_manifests
 from embedserve.commands.running_server import ServerClient
 from embedserve_store.commands.per_table_option import parse_sharding
 from embedserve_store.commands.plan_view import count_ranks, show_plan
@@ -27,7 +28,11 @@ from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.host_plan import with_hosts
-from embedserve_store.plans.part_plan import check_parts_fit, fullest_rank_bytes
+from embedserve_store.plans.part_plan import (
+    check_parts_fit,
+    fullest_rank_bytes,
+    largest_part_bytes,
+)
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan
 from embedserve_store.sources.description import read_description
 from embedserve_store.terminal.console import console, say
@@ -38,7 +43,7 @@ if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding
 
 out = Console(highlight=False)
-MAPPED = ("tables.safetensors", "ids.safetensors")
+ROWS_FILE, IDS_FILE = "tables.safetensors", "ids.safetensors"
 """Files of a version that a server maps."""
 
 
@@ -55,7 +60,8 @@ class PlanOptions:
     from_metrics: ServerClient | None = None
     hosts: int | None = None
     pod: PodOptions | None = None
-    """If set, the resources of a pod for the plan are printed instead of the plan."""
+    """If set, the resources of a pod for the plan are printed instead of the plan; for a plan with
+    parts, the manifests of the shards."""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the device type is neither cpu nor cuda."""
@@ -98,9 +104,9 @@ def plan_version(
     loaded = load_version(store, cache, model, version)
     tables, stored = loaded.manifest.tables, loaded.plan
     name = f"{model}@{loaded.manifest.version} of {store}"
-    files = [loaded.path / file for file in MAPPED]
-    mapped = sum(file.stat().st_size for file in files if file.exists())
-    rows = PodRows(name, mapped, is_pulled="://" in store)
+    ids = _file_bytes(loaded.path / IDS_FILE)
+    mapped = _file_bytes(loaded.path / ROWS_FILE) + ids
+    rows = PodRows(name, mapped, is_pulled="://" in store, ids=ids, model=model)
     if options.from_metrics is not None:
         _plan_from_metrics(loaded, options, measured_of(options.from_metrics, loaded), rows)
         return
@@ -118,6 +124,10 @@ def plan_version(
     elif planned is stored:
         planned = with_hosts(stored, tables, options.hosts)
     _show(tables, planned, options, rows)
+
+
+def _file_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _plan_from_metrics(
@@ -182,10 +192,9 @@ def _show(
     device_type = options.device_type
     copied = plan.column_shard_bytes(tables)
     if options.pod is not None:
-        gpus = plan.world_size if device_type == "cuda" else 0
         is_pulled = "://" in options.pod.store if options.pod.store else rows.is_pulled
         rows = replace(rows, copied=copied, is_pulled=is_pulled)
-        print(pod_patch(rows, options.pod, gpus), end="")
+        print(_for_kubernetes(tables, plan, device_type, rows, options.pod), end="")
     else:
         show_plan(out, tables, plan, device_type=device_type, memory_bytes=memory_bytes)
         show_more(plan)
@@ -201,3 +210,18 @@ def _show(
     if options.output:
         options.output.write_bytes(to_json_bytes(plan.to_json()))
         say(f"wrote {options.output}")
+
+
+def _for_kubernetes(
+    tables: Sequence[TableSpec], plan: Plan, device_type: str, rows: PodRows, pod: PodOptions
+) -> str:
+    """Returns the patch of a pod with whole tables, or the shards of a plan with parts."""
+    if plan.hosts is None:
+        return pod_patch(rows, pod, plan.world_size if device_type == "cuda" else 0)
+    if device_type == "cuda":
+        raise ValueError(
+            f"device_type is 'cuda', but the plan has {plan.hosts.parts} parts: there are no "
+            "manifests of shards on GPUs"
+        )
+    mapped, copied = largest_part_bytes(plan, tables)
+    return shard_manifests(plan.hosts.parts, replace(rows, mapped=mapped, copied=copied), pod)

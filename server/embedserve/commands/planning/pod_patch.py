@@ -64,6 +64,8 @@ class PodOptions:
             behind a URL and the tables are not on GPUs.
         hot: fraction of mapped rows that memory is to hold, 0 to 1.
         store: store that the pods read, if the planned tables come from elsewhere.
+        part: part K/N that the pod holds, as a shard, which follows unless ``follow`` says none; ""
+            for a server of whole tables.
     """
 
     workers: int | None = None
@@ -71,6 +73,7 @@ class PodOptions:
     follow: str | None = None
     hot: float = 1.0
     store: str = ""
+    part: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError if the server would reject these options."""
@@ -86,19 +89,28 @@ class PodOptions:
 
     def settings(self, *, is_followed: bool = False) -> ServeSettings:
         """Returns the settings that memory is computed for."""
-        component = {"follow": "latest"} if is_followed else {}
-        return ServeSettings("", **component | self.given())
+        followed = {"follow": "latest"} if is_followed or self.part else {}
+        return ServeSettings("", part=self.part, **followed | self.given())
 
 
 @dataclass(frozen=True)
 class PodRows:
-    """Rows to be served: their name for the user, and their bytes. ``is_pulled``: the store is
-    remote."""
+    """Rows to be served.
+
+    Attributes:
+        name: their name for the user.
+        mapped, copied: bytes, as in Rows.
+        is_pulled: whether the store is remote.
+        ids: bytes of vocabularies, a part of ``mapped``.
+        model: name of the model; "" if the tables are not published.
+    """
 
     name: str
     mapped: int
     copied: int = 0
     is_pulled: bool = False
+    ids: int = 0
+    model: str = ""
 
 
 def pod_figures(rows: PodRows, options: PodOptions, gpus: int = 0) -> Figures:
@@ -138,8 +150,8 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
             if amount > manifests[kind][name]:
                 raised[kind][name] = amount
             elif amount:
-                enough.append(f"{kind} {name} {_quantity(name, amount)}")
-    lines = _head(rows, options, gpus)
+                enough.append(f"{kind} {name} {quantity(name, amount)}")
+    lines = head_lines(rows, options, gpus)
     if enough:
         lines += ["# Left out, because deploy/kubernetes has as much or more:"]
         lines += [f"#   {one}" for one in enough]
@@ -155,7 +167,8 @@ def _memory(rows: PodRows, options: PodOptions, gpus: int) -> tuple[ServeSetting
     return settings, server_memory(Rows(CUDA_BYTES), settings, gpus=gpus)
 
 
-def _head(rows: PodRows, options: PodOptions, gpus: int) -> list[str]:
+def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
+    """Returns comments that explain the memory of a pod; arguments are those of pod_figures."""
     settings, memory = _memory(rows, options, gpus)
     held = "one version" if settings.follow == "none" else "two versions"
     part = "" if settings.tables == "resident" else f", {100 * options.hot:g}% of the rows"
@@ -179,7 +192,7 @@ def _deployment(figures: Figures, given: dict[str, Any]) -> dict[str, Any]:
             for name, value in given.items()
         ]
     written = {
-        kind: {name: _quantity(name, amount) for name, amount in amounts.items()}
+        kind: {name: quantity(name, amount) for name, amount in amounts.items()}
         for kind, amounts in figures.items()
         if amounts
     }
@@ -196,6 +209,6 @@ def _deployment(figures: Figures, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _quantity(name: str, amount: int) -> str:
+def quantity(name: str, amount: int) -> str:
     """Returns Kubernetes' notation of an amount: bytes in whole MiB, all else as it is."""
     return str(amount) if name in COUNTS else f"{math.ceil(amount / MIB)}Mi"

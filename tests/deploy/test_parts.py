@@ -1,0 +1,361 @@
+"""The manifests of a model in parts are valid, alone and with components, and fit together.
+
+test_kubernetes.py checks the base, of which the routers are made.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+from documents import ROOT, blocks
+
+from embedserve import __version__
+from embedserve.commands.planning.pod_patch import BASE, S3, PodOptions, pod_figures
+from embedserve.commands.planning.shard_manifests import READY_S_MIN, shard_manifests
+from embedserve.config_checks import check_device, check_settings
+from embedserve.shard_client.discovery import DNS_S, PART, DnsShards, parse_shards
+
+from .conftest import KUBERNETES, Rendered, kustomize_text, manifests_of
+from .parts_overlay import (
+    GIB,
+    PARTS_COMPONENTS,
+    ROWS,
+    Shard,
+    render_parts,
+    render_with,
+    shards_of,
+)
+from .test_components import by_name, in_order, secrets
+from .test_kubernetes import CUSTOM, LABELS, check_schema_of, container_ports
+
+PAGE = ROOT / "docs" / "parts.md"
+ALL = PARTS_COMPONENTS
+CASES: list[tuple[int, tuple[str, ...]]] = [
+    (2, ()),
+    (16, ()),
+    *((2, (name,)) for name in ALL),
+    (2, ALL),
+    (16, ALL),
+]
+DNS_CACHE_S = 30
+"""Seconds that CoreDNS, as kubeadm configures it, lets clients keep a name."""
+MIB = 1 << 20
+rendered_once = cache(render_parts)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "+".join([str(case[0]), *case[1]]))
+def parts(request: pytest.FixtureRequest) -> Rendered:
+    count, components = request.param
+    return rendered_once(count, *components)
+
+
+def labels(part: int) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "embedserve-shard", "embedserve/part": str(part)}
+
+
+def source(rendered: Rendered) -> DnsShards:
+    found = parse_shards(rendered.settings.shards)
+    assert isinstance(found, DnsShards)
+    return found
+
+
+def quantity(text: str) -> int:
+    units = {"Mi": MIB, "Gi": GIB}
+    return int(text[:-2]) * units[text[-2:]] if text[-2:] in units else int(text)
+
+
+def test_manifests_follow_the_kubernetes_schema(parts: Rendered) -> None:
+    for manifest in parts.manifests:
+        if manifest["kind"] not in CUSTOM:  # test_crds.py
+            check_schema_of(manifest)
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_each_part_has_its_resources(count: int) -> None:
+    rendered = rendered_once(count)
+    names = [f"embedserve-part-{part}" for part in range(count)]
+    for kind, others in (
+        ("StatefulSet", []),
+        ("PodDisruptionBudget", ["embedserve"]),
+        ("Service", ["embedserve", "embedserve-headless", "embedserve-shards"]),
+    ):
+        found = [one["metadata"]["name"] for one in rendered.named(kind)]
+        assert sorted(found) == sorted(names + others)
+    assert len(rendered.named("Deployment")) == 1
+    assert len(rendered.named("PersistentVolumeClaim")) == 1
+
+
+def test_routers_look_up_the_services_that_are_rendered(parts: Rendered) -> None:
+    dns = source(parts)
+    for shard in shards_of(parts):
+        service = parts.one("Service", dns.name.replace(PART, str(shard.part)))
+        spec = service["spec"]
+        assert spec["clusterIP"] == "None"
+        assert "publishNotReadyAddresses" not in spec
+        assert spec["selector"] == labels(shard.part)
+        (port,) = spec["ports"]
+        assert port["port"] == dns.port == container_ports(shard)[port["targetPort"]]
+        assert port["targetPort"] == "grpc"
+        assert dns.port == shard.settings.grpc_port
+        has_tls = bool(shard.settings.tls_cert)
+        assert port["appProtocol"] == ("https" if has_tls else "kubernetes.io/h2c")
+    names = {one["metadata"]["name"] for one in parts.named("Service")}
+    assert dns.name.replace(PART, str(len(shards_of(parts)))) not in names
+
+
+def test_labels_select_the_pods_of_one_part(parts: Rendered) -> None:
+    for shard in shards_of(parts):
+        one, spec = labels(shard.part), shard.stateful_set["spec"]
+        assert spec["template"]["metadata"]["labels"] == one
+        assert spec["selector"] == {"matchLabels": one}
+        assert spec["serviceName"] == shard.stateful_set["metadata"]["name"]
+        budget = parts.one("PodDisruptionBudget", spec["serviceName"])["spec"]
+        assert budget["selector"] == {"matchLabels": one}
+        assert budget["maxUnavailable"] == 1
+        assert budget["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_callers_reach_routers_only(parts: Rendered) -> None:
+    for name in ("embedserve", "embedserve-headless"):
+        assert parts.one("Service", name)["spec"]["selector"] == LABELS
+    assert parts.one("Deployment")["spec"]["template"]["metadata"]["labels"] == LABELS
+    assert not LABELS.items() <= labels(0).items()
+
+
+def test_replicas_are_on_different_hosts_and_if_possible_zones(parts: Rendered) -> None:
+    for shard in shards_of(parts):
+        apart = shard.pod["affinity"]["podAntiAffinity"]
+        (host,) = apart["requiredDuringSchedulingIgnoredDuringExecution"]
+        (zone,) = apart["preferredDuringSchedulingIgnoredDuringExecution"]
+        keys = (host["topologyKey"], zone["podAffinityTerm"]["topologyKey"])
+        assert keys == ("kubernetes.io/hostname", "topology.kubernetes.io/zone")
+        for term in (host, zone["podAffinityTerm"]):
+            assert term["labelSelector"] == {"matchLabels": labels(shard.part)}
+        assert "topologySpreadConstraints" not in shard.pod
+
+
+def test_a_part_replaces_one_replica_at_a_time(parts: Rendered) -> None:
+    for shard in shards_of(parts):
+        spec = shard.stateful_set["spec"]
+        assert spec["replicas"] == 2
+        assert spec["podManagementPolicy"] == "Parallel"
+        assert spec["updateStrategy"] == {"type": "RollingUpdate"}
+        assert spec["minReadySeconds"] == READY_S_MIN > DNS_CACHE_S + DNS_S
+
+
+def shared(pod: dict[str, Any]) -> dict[str, Any]:
+    """What pods of shards and of routers have alike."""
+    pod = {key: value for key, value in pod.items() if not re.match("affinity|topology", key)}
+    (container,) = pod["containers"]
+    mounts = [one for one in container["volumeMounts"] if one["name"] != "shard-token"]
+    kept = {key: value for key, value in container.items() if key not in ("env", "resources")}
+    pod["containers"] = [kept | {"volumeMounts": mounts}]
+    pod["volumes"] = [
+        {**one, "emptyDir": {}} if one["name"] == "cache" else one
+        for one in pod["volumes"]
+        if one["name"] != "shard-token"
+    ]
+    alike: dict[str, Any] = in_order(pod)
+    return alike
+
+
+def test_shards_have_the_pods_of_routers(parts: Rendered) -> None:
+    """So every component changes both."""
+    for shard in shards_of(parts):
+        assert shared(shard.pod) == shared(parts.pod)
+    assert parts.pod["automountServiceAccountToken"] is False
+    assert parts.container["image"] == f"embedserve:{__version__}-cpu"
+
+
+def test_servers_accept_their_settings(parts: Rendered) -> None:
+    count = len(shards_of(parts))
+    for one in (parts, *shards_of(parts)):
+        check_settings(one.settings)
+        check_device(one.settings, "cpu")
+        assert one.settings.follow == "latest"
+    assert parts.settings.part == ""
+    for shard in shards_of(parts):
+        settings = shard.settings
+        assert (settings.part, settings.shards) == (f"{shard.part}/{count}", "")
+        assert settings.model == ("shop",)
+        assert settings.limits.connection_age_s_max == 0
+        ports = {"http": settings.http_port, "grpc": settings.grpc_port}
+        if settings.management_port >= 0:
+            ports["management"] = settings.management_port
+        assert container_ports(shard) == ports
+
+
+def test_routers_present_what_shards_require(parts: Rendered) -> None:
+    router, (shard, *_) = parts.settings, shards_of(parts)
+    assert bool(router.shard_ca) == bool(shard.settings.tls_cert)
+    assert bool(router.shard_cert) == bool(shard.settings.tls_client_ca)
+    assert bool(router.shard_token) == bool(shard.settings.tokens)
+    mounts = {one["mountPath"] for one in parts.container["volumeMounts"]}
+    for path in (router.shard_ca, router.shard_cert, router.shard_key, router.shard_token):
+        assert not path or path.rpartition("/")[0] in mounts
+    volumes = by_name(parts.pod["volumes"])
+    assert sorted(volumes) == sorted(one["name"] for one in parts.container["volumeMounts"])
+
+
+def test_policies_open_shards_to_routers_and_prometheus(parts: Rendered) -> None:
+    spec = parts.one("NetworkPolicy", "embedserve-shard")["spec"]
+    assert spec["podSelector"]["matchLabels"].items() <= labels(0).items()
+    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+    routers, prometheus = spec["ingress"]
+    assert routers == {
+        "from": [{"podSelector": {"matchLabels": LABELS}}],
+        "ports": [{"protocol": "TCP", "port": "grpc"}],
+    }
+    base = parts.one("NetworkPolicy", "embedserve")["spec"]
+    assert prometheus == base["ingress"][1]
+    assert spec["egress"] == base["egress"]
+
+
+def test_policies_let_routers_reach_shards_and_dns(parts: Rendered) -> None:
+    spec = parts.one("NetworkPolicy", "embedserve-router")["spec"]
+    assert spec["podSelector"] == {"matchLabels": LABELS}
+    assert spec["policyTypes"] == ["Egress"]
+    shards, names = spec["egress"]
+    shard = parts.one("NetworkPolicy", "embedserve-shard")["spec"]["podSelector"]
+    assert shards["to"] == [{"podSelector": shard}]
+    assert shards["ports"] == [{"protocol": "TCP", "port": source(parts).port}]
+    assert [(one["protocol"], one["port"]) for one in names["ports"]] == [("UDP", 53), ("TCP", 53)]
+
+
+def test_each_pod_is_scraped_once_and_shards_are_a_job_of_their_own(parts: Rendered) -> None:
+    for monitor in parts.named("ServiceMonitor"):
+        spec = monitor["spec"]
+        (expression,) = spec["selector"]["matchExpressions"]
+        assert expression["operator"] == "In"
+        (endpoint,) = spec["endpoints"]
+        found = [
+            (one["metadata"]["labels"][spec["jobLabel"]], one["spec"]["selector"])
+            for one in parts.named("Service")
+            if one["metadata"]["labels"].get(expression["key"]) in expression["values"]
+            and endpoint["port"] in [port["name"] for port in one["spec"]["ports"]]
+        ]
+        pods = {"app.kubernetes.io/name": "embedserve-shard"}
+        assert sorted(found, key=str) == [("embedserve", LABELS), ("embedserve-shard", pods)]
+
+
+def test_the_management_port_of_shards_has_a_service() -> None:
+    names = [one["metadata"]["name"] for one in rendered_once(2).named("Service")]
+    assert "embedserve-shards-management" not in names
+    with_port = rendered_once(2, "management-port")
+    (port,) = with_port.one("Service", "embedserve-shards-management")["spec"]["ports"]
+    assert port["port"] == container_ports(shards_of(with_port)[0])[port["targetPort"]]
+
+
+def test_the_autoscaler_does_not_count_the_wait_for_shards() -> None:
+    (wait, processor) = rendered_once(2).one("HorizontalPodAutoscaler")["spec"]["metrics"]
+    assert wait["pods"]["metric"]["name"] == "embedserve_queue_wait_p99_milliseconds"
+    assert processor["resource"]["name"] == "cpu"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_components_combine_in_any_order(seed: int) -> None:
+    shuffled = random.Random(seed).sample(ALL, len(ALL))
+    assert in_order(render_parts(2, *shuffled).manifests) == in_order(
+        rendered_once(2, *ALL).manifests
+    )
+
+
+def resources(shard: Shard) -> dict[tuple[str, str], int]:
+    return {
+        (kind, name): quantity(amount)
+        for kind, amounts in shard.container["resources"].items()
+        for name, amount in amounts.items()
+    }
+
+
+@pytest.mark.parametrize("components", [(), ("s3",)])
+@pytest.mark.parametrize("gigabytes", [0.001, 30])
+def test_shards_have_what_they_need_and_no_less_than_the_base(
+    components: tuple[str, ...], gigabytes: float
+) -> None:
+    is_pulled = bool(components)
+    rows = replace(ROWS, mapped=int(gigabytes * GIB), is_pulled=is_pulled)
+    rendered = render_parts(2, *components, rows=rows)
+    needed = pod_figures(rows, PodOptions(part="0/2"))
+    manifests = S3 if is_pulled else BASE
+    for shard in shards_of(rendered):
+        found = resources(shard)
+        for kind in ("requests", "limits"):
+            for name, amount in needed[kind].items():
+                least = max(amount, manifests[kind][name]) if amount else 0
+                assert least <= found.get((kind, name), 0) < least + MIB
+        if is_pulled:
+            cache_bytes = max(needed["cache"]["sizeLimit"], S3["cache"]["sizeLimit"])
+            size = by_name(shard.pod["volumes"])["cache"]["emptyDir"]["sizeLimit"]
+            assert cache_bytes <= quantity(size) < cache_bytes + MIB
+
+
+def test_shards_that_were_printed_for_another_store_have_the_disk_of_the_component() -> None:
+    printed = shard_manifests(2, ROWS, PodOptions())
+    for shard in shards_of(render_with(printed, "s3")):
+        assert resources(shard)["limits", "ephemeral-storage"] == S3["limits"]["ephemeral-storage"]
+        assert by_name(shard.pod["volumes"])["cache"]["emptyDir"] == {"sizeLimit": "20Gi"}
+
+
+def test_routers_refuse_gpus() -> None:
+    with pytest.raises(ValueError, match="devices is 'cuda', but shards is"):
+        check_settings(render_parts(2, "gpu").settings)
+
+
+def selected(manifest: dict[str, Any], selector: str) -> bool:
+    """Whether kubectl's ``-l selector`` selects a manifest."""
+    found = manifest["metadata"].get("labels", {})
+    is_selected = True
+    for key, others, equal, value in re.findall(
+        r"([\w./-]+) notin \((.*?)\)|([\w./-]+)=([\w-]+)", selector
+    ):
+        if key:
+            is_selected &= found.get(key) not in others.split(", ")
+        else:
+            is_selected &= found.get(equal) == value
+    return is_selected
+
+
+def test_the_pages_update_takes_parts_in_turn_and_routers_last(parts: Rendered) -> None:
+    first, of_part = re.findall(r"kubectl apply -k shop -l ['\"]([^'\"]+)", PAGE.read_text())
+    before = [one for one in parts.manifests if selected(one, first)]
+    kinds = {one["kind"] for one in parts.manifests} - {"Deployment", "StatefulSet"}
+    assert {one["kind"] for one in before} == kinds
+    assert len(before) == len(parts.manifests) - 1 - len(shards_of(parts))
+    for shard in shards_of(parts):
+        selector = of_part.replace("$part", str(shard.part))
+        if shard.part == 0:
+            assert selector != of_part
+        step = [one for one in parts.manifests if selected(one, selector)]
+        assert step == [shard.stateful_set]
+
+
+def test_the_pages_own_overlay() -> None:
+    overlay, aliases = (one.text for one in blocks(PAGE) if one.language == "yaml")
+    kustomization = yaml.safe_load(overlay)
+    kustomization["patches"] += yaml.safe_load(aliases)
+    changed = yaml.safe_dump(kustomization).replace("../embedserve/deploy/kubernetes", "KUBERNETES")
+    printed = shard_manifests(2, replace(ROWS, is_pulled=True), PodOptions())
+    components = tuple(one.rpartition("/")[2] for one in kustomization["components"])
+    manifests = manifests_of(kustomize_text(changed, {"parts.yaml": printed}))
+    ours = Rendered("ours", manifests, components)
+    plain = rendered_once(2, *components)
+    assert [one["kind"] for one in ours.manifests] == [one["kind"] for one in plain.manifests]
+    for one in (ours, *shards_of(ours)):
+        assert one.container["image"] == f"registry.example/embedserve:{__version__}-cpu"
+        assert one.settings.store == "s3://recommendations/embeddings"
+    assert (ours.settings.model, ours.settings.follow) == (("shop@stable",), "alias")
+    for shard in shards_of(ours):
+        assert (shard.settings.model, shard.settings.follow) == (("shop",), "latest")
+
+
+def test_the_documents_name_the_secrets(parts: Rendered) -> None:
+    page = (KUBERNETES.parent / "README.md").read_text()
+    for name in set().union(*(secrets(manifest) for manifest in parts.manifests)):
+        assert f"`{name}`" in page

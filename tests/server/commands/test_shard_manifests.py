@@ -1,0 +1,150 @@
+"""`embedserve plan --kubernetes` for a plan with parts prints the shards.
+
+tests/deploy/test_parts.py renders them with the routers, and checks them as manifests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from embedserve.commands.cli import app
+from embedserve.commands.planning.pod_patch import PodOptions, PodRows
+from embedserve.commands.planning.shard_manifests import shard_manifests
+from embedserve.config import DEFAULT_LIMITS
+from embedserve.processes.memory_bounds import PROCESS_BYTES, WORK_BYTES, memory_bytes_max
+
+GIB, MIB = 1 << 30, 1 << 20
+LARGE = PodRows("shop@3 of store", 100 * GIB, model="shop")
+TABLES = """
+tables:
+  - {name: user, num_embeddings: 60000000, embedding_dim: 64, feature_names: [user], pooling: sum}
+"""
+USER_BYTES = 60_000_000 * 64 * 4
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    path = tmp_path / "tables.yaml"
+    path.write_text(TABLES)
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def containers(text: str) -> list[dict[str, Any]]:
+    """The container of each part."""
+    return [
+        container
+        for one in yaml.safe_load_all(text)
+        if one["kind"] == "StatefulSet"
+        for container in one["spec"]["template"]["spec"]["containers"]
+    ]
+
+
+def variables(container: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: one["value"] for one in container["env"]}
+
+
+def memory(container: dict[str, Any]) -> tuple[int, int]:
+    """(request, limit) in bytes."""
+    resources = container["resources"]
+    request, limit = (resources[kind]["memory"] for kind in ("requests", "limits"))
+    assert request.endswith("Mi")
+    assert limit.endswith("Mi")
+    return int(request[:-2]) * MIB, int(limit[:-2]) * MIB
+
+
+def test_a_shard_has_memory_for_the_versions_that_it_holds() -> None:
+    for container in containers(shard_manifests(2, LARGE, PodOptions())):
+        request, limit = memory(container)
+        assert request == 200 * GIB + PROCESS_BYTES + WORK_BYTES
+        most = 200 * GIB + PROCESS_BYTES + memory_bytes_max(DEFAULT_LIMITS)
+        assert most <= limit < most + MIB
+
+
+def test_a_shard_that_does_not_follow_holds_one_version() -> None:
+    (container, _) = containers(shard_manifests(2, LARGE, PodOptions(follow="none")))
+    assert memory(container)[0] == 100 * GIB + PROCESS_BYTES + WORK_BYTES
+    assert variables(container)["EMBEDSERVE_FOLLOW"] == "none"
+
+
+def test_parts_differ_in_their_number_only() -> None:
+    text = shard_manifests(3, LARGE, PodOptions(workers=4, tables="mapped"))
+    for part, container in enumerate(containers(text)):
+        assert variables(container) == {
+            "EMBEDSERVE_PART": f"{part}/3",
+            "EMBEDSERVE_MODEL": "shop",
+            "EMBEDSERVE_CONNECTION_AGE_S_MAX": "0",
+            "EMBEDSERVE_FOLLOW": "latest",
+            "EMBEDSERVE_WORKERS": "4",
+            "EMBEDSERVE_TABLES": "mapped",
+        }
+        assert container["resources"]["requests"]["cpu"] == "4"
+
+
+def test_the_yaml_has_no_references() -> None:
+    assert not any(mark in shard_manifests(2, LARGE, PodOptions()) for mark in ("&id", "*id"))
+
+
+def test_what_stands_in_a_name_ends_no_comment() -> None:
+    text = shard_manifests(2, replace(LARGE, name="a\nspec: {}\n# b"), PodOptions())
+    plain = shard_manifests(2, LARGE, PodOptions())
+    assert list(yaml.safe_load_all(text)) == list(yaml.safe_load_all(plain))
+
+
+def test_routers_have_memory_for_the_ids_of_two_versions() -> None:
+    text = shard_manifests(2, replace(LARGE, ids=3 * GIB), PodOptions())
+    assert "memory, of which 6.0 GiB are ids of two versions" in text
+
+
+def test_options_that_a_shard_would_reject_are_rejected() -> None:
+    with pytest.raises(ValueError, match="a version that comes while workers run"):
+        shard_manifests(2, LARGE, PodOptions(workers=2, tables="resident"))
+
+
+def test_tables_that_are_not_published_yet(tables: Path) -> None:
+    done = run(tables, "--hosts", "2", "--kubernetes")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith("# Made by embedserve plan --kubernetes: ")
+    found = containers(done.stdout)
+    assert len(found) == 2
+    for container in found:
+        assert memory(container)[0] >= USER_BYTES + PROCESS_BYTES + WORK_BYTES  # two halves
+        assert "ephemeral-storage" not in container["resources"]["limits"]
+        assert "EMBEDSERVE_MODEL" not in variables(container)
+
+
+def test_the_store_of_the_pods_may_be_remote(tables: Path) -> None:
+    options = ("--kubernetes", "--store", "s3://bucket/store")
+    done = run(tables, "--hosts", "2", *options)
+    assert done.exit_code == 0, done.stderr
+    for container in containers(done.stdout):
+        disk = container["resources"]["limits"]["ephemeral-storage"]
+        assert int(disk[:-2]) * MIB > 3 * USER_BYTES / 2 + GIB
+
+
+def test_one_host_has_a_pod_of_whole_tables(tables: Path) -> None:
+    done = run(tables, "--hosts", "1", "--kubernetes")
+    assert done.exit_code == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["kind"] == "Deployment"
+
+
+def test_there_are_no_shards_on_gpus(tables: Path) -> None:
+    done = run(tables, "--hosts", "2", "--kubernetes", "--device-type", "cuda")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "device_type is 'cuda', but the plan has 2 parts" in done.stderr
+
+
+def test_a_published_version_names_its_model(two_rank_store: Path) -> None:
+    done = run(two_rank_store, "shop", "--hosts", "2", "--kubernetes")
+    assert done.exit_code == 0, done.stderr
+    names = [variables(container)["EMBEDSERVE_MODEL"] for container in containers(done.stdout)]
+    assert names == ["shop", "shop"]
