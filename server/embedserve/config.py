@@ -223,6 +223,11 @@ class ServeSettings:
         min=0,
         max=1,
     )
+    partial_dtype: str = setting(
+        "float32",
+        "Dtype in which shards send their sums to a router: float32; float16: half the bytes "
+        "between hosts, but each sum is rounded, and beyond 65504 it becomes infinite.",
+    )
     shard_ca: str = setting(
         "",
         "PEM file with the CAs of the shards' certificates; a router then connects over TLS. "
@@ -375,6 +380,7 @@ CHOICES = {
     "gpu_layout": ("auto", "replicas", "shards"),
     "grpc_server": ("native", "grpcio"),
     "lookup": ("compiled", "eager"),
+    "partial_dtype": ("float32", "float16"),
     "tables": ("mapped", "resident"),
     "log_level": ("debug", "info", "warning", "error"),
     "log_format": ("text", "json"),

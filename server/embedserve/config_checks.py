@@ -23,6 +23,15 @@ from embedserve_store.errors import StoreError
 from embedserve_store.parts.part import Part
 from embedserve_store.remote.remote_store import is_url
 
+ROUTER_SETTINGS = {
+    "partial_dtype": "float32",
+    "shard_ca": "",
+    "shard_cert": "",
+    "shard_key": "",
+    "shard_token": "",
+}
+"""Settings that only a router has, with their defaults."""
+
 
 def check_settings(settings: ServeSettings) -> None:
     """Raises ValueError for settings that are invalid or contradict each other on any host and with
@@ -96,15 +105,15 @@ def _check_parts(settings: ServeSettings) -> None:
             "model in parts change by whole versions only"
         )
     if not settings.shards:
-        for unused in ("shard_ca", "shard_cert", "shard_key", "shard_token"):
-            if value := getattr(settings, unused):
+        for setting, default in ROUTER_SETTINGS.items():
+            if (value := getattr(settings, setting)) != default:
                 raise ValueError(
-                    f"{unused} is {value!r}, but this server is no router: give shards"
+                    f"{setting} is {value!r}, but this server is no router: give shards"
                 )
         return
     _check_shard_credentials(settings)
-    for setting, default in (("tables", "mapped"), ("verify", False), ("lookup", "compiled")):
-        if (value := getattr(settings, setting)) != default:
+    for setting, own in (("tables", "mapped"), ("verify", False), ("lookup", "compiled")):
+        if (value := getattr(settings, setting)) != own:
             raise ValueError(
                 f"{setting} is {value!r}, but shards is {settings.shards!r}: a router has no rows"
             )

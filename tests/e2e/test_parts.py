@@ -21,6 +21,7 @@ from e2e.parts_cluster import (
     ROWS,
     STEP,
     WAIT_S_MAX,
+    Cluster,
     cluster,
     publish_next,
     replicas,
@@ -64,17 +65,22 @@ def publish_models(store: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Running]]:
-    """Yields a router and a server of whole tables, over the same store."""
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Yields the shards of models of every kind."""
     folder = tmp_path_factory.mktemp("parts")
-    store = folder / "store"
-    publish_models(store)
-    with cluster(store, folder) as one:
+    publish_models(folder / "store")
+    with cluster(folder / "store", folder) as one:
         for part in range(PARTS):
             one.start_shard(part)
         one.write_addresses()
-        whole = one.stack.enter_context(running(store, folder / "whole.log"))
-        yield one.start_router(), whole
+        yield one
+
+
+@pytest.fixture(scope="module")
+def kinds(shards: Cluster) -> tuple[Running, Running]:
+    """Returns a router and a server of whole tables, over the same store."""
+    whole = shards.stack.enter_context(running(shards.store, shards.folder / "whole.log"))
+    return shards.start_router(), whole
 
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -111,6 +117,24 @@ def test_a_router_answers_as_one_server_does(
         assert found.shape == expected.shape
         largest = np.abs(expected).max(initial=0)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * largest)
+
+
+def test_sums_are_rounded_between_the_hosts_if_asked(
+    shards: Cluster, kinds: tuple[Running, Running]
+) -> None:
+    _, whole = kinds
+    router = shards.start_router("--partial-dtype", "float16")
+    for model, features in (REQUESTS[0], REQUESTS[-1]):
+        with GrpcEmbedClient(router.grpc) as routed, GrpcEmbedClient(whole.grpc) as exact:
+            answer = routed.embed(features, model=model)
+            expected = exact.embed(features, model=model)
+        errors = {
+            key: np.abs(values_of(answer, key) - values_of(expected, key)).max()
+            / np.abs(values_of(expected, key)).max()
+            for key in expected.keys
+        }
+        assert all(error < 2.0**-10 for error in errors.values()), errors
+        assert any(error > 1e-6 for error in errors.values()), errors
 
 
 def values_of(result: EmbedResult, key: str) -> np.ndarray:
@@ -255,6 +279,8 @@ def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> No
         (("--shards", "file:x", "--shard-ca", "/nowhere.pem"), "/nowhere.pem"),
         (("--shards", "file:x", "--shard-cert", "x"), "come together"),
         (("--shard-token", "x"), "this server is no router"),
+        (("--partial-dtype", "float16"), "this server is no router"),
+        (("--shards", "file:x", "--partial-dtype", "int8"), "partial_dtype is 'int8'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(

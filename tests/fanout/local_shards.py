@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embedserve.fanout.part_messages import DTYPES
 from embedserve.fanout.router_engine import RouterEngine, ServedPart
 from embedserve.shard_client.reply import OK, Reply
 from embedserve_proto import embedding_pb2
@@ -26,6 +27,7 @@ class LocalShards:
         replies: replies of parts that do not answer, by part.
         changes: functions that change the response of a part, by part.
         asked: parts that were asked, in order.
+        dtypes: dtype of the values of each answer, in order.
     """
 
     def __init__(self, store: Path, model: str, parts: int) -> None:
@@ -33,6 +35,7 @@ class LocalShards:
         self.replies: dict[int, Reply] = {}
         self.changes: dict[int, Callable[[embedding_pb2.EmbedResponse], None]] = {}
         self.asked: list[int] = []
+        self.dtypes: list[str] = []
         self.versions: list[ModelVersion] = [
             ModelStore(store, holds=Part(part, parts)).load(model) for part in range(parts)
         ]
@@ -61,9 +64,14 @@ class LocalShards:
         )
         bags = _in_order(version, list(request.keys), ids, lengths, weights)
         values = pool_stored(version.manifest, bags, bags.ids, version.tables)
+        dtype = DTYPES[embedding_pb2.OutputDType.Name(request.output_dtype).lower()]
         response = embedding_pb2.EmbedResponse(
-            model=served.model, version=served.version, values=values.tobytes()
+            model=served.model,
+            version=served.version,
+            values=values.astype(dtype).tobytes(),
+            output_dtype=request.output_dtype,
         )
+        self.dtypes.append(dtype.name)
         if served.part in self.changes:
             self.changes[served.part](response)
         return Reply(OK, payload=response.SerializeToString())
@@ -88,13 +96,16 @@ def _in_order(
 
 
 @contextmanager
-def routed(shards: LocalShards, store: Path, model: str) -> Iterator[RouterEngine]:
+def routed(
+    shards: LocalShards, store: Path, model: str, partial_dtype: str = "float32"
+) -> Iterator[RouterEngine]:
     """Yields a router's engine, whose event loop runs in a thread."""
     loop = shards.loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        yield RouterEngine(ModelStore(store, holds=NO_ROWS).load(model), shards)
+        version = ModelStore(store, holds=NO_ROWS).load(model)
+        yield RouterEngine(version, shards, partial_dtype)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -84,9 +84,12 @@ IDS, LENGTHS = np.array([0, 10, 11, 20]), np.array([1, 2, 1], np.int32)
 """Example 0 is on part 0, example 1 on part 1, example 2 on part 2."""
 
 
-def batch_of(engine: RouterEngine) -> tuple[Batch, np.ndarray | EmbedServeError]:
-    """Returns a batch of IDS after its lookup, and how that ended."""
-    batch = Batch(IDS, LENGTHS, None, [3], 3)
+def batch_of(
+    engine: RouterEngine, ids: np.ndarray = IDS, lengths: np.ndarray = LENGTHS
+) -> tuple[Batch, np.ndarray | EmbedServeError]:
+    """Returns a batch of ``ids`` after its lookup, and how that ended."""
+    examples = lengths.size // len(engine.manifest.features)
+    batch = Batch(ids, lengths, None, [examples], examples)
     ends: list[np.ndarray | EmbedServeError] = []
     loop = engine._shards.loop
     assert loop is not None
@@ -130,6 +133,42 @@ def test_only_the_examples_of_a_part_that_fails_fail(
     assert error.retry_after_s == max(reply.retry_after_s, kind.retry_after_s)
     assert isinstance(values, np.ndarray)
     assert np.array_equal(values[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_partial_values_may_be_rounded(tmp_path: Path, is_pooled: bool) -> None:
+    source = pooled_source() if is_pooled else unpooled_source()
+    publish(source, tmp_path, model="m", hosts=PARTS)
+    answers = {}
+    for dtype in ("float32", "float16"):
+        shards = LocalShards(tmp_path, "m", PARTS)
+        with routed(shards, tmp_path, "m", dtype) as engine:
+            engine.warm_up()
+            assert set(shards.dtypes) == {"float32"}  # goldens are compared without the rounding
+            shards.dtypes.clear()
+            features = len(engine.manifest.features)
+            rows = np.repeat(engine.manifest.rows_per_feature, 6)
+            ids = np.arange(rows.size) * 7 % rows
+            _, answers[dtype] = batch_of(engine, ids, np.full(2 * features, 3, np.int32))
+            assert set(shards.dtypes) == {dtype}
+    exact, rounded = answers["float32"], answers["float16"]
+    assert isinstance(exact, np.ndarray)
+    assert isinstance(rounded, np.ndarray)
+    assert exact.dtype == rounded.dtype == np.float32
+    assert 0 < np.abs(exact - rounded).max() < 2.0**-9 * np.abs(exact).max()
+
+
+def test_a_part_that_fails_leaves_the_rounded_values_of_the_others(
+    store: Path, shards: LocalShards
+) -> None:
+    with routed(shards, store, "m", "float16") as engine:
+        expected = engine.lookup(IDS, LENGTHS)
+        shards.replies[1] = Reply(UNAVAILABLE)
+        batch, values = batch_of(engine)
+    [(examples, _)] = batch.failures
+    assert examples.tolist() == [1]
+    assert isinstance(values, np.ndarray)
+    np.testing.assert_allclose(values[[0, 2]], expected[[0, 2]], rtol=2.0**-11)
 
 
 def other_version(response: embedding_pb2.EmbedResponse) -> None:

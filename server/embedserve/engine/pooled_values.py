@@ -1,4 +1,4 @@
-"""Final steps on the values of a lookup on the CPU: means are divided, and values rounded."""
+"""Steps on the values of a lookup on the CPU: means are divided, and values converted."""
 
 from __future__ import annotations
 
@@ -28,3 +28,9 @@ def to_float16(values: np.ndarray) -> np.ndarray:
     thirty times as long."""
     rounded: np.ndarray = torch.from_numpy(values).to(torch.float16).numpy()
     return rounded
+
+
+def to_float32(values: np.ndarray) -> np.ndarray:
+    """Returns ``values``, float16 or float32, as float32."""
+    converted: np.ndarray = torch.from_numpy(values).to(torch.float32).numpy()
+    return converted

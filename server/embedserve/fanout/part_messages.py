@@ -6,6 +6,7 @@ A request is an EmbedRequest of embedding.proto. Its arrays are sent as they are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +27,14 @@ def _tag(field: str) -> bytes:
 
 
 IDS, LENGTHS, WEIGHTS = _tag("ids_bytes"), _tag("lengths_bytes"), _tag("weights_bytes")
+OUTPUT_DTYPE = varint(tag_of(number_of(embedding_pb2.EmbedRequest, "output_dtype"), VARINT))
 EXAMPLES = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "batch_size"), VARINT))
+VALUES_DTYPE = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "output_dtype"), VARINT))
 VALUES = varint(tag_of(number_of(embedding_pb2.EmbedResponse, "values"), LENGTH_DELIMITED))
+
+
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("float32", "float16")}
+"""Dtypes in which shards may send their values."""
 
 
 class WrongAnswerError(Exception):
@@ -37,12 +44,18 @@ class WrongAnswerError(Exception):
 class PartMessages:
     """Requests to one part of one version, and its responses."""
 
-    def __init__(self, part: Manifest, features: Sequence[str]) -> None:
+    def __init__(self, part: Manifest, features: Sequence[str], dtype: str) -> None:
         """
         Args:
             part: manifest of the part.
             features: its features in the order in which their ids are sent.
+            dtype: dtype of the values in responses, one of DTYPES.
         """
+        self._dtype = DTYPES[dtype]
+        self._output_dtype = embedding_pb2.OutputDType.Value(dtype.upper())
+        asked = varint(self._output_dtype)
+        self._end = OUTPUT_DTYPE + asked if self._output_dtype else b""
+        self._values = (VALUES_DTYPE + asked if self._output_dtype else b"") + VALUES
         model, version = part.model, part.version
         self._start = embedding_pb2.EmbedRequest(
             model=f"{model}@{version}", keys=features
@@ -65,23 +78,25 @@ class PartMessages:
         ]
         if lookup.weights is not None:
             chunks += [WEIGHTS + varint(lookup.weights.nbytes), lookup.weights.tobytes()]
+        if self._end:
+            chunks.append(self._end)
         return chunks
 
     def _start_of(self, examples: int, nbytes: int) -> bytes:
         """Returns the bytes of a response before its values."""
-        return self._response_start + EXAMPLES + varint(examples) + VALUES + varint(nbytes)
+        return self._response_start + EXAMPLES + varint(examples) + self._values + varint(nbytes)
 
     def decode(self, body: bytes, shape: tuple[int, int]) -> np.ndarray:
-        """Returns the float32 values, of ``shape``, of the response ``body``.
+        """Returns the values, of ``shape`` and in the dtype asked for, of the response ``body``.
 
         Raises:
             WrongAnswerError: the response is of another version, or of another shape or dtype.
         """
-        nbytes = 4 * shape[0] * shape[1]
+        nbytes = self._dtype.itemsize * shape[0] * shape[1]
         if len(body) > nbytes:
             start = len(body) - nbytes
             if body[:start] == self._start_of(shape[0], nbytes):
-                return np.frombuffer(body, np.float32, offset=start).reshape(shape)
+                return np.frombuffer(body, self._dtype, offset=start).reshape(shape)
         try:
             response = embedding_pb2.EmbedResponse.FromString(body)
         except Exception as error:
@@ -91,8 +106,9 @@ class PartMessages:
                 f"is of {response.model!r} version {response.version}, "
                 f"asked was {self._model!r} version {self._version}"
             )
-        if response.output_dtype != embedding_pb2.FLOAT32 or len(response.values) != nbytes:
+        if response.output_dtype != self._output_dtype or len(response.values) != nbytes:
             raise WrongAnswerError(
-                f"has {len(response.values)} bytes of values, expected {nbytes} of float32"
+                f"has {len(response.values)} bytes of values, "
+                f"expected {nbytes} of {self._dtype.name}"
             )
-        return np.frombuffer(response.values, np.float32).reshape(shape)
+        return np.frombuffer(response.values, self._dtype).reshape(shape)

@@ -15,6 +15,7 @@ from math import gcd
 import numpy as np
 import torch
 
+from embedserve.engine.pooled_values import to_float32
 from embedserve.fanout.partition import DividedIds, Partition, PartLookup
 
 
@@ -129,13 +130,13 @@ class PooledBatch:
         """Returns the sums of the batch, float32 [examples, sum of dims].
 
         Args:
-            values: float32 values of each of ``lookups``, in that order and shape.
+            values: values of each of ``lookups``, float32 or float16, in that order and shape.
         """
         columns = self._columns
         shape = (self._examples, columns.chunks * columns.width)
         if not values:
             return np.zeros(shape, np.float32)
-        flat = np.concatenate([one.reshape(-1) for one in values])
+        flat = to_float32(np.concatenate([one.reshape(-1) for one in values]))
         indices, offsets = self._sum
         summed = torch.nn.functional.embedding_bag(
             indices, torch.from_numpy(flat).view(-1, columns.width), offsets, mode="sum"

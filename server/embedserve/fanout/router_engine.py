@@ -114,11 +114,15 @@ class RouterEngine:
     lookup_kind = "parts"
     batches_max = BATCHES_MAX
 
-    def __init__(self, version: ModelVersion, shards: PartCaller) -> None:
+    def __init__(
+        self, version: ModelVersion, shards: PartCaller, partial_dtype: str = "float32"
+    ) -> None:
         """
         Args:
             version: version without rows, whose plan has a host plan.
             shards: caller of its parts.
+            partial_dtype: dtype in which shards send their values for batches, one of
+                part_messages.DTYPES. Those for ``lookup``, and so for the goldens, are float32.
         """
         manifest, hosts = version.manifest, version.plan.hosts
         assert hosts is not None  # a store opened without rows has checked it
@@ -133,26 +137,36 @@ class RouterEngine:
         self._columns = PooledColumns(self._partition) if manifest.is_pooled else None
         self._means = [one for one in manifest.columns if one.table.pooling == "mean"]
         self.parts = served_parts(version)
-        self._messages = [
-            PartMessages(part, self._partition.sent_features(number))
-            for number, part in enumerate(self._partition.parts)
-        ]
+        self._exact = self._messages_of("float32")
+        self._messages = self._messages_of(partial_dtype)
         self.fingerprint = manifest.fingerprint
         self.part: Part | None = None
         self.spare_rows = None
         self._log = RateLimitedLogger(logger)
 
+    def _messages_of(self, dtype: str) -> list[PartMessages]:
+        partition = self._partition
+        return [
+            PartMessages(part, partition.sent_features(number), dtype)
+            for number, part in enumerate(partition.parts)
+        ]
+
     def begin(self, batch: Batch, deadline_s: float, finish: Finish) -> None:
         """Begins the lookup of ``batch``; see batching.lookup_engine.RemoteLookups."""
+        self._begin(batch, deadline_s, finish, self._messages)
+
+    def _begin(
+        self, batch: Batch, deadline_s: float, finish: Finish, messages: Sequence[PartMessages]
+    ) -> None:
         pending = self._divide(batch.ids, batch.lengths, batch.weights)
         lookups = pending.lookups()
-        fanout = _Fanout(self, batch, pending, lookups, finish)
+        fanout = _Fanout(self, batch, pending, lookups, messages, finish)
         if not lookups:
             asyncio.get_running_loop().call_soon(fanout.end)
             return
         until_s = monotonic() + deadline_s - perf_counter()
         for i, lookup in enumerate(lookups):
-            message = self._messages[lookup.part].encode(lookup)
+            message = messages[lookup.part].encode(lookup)
             on_reply = partial(fanout.on_reply, i)
             self._shards.look_up(self.parts[lookup.part], message, until_s, on_reply)
         pending.prepare()
@@ -165,13 +179,15 @@ class RouterEngine:
         divided = self._partition.divide(ids, lengths, weights)
         return PooledBatch(self._partition, self._columns, divided)
 
-    def read_reply(self, lookup: PartLookup, reply: Reply) -> np.ndarray | EmbedServeError:
+    def read_reply(
+        self, lookup: PartLookup, messages: PartMessages, reply: Reply
+    ) -> np.ndarray | EmbedServeError:
         """Returns the values of ``reply`` to ``lookup``, or the error for the callers."""
         served = self.parts[lookup.part]
         who = f"part {served.part} of {served.parts} of {served.model!r} version {served.version}"
         if reply.status == OK:
             try:
-                return self._messages[lookup.part].decode(reply.payload, lookup.shape)
+                return messages.decode(reply.payload, lookup.shape)
             except WrongAnswerError as error:
                 reply = Reply(-1, str(error))
         self._log.log(logging.ERROR, f"{who} fails", f"status {reply.status}: {reply.message}")
@@ -222,7 +238,7 @@ class RouterEngine:
 
         def begin() -> None:
             try:
-                self.begin(batch, perf_counter() + GOLDENS_S_MAX, end)
+                self._begin(batch, perf_counter() + GOLDENS_S_MAX, end, self._exact)
             except Exception as error:
                 answer.set_exception(error)
 
@@ -270,12 +286,14 @@ class _Fanout:
         batch: Batch,
         pending: PooledBatch | UnpooledBatch,
         lookups: Sequence[PartLookup],
+        messages: Sequence[PartMessages],
         finish: Finish,
     ) -> None:
         self._engine = engine
         self._batch = batch
         self._pending = pending
         self._lookups = lookups
+        self._messages = messages
         self._finish = finish
         self._values: list[np.ndarray | None] = [None] * len(lookups)
         self._left = len(lookups)
@@ -283,7 +301,7 @@ class _Fanout:
     def on_reply(self, index: int, reply: Reply) -> None:
         """Takes the reply to the lookup at ``index``; the last one ends the batch."""
         lookup = self._lookups[index]
-        values = self._engine.read_reply(lookup, reply)
+        values = self._engine.read_reply(lookup, self._messages[lookup.part], reply)
         if isinstance(values, EmbedServeError):
             examples = self._pending.examples_on(lookup.part)
             self._batch.failures = [*self._batch.failures, (examples, values)]

@@ -64,6 +64,7 @@ class Shards:
             call_timeout_s=settings.shard_timeout_ms / 1000, hedge_share=settings.hedge_share
         )
         self._credentials = ShardCredentials(settings)
+        self._partial_dtype = settings.partial_dtype
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
         self._tasks: list[asyncio.Task[None]] = []
         self._engines: list[ref[RouterEngine]] = []
@@ -108,10 +109,13 @@ class Shards:
             OSError, ValueError: the file of addresses cannot be read.
         """
         torch.set_num_threads(1)  # its threads would spin while idle, on cores that others need
-        engines = {name: RouterEngine(version, self) for name, version in versions.items()}
+        engines = {name: self._engine(version) for name, version in versions.items()}
         self._engines = [ref(engine) for engine in engines.values()]
         asyncio.run(self._check(list(engines.values()), is_shown=is_shown))
         return engines
+
+    def _engine(self, version: ModelVersion) -> RouterEngine:
+        return RouterEngine(version, self, self._partial_dtype)
 
     async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:
         async with self._running():
@@ -236,7 +240,7 @@ class Shards:
 
     def open(self, version: ModelVersion) -> RouterEngine:
         """Returns the engine of ``version``; called in another thread than the event loop's."""
-        engine = RouterEngine(version, self)
+        engine = self._engine(version)
 
         def add() -> None:
             self._expect(engine.parts)

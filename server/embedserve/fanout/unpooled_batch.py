@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from embedserve.engine.pooled_values import to_float32
 from embedserve.fanout.partition import Partition, PartLookup
 
 
@@ -49,10 +50,10 @@ class UnpooledBatch:
         """Returns the rows of the batch, float32 [n, dim]: for each key one row for each id.
 
         Args:
-            values: float32 values of each of ``lookups``, in that order and shape.
+            values: values of each of ``lookups``, float32 or float16, in that order and shape.
         """
         manifest = self._partition.manifest
-        nothing = np.empty((0, manifest.length_per_key[0]), np.float32)
+        nothing = np.empty((0, manifest.length_per_key[0]), np.float16)  # as small as can be
         # Distinct rows by feature and table: ascending, and so part by part.
         pieces: defaultdict[tuple[int, str], list[np.ndarray]] = defaultdict(lambda: [nothing])
         for part, rows in zip(self._asked(), values, strict=True):
@@ -61,12 +62,11 @@ class UnpooledBatch:
                 end = start + int(self._counts[part, feature])
                 pieces[feature, table].append(rows[start:end])
                 start = end
-        return np.concatenate(
-            [
-                np.concatenate(pieces[one.feature, one.table.name])[self._inverse[one.feature]]
-                for one in manifest.columns
-            ]
-        )
+        of_keys = [
+            np.concatenate(pieces[one.feature, one.table.name])[self._inverse[one.feature]]
+            for one in manifest.columns
+        ]
+        return to_float32(np.concatenate(of_keys))
 
     def examples_on(self, part: int) -> np.ndarray:
         """Returns the indices of the examples that have ids on ``part``."""
