@@ -234,6 +234,19 @@ def test_overload_is_retried_once_and_the_longest_retry_after_returned() -> None
     assert bench.replies[1] == OVERLOADED
 
 
+def test_a_request_that_is_too_large_is_not_retried() -> None:
+    """An overloaded shard sends retry-after; a request over a limit gets none."""
+    bench = Bench()
+    bench.join("a", "b")
+    bench.look_up()
+    too_large = Reply(RESOURCE_EXHAUSTED, "the message has 9 bytes, the limit is 8")
+    bench.calls[0].answer(too_large)
+    assert bench.calls == []
+    assert bench.replies[0] == too_large
+    assert bench.part.stats.calls["error"] == 1
+    assert bench.part.stats.calls["overloaded"] == 0
+
+
 def test_other_statuses_are_the_callers() -> None:
     bench = Bench()
     bench.join("a", "b")

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_stats import (
     CANCELLED_OUTCOME,
-    OTHER_OUTCOME,
-    OUTCOME_BY_STATUS,
     VersionKey,
+    outcome_of,
 )
 from embedserve.shard_client.replica import PartReplica
 from embedserve.shard_client.reply import (
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from embedserve.shard_client.replicas import PartClient
 
 RETRYABLE = (UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED)
-"""Statuses after which another replica may answer."""
+"""Statuses after which another replica may answer, unless the request is too large for a shard."""
 HEDGE, HANG, END = range(3)
 """Deadlines of an attempt, in order."""
 
@@ -232,7 +231,7 @@ class LookUp:
             self.part.stats.bytes_received += len(reply.payload)
             if attempt is self._hedge:
                 self.part.stats.hedge_wins += 1
-        elif status in RETRYABLE:
+        elif status in RETRYABLE and not reply.is_too_large:
             self._on_failure(attempt, reply, now_s)
             return
         self._attempts.remove(attempt)
@@ -265,7 +264,7 @@ class LookUp:
     # Ends
 
     def _finish(self, reply: Reply, now_s: float) -> None:
-        self._end(OUTCOME_BY_STATUS.get(reply.status, OTHER_OUTCOME), now_s)
+        self._end(outcome_of(reply), now_s)
         self._on_done(reply)
 
     def _end(self, outcome: str, now_s: float) -> None:
