@@ -200,13 +200,17 @@ class LookUp:
         """Calls another replica, as ``attempt`` hangs. Returns whether it did.
 
         A silent replica is avoided from now on, and the budget is not asked. A replica that answers
-        other calls is slow or overloaded, and a budget keeps the load of the part in bounds.
+        other calls is slow or overloaded, and a budget keeps the load of the part in bounds. The
+        budget also holds if the other replica is silent, too: then the whole part is overloaded.
         """
         part, is_silent = self.part, attempt.is_silent(now_s)
         if is_silent:
             attempt.replica.mark_hung(now_s)
         replica = part.choose(self._key, self._tried, is_optional=not is_silent)
-        if replica is None or not (is_silent or part.retries.try_take()):
+        if replica is None:
+            return False
+        is_free = is_silent and not replica.is_hung
+        if not is_free and not part.retries.try_take():
             return False
         part.stats.hung += is_silent
         part.stats.retries += not is_silent
