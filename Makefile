@@ -111,7 +111,8 @@ soak-deltas: install
 	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m soak.deltas $(SOAK)
 
 # A hundred changes of the version that answers, under full load: SWAPS="--swaps 100 --workers 2";
-# of NVIDIA's Triton, which is installed first: SWAPS="--server triton".
+# of a router over shards: SWAPS="--parts 2 --replicas 2"; of NVIDIA's Triton, which is installed
+# first: SWAPS="--server triton".
 swaps: install
 	PYTHONPATH=server:model_store:clients:proto:tests:bench:tools $(BIN)/python -W ignore -m swaps.swaps $(SWAPS)
 

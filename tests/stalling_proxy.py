@@ -43,6 +43,11 @@ class StallingProxy:
                     forward = (source, target, source is server)
                     threading.Thread(target=self._forward, args=forward, daemon=True).start()
 
+    def stall(self) -> None:
+        """Holds all answers from now on, of new connections, too: a host that vanished looks like
+        this."""
+        self._nbytes_passed = 0
+
     def close(self) -> None:
         self.released.set()
         self._listener.shutdown(socket.SHUT_RDWR)

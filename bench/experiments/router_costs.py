@@ -51,10 +51,10 @@ def make_store(store: Path, parts: int) -> None:
     publish(EmbeddingBagCollection(tables=tables), store, model="m", hosts=parts)
 
 
-def make_batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (ids, lengths) of USERS users."""
+def make_batch(seed: int, users: int = USERS) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (ids, lengths) of a batch."""
     random = np.random.default_rng(seed)
-    lengths = random.integers(0, IDS_MAX + 1, TABLES * USERS).astype(np.int32)
+    lengths = random.integers(0, IDS_MAX + 1, TABLES * users).astype(np.int32)
     return random.integers(0, ROWS, lengths.sum()), lengths
 
 

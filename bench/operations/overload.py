@@ -68,16 +68,23 @@ class Load:
     """Outcome of the offered load.
 
     Attributes:
-        ended: number of requests that succeeded or were rejected.
+        ok: number of successful requests.
+        refused: number of rejected requests.
         others: number of requests with another outcome.
         cpu_s: CPU seconds of the load generator.
         times: latencies, where they are known.
     """
 
-    ended: int
+    ok: int
+    refused: int
     others: int
     cpu_s: float
     times: Times
+
+    @property
+    def ended(self) -> int:
+        """Number of requests that succeeded or were rejected."""
+        return self.ok + self.refused
 
 
 def measure(seconds: int = 16) -> dict[str, Overload]:
@@ -111,7 +118,7 @@ def _measure(server: EmbedServe, way: Way, seconds: int) -> Overload:
         closed(2)
         peak = closed(seconds // 2)
         offered = OVERLOAD * peak
-        offer = _offer_grpc if is_grpc else _offer_http
+        offer = offer_grpc if is_grpc else _offer_http
         with _memory(process.pid) as memory, _probe(way, plain, is_grpc) as probed:
             goodput, ended = counted(lambda: offer(post, log, offered, seconds), seconds)
         peak = max(peak, closed(seconds // 2))
@@ -140,14 +147,14 @@ def _offer_http(post: load.Post, log: Path, rate: float, seconds: int) -> Load:
     return _h2load([*command, f"--rps={rate / OVERLOAD_CONNECTIONS:.3f}"], log, seconds)
 
 
-def _offer_grpc(post: load.Post, log: Path, rate: float, seconds: int) -> Load:
+def offer_grpc(post: load.Post, log: Path, rate: float, seconds: int) -> Load:
     """Offers calls at a rate and counts their outcomes, without latencies."""
     arguments = (post.port, post.path, post.body, post.answer_bytes, OVERLOAD_CONNECTIONS)
     command = [sys.executable, str(OPEN_LOOP), *map(str, arguments), str(rate), str(seconds)]
     before_s = _children_cpu_s()
     ended = json.loads(load.run(command, seconds))
     used_s = _children_cpu_s() - before_s
-    return Load(ended["ok"] + ended["refused"], ended["other"], used_s, Times())
+    return Load(ended["ok"], ended["refused"], ended["other"], used_s, Times())
 
 
 def _h2load(command: list[str], log: Path, seconds: int) -> Load:
@@ -161,7 +168,7 @@ def _h2load(command: list[str], log: Path, seconds: int) -> Load:
             ended.append(ms)
         else:
             times.others += 1
-    return Load(len(times.ok_ms) + len(times.refused_ms), times.others, used_s, times)
+    return Load(len(times.ok_ms), len(times.refused_ms), times.others, used_s, times)
 
 
 def _children_cpu_s() -> float:

@@ -30,7 +30,9 @@ class Limits:
     """Limits on the work that the server accepts, per request, batch, queue and process."""
 
     body_bytes_max: int = limit(32 * MIB, "Bytes of one request body or message.")
-    request_examples_max: int = limit(65_536, "Examples in one request.")
+    request_examples_max: int = limit(
+        65_536, "Examples in one request, and in a batch of several requests."
+    )
     request_features_max: int = limit(4096, "Features named by one request.")
     request_ids_max: int = limit(1_048_576, "Ids in one request.")
     request_values_max: int = limit(

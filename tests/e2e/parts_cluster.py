@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from running_servers import Running, running
+from running_servers import Running, free_port, running
 
 from embedserve_client import GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
@@ -36,6 +36,7 @@ class Cluster:
     Attributes:
         addresses: file of the shards' addresses.
         shards: (part, number of the replica) to the server.
+        ports: (part, number of the replica) to its ports for HTTP and gRPC, at every start.
     """
 
     store: Path
@@ -43,17 +44,20 @@ class Cluster:
     parts: int = PARTS
     stack: ExitStack = field(default_factory=ExitStack)
     shards: dict[tuple[int, int], Running] = field(default_factory=dict)
+    ports: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     @property
     def addresses(self) -> Path:
         return self.folder / "shards.json"
 
+    def ports_of(self, part: int, replica: int = 0) -> tuple[int, int]:
+        """Returns the ports of a shard, which it also has when it is started again."""
+        return self.ports.setdefault((part, replica), (free_port(), free_port()))
+
     def start_shard(self, part: int, replica: int = 0, *arguments: object) -> Running:
         log = self.folder / f"shard-{part}-{replica}.log"
         options = ("--part", f"{part}/{self.parts}", *arguments)
-        before = self.shards.get((part, replica))
-        ports = None if before is None else (port_of(before.http), port_of(before.grpc))
-        server = running(self.store, log, *options, ports_used=ports)
+        server = running(self.store, log, *options, ports_used=self.ports_of(part, replica))
         shard = self.shards[part, replica] = self.stack.enter_context(server)
         return shard
 
@@ -61,6 +65,26 @@ class Cluster:
         log = self.folder / "router.log"
         options = ("--shards", f"file:{self.addresses}", *arguments)
         return self.stack.enter_context(running(self.store, log, *options))
+
+    def begin_router(self, words: str) -> Callable[[], Running]:
+        """Starts a router that cannot be ready yet, and returns once its log has ``words``. The
+        returned function waits until the router is ready."""
+        started: list[Running] = []
+        starting = threading.Thread(target=lambda: started.append(self.start_router()))
+        starting.start()
+        log = self.folder / "router.log"
+        end = time.monotonic() + WAIT_S_MAX
+        while not (log.exists() and words in log.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert not started
+
+        def finish() -> Running:
+            starting.join(WAIT_S_MAX)
+            [router] = started
+            return router
+
+        return finish
 
     def write_addresses(self) -> None:
         found: dict[str, list[str]] = {str(part): [] for part in range(self.parts)}
@@ -87,10 +111,6 @@ def replicas(router: Running) -> list[float]:
     """Returns the number of joined replicas of each part."""
     metrics = shard_metrics(router)
     return [metrics[f"replicas {part}"] for part in range(PARTS)]
-
-
-def port_of(url: str) -> int:
-    return int(url.rpartition(":")[2])
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,9 @@ from e2e.parts_cluster import (
     replicas,
     shard_metrics,
 )
+from stalling_proxy import stalling_proxy
+
+ANY_BYTES = 1 << 62
 
 
 def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> None:
@@ -76,6 +80,32 @@ def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> Non
             load.wait_for_more()
         assert load.wrong == []
         assert load.failed == []
+
+
+def test_a_host_that_vanishes_is_not_noticed(tmp_path: Path) -> None:
+    """Nothing arrives from it any more, not even the end of its connections."""
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            for replica in range(2):
+                one.start_shard(part, replica)
+        with stalling_proxy(one.ports_of(0, 0)[1], ANY_BYTES) as proxy:
+            one.shards[0, 0] = replace(one.shards[0, 0], grpc=f"127.0.0.1:{proxy.port}")
+            one.write_addresses()
+            router = one.start_router()
+            with Load(router, BOTH_PARTS) as load:
+                load.wait_for(lambda: replicas(router) == [2, 2])
+                load.wait_for_more()
+                proxy.stall()
+                load.wait_for(lambda: replicas(router) == [1, 2])
+                load.wait_for_more()
+                proxy.released.set()
+                load.wait_for(lambda: replicas(router) == [2, 2])
+                load.wait_for_more()
+            assert proxy.stalled.is_set()
+            assert load.wrong == []
+            assert load.failed == []
 
 
 def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> None:

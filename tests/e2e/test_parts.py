@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,25 +214,60 @@ def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:
             wrong.start_shard(part)
         one.shards = wrong.shards.copy()
         one.write_addresses()
-        started: list[Running] = []
-        starting = threading.Thread(target=lambda: started.append(one.start_router()))
-        starting.start()
-        log = tmp_path / "router.log"
-        end = time.monotonic() + WAIT_S_MAX
-        while not (log.exists() and "with fingerprint" in log.read_text()):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        assert not started
+        wait_for_router = one.begin_router("with fingerprint")
         one.shards = {}
         for part in range(PARTS):
             one.start_shard(part)
         one.write_addresses()
-        starting.join(WAIT_S_MAX)
-        [router] = started
+        router = wait_for_router()
         response = httpx.post(
             f"{router.http}/embed", json={"features": {"user": [[3]]}}, timeout=60
         )
         assert response.json()["values"] == [[STEP + 3.0] * DIM]
+
+
+def test_a_router_may_start_before_its_shards(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    with cluster(store, tmp_path) as one:
+        addresses = {part: [f"127.0.0.1:{one.ports_of(part)[1]}"] for part in range(PARTS)}
+        one.addresses.write_text(json.dumps(addresses))
+        wait_for_router = one.begin_router("cannot connect")
+        for part in range(PARTS):
+            one.start_shard(part)
+        body = {"features": {"user": [[3, 97]]}}
+        response = httpx.post(f"{wait_for_router().http}/embed", json=body, timeout=60)
+        assert response.json()["values"] == [[2 * STEP + 100.0] * DIM]
+
+
+def test_a_request_that_is_too_large_for_a_shard_is_not_called_overload(tmp_path: Path) -> None:
+    """The limits of the shards are lower than those of the router. No retry would help."""
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    limits = ("--request-examples-max", 1000, "--body-bytes-max", 100_000)
+    with cluster(store, tmp_path) as one:
+        for part in range(PARTS):
+            one.start_shard(part, 0, *limits)
+        one.write_addresses()
+        router = one.start_router()
+        for bags, words in (
+            ([[3]] * 1001, "the batch has 1001 examples, the limit is 1000 (--request-examples-"),
+            ([[3] * 20_000], "bytes, the limit is 100000 (--body-bytes-max)"),
+        ):
+            body = {"features": {"user": bags}}
+            response = httpx.post(f"{router.http}/embed", json=body, timeout=60)
+            assert response.status_code == 413
+            assert "retry-after" not in response.headers
+            message = response.json()["error"]["message"]
+            assert "part 0 of 2 of 'm' version 1 rejects a request of this size: " in message
+            assert words in message
+        metrics = shard_metrics(router)
+        assert metrics["calls 0 error"] == 2
+        assert "calls 0 overloaded" not in metrics
+        response = httpx.post(
+            f"{router.http}/embed", json={"features": {"user": [[3]] * 1000}}, timeout=60
+        )
+        assert response.json()["values"] == [[STEP + 3.0] * DIM] * 1000
 
 
 def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from embedserve.errors import (
     EngineError,
     NotReadyError,
     OverloadedError,
+    RequestTooLargeError,
 )
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.lookup_types import Batch
@@ -110,6 +111,11 @@ def batch_of(
     [
         (Reply(UNAVAILABLE, "10.0.0.7:80 is gone"), NotReadyError, "part 1 of 3 of 'm' version 1"),
         (Reply(RESOURCE_EXHAUSTED, "", b"", 7), OverloadedError, "is overloaded"),
+        (
+            Reply(RESOURCE_EXHAUSTED, "the message has 9 bytes, the limit is 8"),
+            RequestTooLargeError,
+            "rejects a request of this size: the message has 9 bytes, the limit is 8. Send fewer",
+        ),
         (Reply(DEADLINE_EXCEEDED), DeadlineExceededError, "has not answered in time"),
         (Reply(INTERNAL, "a secret"), EngineError, "the server's log says why"),
     ],

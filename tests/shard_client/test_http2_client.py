@@ -293,13 +293,19 @@ def test_a_response_before_the_end_of_the_request_resets_it() -> None:
 
 @pytest.mark.parametrize(
     ("code", "status", "is_lost"),
-    [(ErrorCode.REFUSED_STREAM, 14, True), (ErrorCode.CANCEL, 1, False), (77, 13, False)],
+    [
+        (ErrorCode.REFUSED_STREAM, 14, True),
+        (ErrorCode.CANCEL, 1, False),
+        (ErrorCode.ENHANCE_YOUR_CALM, 8, False),
+        (77, 13, False),
+    ],
 )
 def test_resets_of_the_shard(code: int, status: int, is_lost: bool) -> None:
     peer = ShardPeer()
     peer.call(b"x")
     peer.send(frames.rst_stream(1, code), frames.rst_stream(1, code))
     assert (peer.replies[0].status, peer.replies[0].is_lost) == (status, is_lost)
+    assert not peer.replies[0].is_too_large
 
 
 def test_goaway_fails_later_streams_and_waits_for_the_others() -> None:

@@ -82,6 +82,33 @@ def test_one_timer_serves_all_deadlines() -> None:
     assert "never" not in ran
 
 
+def test_replies_are_read_before_deadlines_that_passed_while_the_event_loop_was_busy() -> None:
+    time = FakeTime()
+    queue = TimerQueue(time.clock, time.call_later)
+    ran: list[str] = []
+
+    class Item:
+        def __init__(self, name: str) -> None:
+            self.name, self.is_over = name, False
+
+        def on_due(self, now_s: float) -> None:
+            ran.append(self.name)
+
+    answered, late = Item("answered"), Item("late")
+    for item in (answered, late):
+        queue.push(time.now_s + 0.1, item, time.now_s)
+    for _ in range(2):
+        time.now_s += 0.3  # the event loop is busy
+        time.advance(0)
+        answered.is_over = True  # its reply was read
+        queue.push(time.now_s - 0.01, Item("earlier"), time.now_s)
+        assert ran == []
+        time.advance(0.001)
+        assert sorted(ran) == ["earlier", "late"]
+        ran.clear()
+        queue.push(time.now_s + 0.1, late, time.now_s)
+
+
 def test_an_error_at_a_deadline_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
     time = FakeTime()
     queue = TimerQueue(time.clock, time.call_later)

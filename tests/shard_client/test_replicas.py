@@ -20,6 +20,7 @@ from embedserve.shard_client.reply import (
     UNAVAILABLE,
     Reply,
 )
+from embedserve.shard_client.share_budget import BURST
 
 OVERLOADED = Reply(RESOURCE_EXHAUSTED, "full", retry_after_s=1)
 
@@ -234,6 +235,34 @@ def test_overload_is_retried_once_and_the_longest_retry_after_returned() -> None
     assert bench.replies[1] == OVERLOADED
 
 
+def test_an_overloaded_part_gets_few_calls_more_than_look_ups() -> None:
+    bench = Bench()
+    bench.join("a", "b")
+    for _ in range(500):
+        bench.look_up()
+        bench.time.advance(0.02)  # until it is hedged, if the budget allows
+        while bench.calls:
+            bench.calls[0].answer(OVERLOADED)
+        bench.answer_polls()
+    stats = bench.part.stats
+    assert stats.calls["overloaded"] == 500
+    assert 500 * 1.1 < stats.attempts <= 500 * 1.2 + 2 * BURST
+    assert stats.attempts == 500 + stats.hedges + stats.retries
+
+
+def test_a_request_that_is_too_large_is_not_retried() -> None:
+    """An overloaded shard sends retry-after; a request over a limit gets none."""
+    bench = Bench()
+    bench.join("a", "b")
+    bench.look_up()
+    too_large = Reply(RESOURCE_EXHAUSTED, "the message has 9 bytes, the limit is 8")
+    bench.calls[0].answer(too_large)
+    assert bench.calls == []
+    assert bench.replies[0] == too_large
+    assert bench.part.stats.calls["error"] == 1
+    assert bench.part.stats.calls["overloaded"] == 0
+
+
 def test_other_statuses_are_the_callers() -> None:
     bench = Bench()
     bench.join("a", "b")
@@ -341,6 +370,37 @@ def test_a_hung_replica_is_used_where_there_is_no_other() -> None:
     assert 0 not in bench.replies
     bench.look_up()
     assert [call.connection for call in bench.calls] == [hung, hung]
+
+
+def test_calls_of_silent_replicas_have_a_budget() -> None:
+    bench = Bench(PartOptions(hedge_share=0))
+    bench.join("a", "b")
+    bench.learn(0.001)
+    for _ in range(200):
+        bench.look_up()
+    bench.time.advance(0.4)
+    assert {call.host for call in bench.calls} == {"a", "b"}
+    assert 200 < bench.part.stats.attempts <= 200 * 1.1 + BURST + 2
+    for call in bench.calls[:]:
+        if not call.is_cancelled:
+            call.answer()
+    assert len(bench.replies) == 200
+
+
+def test_a_busy_router_takes_no_replica_for_silent() -> None:
+    """The replies have arrived, but the event loop has not read them yet."""
+    bench = Bench()
+    bench.join("a", "b")
+    bench.learn(0.001)
+    for _ in range(10):
+        bench.look_up()
+    bench.time.now_s += 0.4
+    bench.time.advance(0)
+    for call in bench.calls[:]:
+        call.answer()
+    bench.time.advance(1)
+    stats = bench.part.stats
+    assert (stats.attempts, stats.hung, stats.hedges, stats.calls["ok"]) == (10, 0, 0, 10)
 
 
 def test_a_slow_replica_that_answers_others_is_not_hung() -> None:

@@ -79,10 +79,19 @@ def test_memory_is_of_all_processes_below_whichever_thread_started_them() -> Non
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("server", "workers"), [(EmbedserveServer, 1), (EmbedserveServer, 2), (TritonServer, 1)]
+    ("server", "workers", "parts"),
+    [
+        (EmbedserveServer, 1, 0),
+        (EmbedserveServer, 2, 0),
+        (EmbedserveServer, 1, 2),
+        (TritonServer, 1, 0),
+    ],
 )
 def test_a_few_swaps(
-    tmp_path: Path, server: Callable[[Path, argparse.Namespace], SwapServer], workers: int
+    tmp_path: Path,
+    server: Callable[[Path, argparse.Namespace], SwapServer],
+    workers: int,
+    parts: int,
 ) -> None:
     if shutil.which("wrk") is None:
         pytest.skip("wrk is not installed")
@@ -91,6 +100,8 @@ def test_a_few_swaps(
     chosen = argparse.Namespace(
         rows=ROWS,
         workers=workers,
+        parts=parts,
+        replicas=2,
         versions=3,
         swaps=6,
         every_s=0.5,

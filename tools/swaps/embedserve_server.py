@@ -1,4 +1,4 @@
-"""embedserve for `make swaps`, following an alias."""
+"""embedserve for `make swaps`, following an alias: one server, or shards and their router."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from running_servers import command
+from running_servers import command, free_port
 from safetensors.numpy import save_file
 from swaps.server import DIM, TABLES, CallTarget, Codec, SwapServer, row_values
 
@@ -18,6 +18,7 @@ from embedserve_proto import embedding_pb2 as pb
 from embedserve_store import set_alias
 
 MODEL, ALIAS, CANARY = "swaps", "stable", "canary"
+FOLLOW_S = 0.1
 PROTOBUF = "application/x-protobuf"
 
 
@@ -39,10 +40,15 @@ CODEC = Codec(encode, decode, lambda message: {"Content-Type": PROTOBUF, "Accept
 
 LAYOUTS = (("table_wise", 1), ("row_wise", 4), ("column_wise", 2))
 """(sharding, ranks) that versions alternate between with ``--layouts``."""
+LAYOUT, LAYOUT_IN_PARTS = LAYOUTS[0], ("row_wise", 1)
+"""(sharding, ranks) of all versions otherwise. In parts the rows of each table are divided."""
 
 
-def publish(store: Path, version: int, rows: int, sharding: str, ranks: int) -> None:
-    """Publishes a version in a child process, so that this process does not import torch."""
+def publish(
+    store: Path, version: int, rows: int, sharding: str, ranks: int, *, parts: int = 0
+) -> None:
+    """Publishes a version in a child process, so that this process does not import torch. With
+    ``parts`` its tables are divided into as many."""
     weights = {
         f"embedding_bags.t{table}.weight": row_values(version, table, np.arange(rows))
         for table in range(TABLES)
@@ -61,6 +67,7 @@ def publish(store: Path, version: int, rows: int, sharding: str, ranks: int) -> 
     ]
     tables.write_text(json.dumps({"tables": described}))
     options = ["--model", MODEL, "--world-size", ranks, "--sharding", sharding]
+    options += ["--hosts", parts] if parts else []
     subprocess.run(
         command("publish", checkpoint, tables, store, *options), check=True, capture_output=True
     )
@@ -68,8 +75,11 @@ def publish(store: Path, version: int, rows: int, sharding: str, ranks: int) -> 
 
 
 class EmbedserveServer(SwapServer):
-    """Half of the callers name the alias, the others no model. With a canary the latter meet it,
-    too."""
+    """One server of whole tables; with ``--parts`` a router, and replicas of shards that hold all
+    versions beside each other.
+
+    Half of the callers name the alias, the others no model. With a canary the latter meet it, too.
+    """
 
     rest = grpc = CODEC
     method = "/embedserve.v1.EmbeddingService/Embed"
@@ -89,24 +99,46 @@ class EmbedserveServer(SwapServer):
 
     def publish(self, version: int) -> None:
         if not self.tables(version).exists():
-            layout = LAYOUTS[(version - 1) % len(LAYOUTS) if self._chosen.layouts else 0]
-            publish(self._store, version, self._chosen.rows, *layout)
+            parts = self._chosen.parts
+            layout = LAYOUT_IN_PARTS if parts else LAYOUT
+            if self._chosen.layouts:
+                layout = LAYOUTS[(version - 1) % len(LAYOUTS)]
+            publish(self._store, version, self._chosen.rows, *layout, parts=parts)
 
     def tables(self, version: int) -> Path:
         return self._store / MODEL / str(version) / "tables.safetensors"
 
-    def command(self, http_port: int, grpc_port: int) -> list[str]:
+    def commands(self, http_port: int, grpc_port: int) -> list[list[str]]:
         set_alias(self._store, MODEL, ALIAS, 1)
-        serve = [
-            *command("serve", self._store, "--model", f"{MODEL}@{ALIAS}", "--follow", "alias"),
-            *("--default-model", MODEL),
-            *("--follow-s", "0.1", "--workers", str(self._chosen.workers)),
-            *("--http-port", str(http_port), "--grpc-port", str(grpc_port)),
-        ]
+        names = ["--model", f"{MODEL}@{ALIAS}", "--default-model", MODEL, "--follow", "alias"]
         if self._chosen.canary:
-            serve += ["--model", f"{MODEL}@{CANARY}"]
+            names += ["--model", f"{MODEL}@{CANARY}"]
             self.move_canary(2)
-        return serve
+        options = [*names, "--workers", self._chosen.workers]
+        shards: list[list[str]] = []
+        if self._chosen.parts:
+            shards, addresses = self._shards()
+            options += ["--shards", f"file:{addresses}"]
+        return [*shards, self._serve(http_port, grpc_port, *options)]
+
+    def _shards(self) -> tuple[list[list[str]], Path]:
+        """Returns the command of each shard, and the file with their addresses."""
+        parts, replicas = self._chosen.parts, self._chosen.replicas
+        commands: list[list[str]] = []
+        addresses: dict[int, list[str]] = {}
+        for part in range(parts):
+            ports = [(free_port(), free_port()) for _ in range(replicas)]
+            addresses[part] = [f"127.0.0.1:{grpc_port}" for _, grpc_port in ports]
+            options = ("--part", f"{part}/{parts}", "--model", MODEL, "--follow", "latest")
+            held = ("--versions-held", self._chosen.versions)
+            commands += [self._serve(*pair, *options, *held) for pair in ports]
+        path = self._store.parent / "shards.json"
+        path.write_text(json.dumps(addresses))
+        return commands, path
+
+    def _serve(self, http_port: int, grpc_port: int, *options: object) -> list[str]:
+        ports = ("--http-port", http_port, "--grpc-port", grpc_port)
+        return command("serve", self._store, "--follow-s", FOLLOW_S, *ports, *options)
 
     async def move(self, version: int) -> None:
         """Moves the alias in a thread, because this process times the callers and must not wait for

@@ -118,8 +118,9 @@ class SwapServer(ABC):
         """Returns the file with a version's rows."""
 
     @abstractmethod
-    def command(self, http_port: int, grpc_port: int) -> list[str]:
-        """Returns the command that serves the first version in the foreground until SIGTERM."""
+    def commands(self, http_port: int, grpc_port: int) -> list[list[str]]:
+        """Returns the commands that serve the first version in the foreground until SIGTERM. The
+        last one listens on the ports, and is stopped first."""
 
     @abstractmethod
     async def move(self, version: int) -> None:

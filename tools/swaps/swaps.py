@@ -5,10 +5,12 @@ core, and moves the alias. Every tenth move goes back. With `--canary` another a
 a shadow, and moves, too. From the other core wrk sends requests as fast as it gets responses, and
 compares every response with the versions' known responses. Some callers of REST and gRPC send
 requests at a steady pace, compare each response with the rows of the version that it names, and
-measure latency. Prints the results, and draws latencies and memory over time. With `--server
-triton` it measures NVIDIA's Triton instead (swaps.triton_server).
+measure latency. Prints the results, and draws latencies and memory over time. With `--parts` a
+router over shards is measured, all on that core. With `--server triton` it measures NVIDIA's Triton
+instead (swaps.triton_server).
 
     make swaps SWAPS="--swaps 100 --workers 2 --output folder"
+    make swaps SWAPS="--swaps 100 --parts 2 --replicas 2 --output folder"
     make swaps SWAPS="--swaps 100 --server triton --output folder"
 """
 
@@ -22,13 +24,14 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
 from time import monotonic
+from typing import IO
 
 from load import LOAD_CORE, need, parse_wrk, pinned, quantile
 from pictures import Panel, draw
@@ -138,24 +141,23 @@ class Swaps:
     def run(self) -> None:
         for version in self._versions:
             self._server.publish(version)
-        serve = pinned(SERVER_CORE, self._server.command(*self._ports))
         environment = {**os.environ, **self._server.environment()}
-        with (self._folder / "server.log").open("wb") as log:
-            server = subprocess.Popen(serve, stdout=log, stderr=log, env=environment)
-            try:
-                self._wait_until_ready(server)
-                asyncio.run(self._swap(server.pid))
-            finally:
-                server.terminate()
-                server.wait(timeout=60)
+        with ExitStack() as stack:
+            log = stack.enter_context((self._folder / "server.log").open("wb"))
+            servers = [
+                stack.enter_context(_running(command, log, environment))
+                for command in self._server.commands(*self._ports)
+            ]
+            self._wait_until_ready(servers)
+            asyncio.run(self._swap([server.pid for server in servers]))
 
     @property
     def _versions(self) -> list[int]:
         return [*range(1, self._chosen.versions + 1)]
 
-    def _wait_until_ready(self, server: subprocess.Popen[bytes]) -> None:
+    def _wait_until_ready(self, servers: Sequence[subprocess.Popen[bytes]]) -> None:
         end_s = monotonic() + READY_S_MAX
-        while monotonic() < end_s and server.poll() is None:
+        while monotonic() < end_s and all(server.poll() is None for server in servers):
             try:
                 with urllib.request.urlopen(self._url(self._server.ready_path)):
                     return
@@ -166,7 +168,7 @@ class Swaps:
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self._ports[0]}{path}"
 
-    async def _swap(self, pid: int) -> None:
+    async def _swap(self, pids: Sequence[int]) -> None:
         callers = self._start_callers()
         versions = self._versions
         for version in (*versions[1:], versions[0]):  # so that every answer is known to wrk
@@ -184,7 +186,7 @@ class Swaps:
         for number in range(1, self._chosen.swaps + 1):
             await asyncio.sleep(self._chosen.every_s)
             if number % MEMORY_EVERY == 1:
-                await self._note_memory(pid)
+                await self._note_memory(pids)
             is_rollback = number % ROLLBACK_EVERY == 0
             following = versions[(versions.index(now) + 1) % len(versions)]
             before, now = now, before if is_rollback else following
@@ -196,7 +198,7 @@ class Swaps:
                 if task.done():
                     task.result()
         await asyncio.sleep(self._chosen.every_s)
-        await self._note_memory(pid)
+        await self._note_memory(pids)
         wrk.send_signal(signal.SIGINT)  # at which it says what it counted
         output, _ = await wrk.communicate()
         self.load = parse_wrk(output.decode())
@@ -231,9 +233,10 @@ class Swaps:
             for caller in range(CALLERS)
         ]
 
-    async def _note_memory(self, pid: int) -> None:
+    async def _note_memory(self, pids: Sequence[int]) -> None:
         """Samples the memory in a thread, because the kernel takes long to add it up."""
-        self.memory.append((monotonic(), await asyncio.to_thread(memory_mb, pid)))
+        total = await asyncio.to_thread(lambda: sum(map(memory_mb, pids)))
+        self.memory.append((monotonic(), total))
 
     async def _move(self, version: int) -> None:
         """Switches to a version, and returns once it was seen."""
@@ -265,6 +268,20 @@ class Swaps:
         return await asyncio.create_subprocess_exec(
             *pinned(LOAD_CORE, asked), stdout=asyncio.subprocess.PIPE
         )
+
+
+@contextmanager
+def _running(
+    command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a server on its core, and stops it at the end."""
+    pinned_command = pinned(SERVER_CORE, command)
+    server = subprocess.Popen(pinned_command, stdout=log, stderr=log, env=environment)
+    try:
+        yield server
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
 
 
 async def _until(is_so: Callable[[], bool]) -> None:
@@ -331,7 +348,11 @@ def main() -> None:
     parser.add_argument("--server", choices=SERVERS, default="embedserve")
     parser.add_argument("--swaps", type=int, default=100)
     parser.add_argument("--every-s", type=float, default=2.0, help="between two of them")
-    parser.add_argument("--workers", type=int, default=2, help="of embedserve")
+    parser.add_argument("--workers", type=int, default=2, help="of embedserve, or of its router")
+    parser.add_argument(
+        "--parts", type=int, default=0, help="divide the tables over shards; embedserve"
+    )
+    parser.add_argument("--replicas", type=int, default=2, help="shards of each part")
     parser.add_argument("--versions", type=int, default=3, help="that take turns")
     parser.add_argument("--rows", type=int, default=100_000, help="of each of the eight tables")
     parser.add_argument(

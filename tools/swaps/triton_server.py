@@ -95,11 +95,11 @@ class TritonServer(SwapServer):
     def tables(self, version: int) -> Path:
         return self._repository / MODEL / str(version) / JOINED
 
-    def command(self, http_port: int, grpc_port: int) -> list[str]:
+    def commands(self, http_port: int, grpc_port: int) -> list[list[str]]:
         self._configure(1)
         self._address = f"127.0.0.1:{grpc_port}"
         serve = self._triton.serve(self._repository, http_port, grpc_port)
-        return [*serve, "--model-control-mode=explicit", f"--load-model={MODEL}"]
+        return [[*serve, "--model-control-mode=explicit", f"--load-model={MODEL}"]]
 
     def environment(self) -> Mapping[str, str]:
         # The folders of PYTHONPATH are of this process, and not for the interpreter of the model.

@@ -47,6 +47,7 @@ class RequestQueue:
     __slots__ = (
         "_at_once",
         "_backlog",
+        "_examples_max",
         "_ids_max",
         "_limits",
         "_model",
@@ -97,8 +98,10 @@ class RequestQueue:
         self._work_bytes = work_bytes
         self._output_per_example = model.response_bytes_per_example
         self._output_per_id = model.response_bytes_per_id
-        self._ids_max = limits.batch_ids_max
-        self._output_bytes_max = limits.batch_output_bytes_max
+        # A router sends a batch to shards as one request, so the limits of a request hold as well.
+        self._examples_max = limits.request_examples_max
+        self._ids_max = min(limits.batch_ids_max, limits.request_ids_max)
+        self._output_bytes_max = min(limits.batch_output_bytes_max, limits.request_output_bytes_max)
 
     def check_not_full(self) -> None:
         """Raises OverloadedError while the queue is full."""
@@ -197,7 +200,11 @@ class RequestQueue:
     def fills_a_batch(self) -> bool:
         """Whether the queued requests fill a batch, so that more waiting gains nothing."""
         output_bytes = self.examples * self._output_per_example + self.ids * self._output_per_id
-        return self.ids >= self._ids_max or output_bytes >= self._output_bytes_max
+        return (
+            self.ids >= self._ids_max
+            or self.examples >= self._examples_max
+            or output_bytes >= self._output_bytes_max
+        )
 
     def take(self, now_s: float) -> list[PendingRequest]:
         """Takes the requests of the next batch: as many as it may hold, and at least one.
@@ -205,8 +212,7 @@ class RequestQueue:
         Requests whose deadline has passed are rejected instead. The queue is emptied first, as a
         rejection may queue or withdraw other requests.
         """
-        output_bytes = self.examples * self._output_per_example + self.ids * self._output_per_id
-        is_too_much = self.ids > self._ids_max or output_bytes > self._output_bytes_max
+        is_too_much = self._is_too_much(self.examples, self.ids)
         if is_too_much or self._backlog.source_of or self._withdrawn:
             return self._take_some(now_s)
         taken, self.pending = self.pending, deque()
@@ -247,7 +253,11 @@ class RequestQueue:
     def _is_too_much(self, examples: int, ids: int) -> bool:
         """Whether the sizes exceed the limits for a batch of several requests."""
         output_bytes = examples * self._output_per_example + ids * self._output_per_id
-        return ids > self._ids_max or output_bytes > self._output_bytes_max
+        return (
+            ids > self._ids_max
+            or examples > self._examples_max
+            or output_bytes > self._output_bytes_max
+        )
 
     def _reject_expired(self, pending: PendingRequest, now_s: float) -> bool:
         """Rejects a request whose deadline passed in the queue; returns False for a filter."""

@@ -27,6 +27,7 @@ from embedserve.errors import (
     EngineError,
     NotReadyError,
     OverloadedError,
+    RequestTooLargeError,
 )
 from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
 from embedserve.fanout.partition import Partition, PartLookup
@@ -193,6 +194,11 @@ class RouterEngine:
         self._log.log(logging.ERROR, f"{who} fails", f"status {reply.status}: {reply.message}")
         if reply.status == UNAVAILABLE:
             return NotReadyError(f"{who} is not available")
+        if reply.is_too_large:
+            return RequestTooLargeError(
+                f"{who} rejects a request of this size: {reply.message}. Send fewer examples or "
+                "ids, or raise this limit of the shards"
+            )
         if reply.status == RESOURCE_EXHAUSTED:
             overloaded = OverloadedError(f"{who} is overloaded")
             overloaded.retry_after_s = max(reply.retry_after_s, overloaded.retry_after_s)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_stats import (
     CANCELLED_OUTCOME,
-    OTHER_OUTCOME,
-    OUTCOME_BY_STATUS,
     VersionKey,
+    outcome_of,
 )
 from embedserve.shard_client.replica import PartReplica
 from embedserve.shard_client.reply import (
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from embedserve.shard_client.replicas import PartClient
 
 RETRYABLE = (UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED)
-"""Statuses after which another replica may answer."""
+"""Statuses after which another replica may answer, unless the request is too large for a shard."""
 HEDGE, HANG, END = range(3)
 """Deadlines of an attempt, in order."""
 
@@ -201,13 +200,17 @@ class LookUp:
         """Calls another replica, as ``attempt`` hangs. Returns whether it did.
 
         A silent replica is avoided from now on, and the budget is not asked. A replica that answers
-        other calls is slow or overloaded, and a budget keeps the load of the part in bounds.
+        other calls is slow or overloaded, and a budget keeps the load of the part in bounds. The
+        budget also holds if the other replica is silent, too: then the whole part is overloaded.
         """
         part, is_silent = self.part, attempt.is_silent(now_s)
         if is_silent:
             attempt.replica.mark_hung(now_s)
         replica = part.choose(self._key, self._tried, is_optional=not is_silent)
-        if replica is None or not (is_silent or part.retries.try_take()):
+        if replica is None:
+            return False
+        is_free = is_silent and not replica.is_hung
+        if not is_free and not part.retries.try_take():
             return False
         part.stats.hung += is_silent
         part.stats.retries += not is_silent
@@ -232,7 +235,7 @@ class LookUp:
             self.part.stats.bytes_received += len(reply.payload)
             if attempt is self._hedge:
                 self.part.stats.hedge_wins += 1
-        elif status in RETRYABLE:
+        elif status in RETRYABLE and not reply.is_too_large:
             self._on_failure(attempt, reply, now_s)
             return
         self._attempts.remove(attempt)
@@ -265,7 +268,7 @@ class LookUp:
     # Ends
 
     def _finish(self, reply: Reply, now_s: float) -> None:
-        self._end(OUTCOME_BY_STATUS.get(reply.status, OTHER_OUTCOME), now_s)
+        self._end(outcome_of(reply), now_s)
         self._on_done(reply)
 
     def _end(self, outcome: str, now_s: float) -> None:

@@ -13,6 +13,7 @@ from embedserve.shard_client.reply import (
     OK,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
+    Reply,
 )
 
 OUTCOME_BY_STATUS = {
@@ -24,6 +25,13 @@ OUTCOME_BY_STATUS = {
 OTHER_OUTCOME = "error"
 CANCELLED_OUTCOME = "cancelled"
 OUTCOMES = (*OUTCOME_BY_STATUS.values(), OTHER_OUTCOME, CANCELLED_OUTCOME)
+
+
+def outcome_of(reply: Reply) -> str:
+    """Returns the outcome of a look-up that ends with ``reply``."""
+    return (
+        OTHER_OUTCOME if reply.is_too_large else OUTCOME_BY_STATUS.get(reply.status, OTHER_OUTCOME)
+    )
 
 
 class VersionKey(NamedTuple):

@@ -42,6 +42,8 @@ STATUS_BY_RESET = {
     ErrorCode.ENHANCE_YOUR_CALM: RESOURCE_EXHAUSTED,
     ErrorCode.INADEQUATE_SECURITY: PERMISSION_DENIED,
 }
+RESET_RETRY_S = 1
+"""Seconds after which a call may be retried whose stream an overloaded shard has reset."""
 
 
 class Reply(NamedTuple):
@@ -51,7 +53,8 @@ class Reply(NamedTuple):
         status: gRPC status code.
         message: status message.
         payload: response message; empty unless the status is OK.
-        retry_after_s: seconds after which the call may be retried; 0 if unknown.
+        retry_after_s: seconds after which the call may be retried; 0 if unknown. Overloaded shards
+            always send it.
         is_lost: whether the shard did not process the call, or its connection was lost.
     """
 
@@ -60,6 +63,11 @@ class Reply(NamedTuple):
     payload: bytes = b""
     retry_after_s: int = 0
     is_lost: bool = False
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether the shard rejected the size of the request. It would reject it again."""
+        return self.status == RESOURCE_EXHAUSTED and not self.retry_after_s
 
 
 def lost(reason: str) -> Reply:
@@ -73,6 +81,7 @@ def reset_reply(code: int) -> Reply:
     return Reply(
         status,
         f"the shard reset the stream with code {code}",
+        retry_after_s=RESET_RETRY_S if status == RESOURCE_EXHAUSTED else 0,
         is_lost=code == ErrorCode.REFUSED_STREAM,
     )
 

@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1e-3
 """Shortest delay of a timer. uvloop rounds shorter delays to 0, and would poll until they pass."""
+LATE_S = 3e-3
+"""Seconds by which a timer may be late. A later one means that the event loop was busy, and that
+replies may have arrived which it has not read: uvloop runs timers before it reads from sockets."""
 
 
 class TimerHandle(Protocol):
@@ -40,9 +43,12 @@ class Due(Protocol):
 
 
 class TimerQueue:
-    """A queue of items by deadline. Items that are over are dropped when their deadline passes."""
+    """A queue of items by deadline. Items that are over are dropped when their deadline passes.
 
-    __slots__ = ("_armed_s", "_call_later", "_clock", "_count", "_heap", "_timer")
+    After the event loop was busy, replies that have arrived are read before deadlines count.
+    """
+
+    __slots__ = ("_armed_s", "_call_later", "_clock", "_count", "_heap", "_is_delayed", "_timer")
 
     def __init__(self, clock: Callable[[], float], call_later: CallLater) -> None:
         self._clock = clock
@@ -50,6 +56,7 @@ class TimerQueue:
         self._heap: list[tuple[float, int, Due]] = []
         self._count = 0  # breaks ties, so that items are not compared
         self._armed_s = float("inf")
+        self._is_delayed = False  # whether the timer was late, and replies are read first
         self._timer: TimerHandle | None = None
 
     def push(self, due_s: float, item: Due, now_s: float) -> None:
@@ -66,8 +73,13 @@ class TimerQueue:
         self._timer = self._call_later(max(TICK_S, due_s - now_s), self._run)
 
     def _run(self) -> None:
+        now_s = self._clock()
+        self._is_delayed = not self._is_delayed and now_s - self._armed_s > LATE_S
+        if self._is_delayed:
+            self._timer = self._call_later(TICK_S, self._run)
+            return
         self._timer, self._armed_s = None, float("inf")
-        heap, now_s = self._heap, self._clock()
+        heap = self._heap
         while heap and (heap[0][0] <= now_s or heap[0][2].is_over):
             item = heappop(heap)[2]
             if item.is_over:

@@ -135,6 +135,9 @@ async def test_requests_gather_while_the_engine_works(
     [
         Limits(batch_ids_max=6),
         Limits(batch_output_bytes_max=2 * 36),  # an example is 9 float32 values
+        Limits(request_examples_max=2),
+        Limits(request_ids_max=6),
+        Limits(request_output_bytes_max=2 * 36),
     ],
 )
 async def test_a_batch_ends_at_its_limits(
