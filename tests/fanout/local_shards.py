@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embedserve.call_trace import CallTrace
 from embedserve.fanout.router_engine import RouterEngine, ServedPart
 from embedserve.shard_client.reply import OK, Reply
 from embedserve_proto import embedding_pb2
@@ -26,13 +27,17 @@ class LocalShards:
         replies: replies of parts that do not answer, by part.
         changes: functions that change the response of a part, by part.
         asked: parts that were asked, in order.
+        traced: records of calls of the last batch, by part.
     """
+
+    traces_calls = True
 
     def __init__(self, store: Path, model: str, parts: int) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.replies: dict[int, Reply] = {}
         self.changes: dict[int, Callable[[embedding_pb2.EmbedResponse], None]] = {}
         self.asked: list[int] = []
+        self.traced: dict[int, CallTrace | None] = {}
         self.versions: list[ModelVersion] = [
             ModelStore(store, holds=Part(part, parts)).load(model) for part in range(parts)
         ]
@@ -43,8 +48,10 @@ class LocalShards:
         message: Sequence[bytes],
         deadline_s: float,
         on_done: Callable[[Reply], None],
+        calls: CallTrace | None,
     ) -> None:
         self.asked.append(served.part)
+        self.traced[served.part] = calls
         reply = self.replies.get(served.part) or self._answer(served, b"".join(message))
         assert self.loop is not None
         self.loop.call_soon(on_done, reply)
