@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from embedserve.call_trace import CallTrace
 from embedserve.errors import EmbedServeError
 from embedserve.model_info import ModelInfo
 
@@ -142,6 +143,7 @@ class Batch:
             version whose rows never change.
         failures: indices of examples that could not be looked up, and the reason, for a lookup that
             several servers answer. Their values are not to be used.
+        calls: record of the calls of other servers; None if no request of the batch is traced.
     """
 
     ids: np.ndarray
@@ -154,3 +156,4 @@ class Batch:
     skipped: np.ndarray | None = None
     view: tuple[int, int] | None = None
     failures: Sequence[tuple[np.ndarray, EmbedServeError]] = ()
+    calls: CallTrace | None = None

@@ -108,9 +108,13 @@ def shard_metrics(server: Running) -> dict[str, float]:
 
 
 def replicas(router: Running) -> list[float]:
-    """Returns the number of joined replicas of each part."""
-    metrics = shard_metrics(router)
-    return [metrics[f"replicas {part}"] for part in range(PARTS)]
+    """Returns the number of joined replicas of each part of the model and version that serves."""
+    found = {}
+    for name, value in shard_metrics(router).items():
+        family, part, *others = name.split()
+        if family == "replicas" and others[1] == "served":  # model, state, version
+            found[int(part)] = value
+    return [found[part] for part in range(PARTS)]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 from e2e.parts_cluster import (
     BOTH_PARTS,
     PARTS,
@@ -43,6 +44,27 @@ def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> N
         assert list(load.answers) == [1, 2, 3, 4]
         held = httpx.get(f"{one.shards[0, 0].http}/models", timeout=60).json()["models"]
         assert {one["version"] for one in held} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_metrics_show_which_part_lacks_the_next_version(tmp_path: Path, workers: int) -> None:
+    store = tmp_path / "store"
+    publish_next(store, 1)
+    follow = ("--follow", "latest", "--follow-s", "0.2")
+    with cluster(store, tmp_path) as one:
+        one.start_shard(0, 0, *follow)
+        one.start_shard(1, 0)  # keeps version 1
+        one.write_addresses()
+        router = one.start_router(*follow, "--workers", workers)
+        assert replicas(router) == [1, 1]
+        publish_next(store, 2)
+        end_s = time.monotonic() + WAIT_S_MAX
+        while shard_metrics(router).get("replicas 0 m next 2") != 1:
+            assert time.monotonic() < end_s, shard_metrics(router)
+            time.sleep(0.1)
+        metrics = shard_metrics(router)
+        assert metrics["replicas 1 m next 2"] == 0
+        assert [metrics[f"replicas {part} m served 1"] for part in range(PARTS)] == [1, 1]
 
 
 def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embedserve.call_trace import CallTrace
 from embedserve.fanout.part_messages import DTYPES
 from embedserve.fanout.router_engine import RouterEngine, ServedPart
 from embedserve.shard_client.reply import OK, Reply
@@ -28,7 +29,10 @@ class LocalShards:
         changes: functions that change the response of a part, by part.
         asked: parts that were asked, in order.
         dtypes: dtype of the values of each answer, in order.
+        traced: records of calls of the last batch, by part.
     """
+
+    traces_calls = True
 
     def __init__(self, store: Path, model: str, parts: int) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -36,6 +40,7 @@ class LocalShards:
         self.changes: dict[int, Callable[[embedding_pb2.EmbedResponse], None]] = {}
         self.asked: list[int] = []
         self.dtypes: list[str] = []
+        self.traced: dict[int, CallTrace | None] = {}
         self.versions: list[ModelVersion] = [
             ModelStore(store, holds=Part(part, parts)).load(model) for part in range(parts)
         ]
@@ -46,8 +51,10 @@ class LocalShards:
         message: Sequence[bytes],
         deadline_s: float,
         on_done: Callable[[Reply], None],
+        calls: CallTrace | None,
     ) -> None:
         self.asked.append(served.part)
+        self.traced[served.part] = calls
         reply = self.replies.get(served.part) or self._answer(served, b"".join(message))
         assert self.loop is not None
         self.loop.call_soon(on_done, reply)

@@ -15,6 +15,7 @@ from lookup_cases import check_lookup, pooled_source, unpooled_source
 from pooled import collection
 from torchrec import PoolingType
 
+from embedserve.call_trace import CallTrace
 from embedserve.errors import (
     DeadlineExceededError,
     EmbedServeError,
@@ -32,6 +33,7 @@ from embedserve.shard_client.reply import (
     UNAVAILABLE,
     Reply,
 )
+from embedserve.tracing.trace_context import TraceContext
 from embedserve_proto import embedding_pb2
 from embedserve_store import ModelStore, StoreError, publish
 from embedserve_store.format.table_spec import DTYPES
@@ -86,11 +88,14 @@ IDS, LENGTHS = np.array([0, 10, 11, 20]), np.array([1, 2, 1], np.int32)
 
 
 def batch_of(
-    engine: RouterEngine, ids: np.ndarray = IDS, lengths: np.ndarray = LENGTHS
+    engine: RouterEngine,
+    ids: np.ndarray = IDS,
+    lengths: np.ndarray = LENGTHS,
+    calls: CallTrace | None = None,
 ) -> tuple[Batch, np.ndarray | EmbedServeError]:
     """Returns a batch of ``ids`` after its lookup, and how that ended."""
     examples = lengths.size // len(engine.manifest.features)
-    batch = Batch(ids, lengths, None, [examples], examples)
+    batch = Batch(ids, lengths, None, [examples], examples, calls=calls)
     ends: list[np.ndarray | EmbedServeError] = []
     loop = engine._shards.loop
     assert loop is not None
@@ -206,6 +211,16 @@ def test_a_wrong_answer_is_no_answer(
     assert examples.tolist() == [2]
     assert type(error) is EngineError
     assert "part 2 of 3 of 'm' version 1 fails" in caplog.text
+
+
+def test_the_calls_to_all_parts_are_recorded_for_the_batch(
+    engine: RouterEngine, shards: LocalShards
+) -> None:
+    calls = CallTrace(TraceContext("a" * 32, "", True))
+    batch_of(engine, calls=calls)
+    assert shards.traced == dict.fromkeys(range(PARTS), calls)
+    batch_of(engine)
+    assert shards.traced == dict.fromkeys(range(PARTS))
 
 
 def test_parts_without_ids_are_not_asked(engine: RouterEngine, shards: LocalShards) -> None:

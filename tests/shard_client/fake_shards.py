@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from embedserve.call_trace import CallTrace
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_stats import VersionKey
 from embedserve.shard_client.replicas import PartClient, PartOptions
@@ -69,6 +70,7 @@ class FakeCall:
     message: bytes
     timeout_s: float
     on_done: OnReply
+    traceparent: bytes = b""
     is_cancelled: bool = False
     is_answered: bool = False
 
@@ -117,10 +119,16 @@ class FakeConnection:
     def in_flight(self) -> int:
         return len(self.calls) + self.extra_in_flight
 
-    def call(self, message: Sequence[bytes], timeout_s: float, on_done: OnReply) -> FakeCall:
+    def call(
+        self,
+        message: Sequence[bytes],
+        timeout_s: float,
+        on_done: OnReply,
+        traceparent: bytes = b"",
+    ) -> FakeCall:
         assert self.is_ready
         assert timeout_s > 0
-        call = FakeCall(self, b"".join(message), timeout_s, on_done)
+        call = FakeCall(self, b"".join(message), timeout_s, on_done, traceparent)
         self.calls.append(call)
         return call
 
@@ -213,7 +221,9 @@ class Bench:
                 self.connections[host].ready()
                 self.connections[host].list(model())
 
-    def look_up(self, seconds: float = 10.0, message: bytes = b"m") -> int:
+    def look_up(
+        self, seconds: float = 10.0, message: bytes = b"m", calls: CallTrace | None = None
+    ) -> int:
         """Starts a look-up; returns its number."""
         number = self.looked_up
         self.looked_up += 1
@@ -223,7 +233,7 @@ class Bench:
             self.replies[number] = reply
 
         deadline_s = self.time.now_s + seconds
-        self.handle = self.part.look_up(KEY, (message,), deadline_s, on_done)
+        self.handle = self.part.look_up(KEY, (message,), deadline_s, on_done, calls)
         assert number not in self.replies, "a reply before look_up has returned"
         return number
 

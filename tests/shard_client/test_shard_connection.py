@@ -81,6 +81,10 @@ async def test_grpc_answers() -> None:
         )
         reply = await connected.call(b"metadata")
         assert b"'authorization', value='Bearer x'" in reply.payload
+        assert b"traceparent" not in reply.payload
+        traceparent = b"00-%s-%s-01" % (b"a" * 32, b"b" * 16)
+        reply = await reply_to(lambda done: connection.call((b"metadata",), 10, done, traceparent))
+        assert b"'traceparent', value='%s'" % traceparent in reply.payload
         reply = await connected.call(b"left", timeout_s=5)
         assert 1 < float(reply.payload) <= 5.7
         reply = await reply_to(lambda done: connection.list_models(5, done))

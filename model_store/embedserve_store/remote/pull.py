@@ -2,7 +2,7 @@
 
 The files are downloaded into a hidden folder, checked to the last byte, synced, loaded and made
 read-only. Then the folder is renamed. Other processes that need the same version wait for a lock.
-Never imports torch.
+A pull continues with what a killed one has left, or one that lost the store. Never imports torch.
 """
 
 from __future__ import annotations
@@ -11,16 +11,27 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from embedserve_store.errors import failed_write
+from embedserve_store.errors import NoRoomError, UnreachableError, failed_write
 from embedserve_store.local_store import LocalStore
 from embedserve_store.transfer.receive import TransferProgress, receive, reveal
 from embedserve_store.transfer.stored_version import StoredVersion
-from embedserve_store.writing.staging import check_room, check_writable, staging_folder
+from embedserve_store.writing.staging import (
+    check_room,
+    check_writable,
+    copy_folder,
+    staging_folder,
+)
 
 logger = logging.getLogger(__name__)
+
+KEPT_AFTER = (UnreachableError, NoRoomError)
+"""Errors after which the next pull continues with the files that have arrived. After others nothing
+is kept: a version that is damaged may take no space."""
+STAT_BLOCK_BYTES = 512
+"""Unit of st_blocks, in bytes."""
 
 
 def pull(version: StoredVersion, folder: Path, progress: TransferProgress | None = None) -> None:
@@ -36,15 +47,29 @@ def pull(version: StoredVersion, folder: Path, progress: TransferProgress | None
     cache = folder.parent.parent
     check_writable(cache)
     try:
-        with _lock(cache, version):
+        with _lock(cache, version) as is_locked:
             if folder.is_dir():
                 return
-            check_room(cache, version.nbytes)
-            with staging_folder(folder.parent) as staging:
+            with _staging(folder, is_locked=is_locked) as staging:
+                check_room(cache, version.nbytes - _used_bytes(staging))
                 # Without locks, another process may have pulled the version first.
                 place(version, staging, folder, progress)
     except OSError as error:
         raise failed_write(f"{folder}: pulling failed", error) from error
+
+
+def _staging(folder: Path, *, is_locked: bool) -> AbstractContextManager[Path]:
+    """Returns the folder that the files of ``folder`` are pulled into. Without a lock it is not
+    shared with other pulls, and nothing of it is kept."""
+    if not is_locked:
+        return staging_folder(folder.parent)
+    return copy_folder(folder.parent, folder.name, KEPT_AFTER, others_kept_s=0)
+
+
+def _used_bytes(staging: Path) -> int:
+    """Returns the disk space of what an earlier pull has left."""
+    files = [path.stat() for path in staging.rglob("*") if path.is_file()]
+    return sum(min(one.st_size, one.st_blocks * STAT_BLOCK_BYTES) for one in files)
 
 
 def place(
@@ -67,8 +92,9 @@ def place(
 
 
 @contextmanager
-def _lock(cache: Path, version: StoredVersion) -> Iterator[None]:
-    """Waits until no other process pulls ``version`` into ``cache``, and locks it.
+def _lock(cache: Path, version: StoredVersion) -> Iterator[bool]:
+    """Waits until no other process pulls ``version`` into ``cache``, and locks it. Yields whether
+    it is locked.
 
     The lock file stays: after a removal, a third process could lock a new file of the same name. If
     the file system has no locks, several processes may pull concurrently, and the first copy is
@@ -77,6 +103,7 @@ def _lock(cache: Path, version: StoredVersion) -> Iterator[None]:
     cache.mkdir(parents=True, exist_ok=True)
     path = cache / f".{version.model}-{version.number}.lock"
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    is_locked = True
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,6 +112,7 @@ def _lock(cache: Path, version: StoredVersion) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             logger.info("%s: the cache has no locks: %s", version.where, error.strerror)
-        yield
+            is_locked = False
+        yield is_locked
     finally:
         os.close(lock)

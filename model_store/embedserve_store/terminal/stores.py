@@ -11,13 +11,19 @@ from embedserve_store.parts.part import Holding
 from embedserve_store.terminal.console import transfer_progress
 
 
-def load_version(store: str, cache: Path | None, model: str, version: str | None) -> ModelVersion:
+def load_version(
+    store: str, cache: Path | None, model: str, version: str | None, holds: Holding = None
+) -> ModelVersion:
     """Returns one version of a model. From a remote store it is first pulled into ``cache``.
 
+    Args:
+        holds: part of the version that is loaded, by default all.
+
     Raises:
-        StoreError: there is no such version, it is damaged, or the store cannot be read.
+        StoreError: there is no such version, it does not have the part, it is damaged, or the store
+            cannot be read.
     """
-    with opened(store, cache) as models:
+    with opened(store, cache, holds) as models:
         return models.load(model, version)
 
 

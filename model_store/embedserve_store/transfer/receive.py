@@ -53,7 +53,7 @@ def receive(version: StoredVersion, staged: Path, progress: TransferProgress | N
 
 
 def _receive_part(version: StoredVersion, path: Path, progress: TransferProgress | None) -> None:
-    """Writes the rows of a part. What an earlier transfer has left of them is not used."""
+    """Writes the rows of a part, behind what an earlier transfer has left of them."""
     size = sum(one.layout.nbytes for one in version.ranges)
     bytes_done = 0
 

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 STAGING = ".staging-"
 COPY = ".copy-"
-"""Prefix of the folders of copies. They outlive a killed process, so that the next copy can use
-what has arrived."""
+"""Prefix of the folders of copies and pulls. They outlive a killed process, so that the next
+attempt can use what has arrived."""
 COPY_KEPT_S = 7 * 24 * 3600.0
 """Seconds that the folder of a killed copy is kept; a week, in which somebody starts it again."""
 WAIT_S = 0.5
@@ -105,12 +105,22 @@ def staging_folder(model_folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def copy_folder(model_folder: Path, name: str) -> Iterator[Path]:
+def copy_folder(
+    model_folder: Path,
+    name: str,
+    kept_after: tuple[type[BaseException], ...] = (BaseException,),
+    others_kept_s: float | None = None,
+) -> Iterator[Path]:
     """Opens the hidden folder of the copy ``name`` in ``model_folder``, and removes it at the end.
 
     Creates both folders if needed. If the copy fails or is killed, the folder stays with its files
     for the next attempt. Two processes that make the same copy take turns. First removes the
     remains of killed publishers.
+
+    Args:
+        kept_after: exceptions after which the folder stays; default: all.
+        others_kept_s: seconds that the folders of other copies stay that failed or were killed;
+            default: COPY_KEPT_S.
 
     Raises:
         OSError: the folder cannot be created.
@@ -119,11 +129,11 @@ def copy_folder(model_folder: Path, name: str) -> Iterator[Path]:
     lock = _wait_for_lock(model_folder, copy)
     is_kept = False
     try:
-        _remove_abandoned(model_folder)
+        _remove_abandoned(model_folder, others_kept_s)
         copy.mkdir(exist_ok=True)
         os.utime(copy)
         yield copy
-    except BaseException:
+    except kept_after:
         is_kept = any(path.is_file() for path in copy.rglob("*"))
         raise
     finally:
@@ -192,12 +202,13 @@ def _lock_path(staging: Path) -> Path:
     return staging.with_name(staging.name + LOCK)
 
 
-def _remove_abandoned(model_folder: Path) -> None:
+def _remove_abandoned(model_folder: Path, copies_kept_s: float | None = None) -> None:
     """Removes the staging folders and files in ``model_folder`` that no publisher has locked.
 
-    Folders of copies are removed COPY_KEPT_S after their last file was added.
+    Folders of copies are removed ``copies_kept_s`` after their last file was added, by default
+    COPY_KEPT_S.
     """
-    oldest_s = time.time() - COPY_KEPT_S
+    oldest_s = time.time() - (COPY_KEPT_S if copies_kept_s is None else copies_kept_s)
     names = {name.removesuffix(LOCK) for name in os.listdir(model_folder)}
     for name in sorted(name for name in names if name.startswith((STAGING, COPY))):
         # OSError: the file belongs to another user, or its owner has just removed it.

@@ -34,13 +34,11 @@ from embedserve.model_info import ModelInfo
 from embedserve_store.ids.translate import ChangeRows
 
 AT_ONCE = 2
-"""Maximum number of batches in flight for each replica of an engine that waits for its device.
-
-With two, one batch can be copied to or from the device while the other is looked up."""
+"""Maximum number of batches in flight for each replica of an engine that waits for its device. With
+two, one batch can be copied to or from the device while the other is looked up."""
 BAG_BYTES = 16
-"""Cost of joining one bag, in bytes: the number of row bytes that are read in the same time.
-
-It is added to the work of a request for each of its bags."""
+"""Cost of joining one bag, in bytes: the number of row bytes that are read in the same time. It is
+added to the work of a request for each of its bags."""
 
 
 def _do_nothing() -> None:
@@ -340,6 +338,8 @@ class Batcher:
         queue.begin()
         as_float16 = self._lookups.waits_for_device and self._all_request_float16(taken)
         deadline_s = max([pending.deadline_s for pending in taken])
+        if self._lookups.traces_calls and (ticket := taken[0].ticket) is not None:
+            batch.calls = ticket.trace_calls(taken)
         try:
             self._lookups.submit(loop, batch, as_float16, deadline_s, finish)
         except Exception:  # the executor has been shut down, or the rows were not found

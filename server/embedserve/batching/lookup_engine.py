@@ -22,9 +22,11 @@ class RemoteLookups(Protocol):
 
     Attributes:
         batches_max: maximum number of batches in flight. Requests gather in the queue beyond it.
+        traces_calls: whether calls of the servers are recorded for traces.
     """
 
     batches_max: int
+    traces_calls: bool
 
     def begin(
         self,

@@ -42,6 +42,7 @@ class LookupExecutor:
         engine: engine that holds the rows.
         waits_for_device: whether the engine waits for a device, so that no lookup may run on the
             event loop.
+        traces_calls: whether calls of other servers are recorded for traces.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LookupExecutor:
         """
         self.engine = engine
         self.waits_for_device = engine.waits_for_device
+        self.traces_calls = engine.remote is not None and engine.remote.traces_calls
         self._model = model
         self._executor = executor
         self._pieces = threads if model.is_pooled and not self.waits_for_device else 1

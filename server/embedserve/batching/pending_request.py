@@ -7,11 +7,12 @@ not raise: a failure in one request must not affect other requests of its batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embedserve.call_trace import CallTrace, SampledTrace
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import LookupRequest, LookupResult
 from embedserve.model_info import ModelInfo
@@ -27,13 +28,15 @@ class BatchTicket:
     """The batch that a request joined, shared by its requests. Times are perf_counter seconds.
 
     Attributes:
+        calls: record of the calls of other servers for the batch; None if no request of it is
+            traced.
         model: model that the batch is looked up in.
         count_answered: callback that records the duration in seconds of each answered request.
         taken_s: time when the batch was taken from the queue.
         looked_up_s: time when its vectors were available; None until then.
     """
 
-    __slots__ = ("count_answered", "looked_up_s", "model", "taken_s")
+    __slots__ = ("calls", "count_answered", "looked_up_s", "model", "taken_s")
 
     def __init__(
         self, model: ModelInfo, taken_s: float, count_answered: Callable[[float], None]
@@ -42,6 +45,15 @@ class BatchTicket:
         self.count_answered = count_answered
         self.taken_s = taken_s
         self.looked_up_s: float | None = None
+        self.calls: CallTrace | None = None
+
+    def trace_calls(self, requests: Iterable[PendingRequest]) -> CallTrace | None:
+        """Begins the record of calls if one of ``requests``, those of the batch, is traced."""
+        for pending in requests:
+            if (trace := pending.trace) is not None:
+                self.calls = CallTrace(trace)
+                return self.calls
+        return None
 
 
 class PendingRequest(ABC):
@@ -82,6 +94,11 @@ class PendingRequest(ABC):
         With b"" any version may serve the request.
         """
         return b""
+
+    @property
+    def trace(self) -> SampledTrace | None:
+        """Trace that the request is recorded in; None if it is not sampled."""
+        return None
 
     @abstractmethod
     def complete(self, result: LookupResult) -> None:

@@ -46,13 +46,21 @@ def verify(
     version: Annotated[
         str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
     ] = None,
+    part: Annotated[
+        str,
+        typer.Option(
+            metavar="K/N",
+            help="Check only the rows of this part of a version in N parts, from 0/N to N-1/N. "
+            "From a remote store, read no others.",
+        ),
+    ] = "",
     cache: Cache = None,
 ) -> None:
     """Reread a version and check every byte against its checksums."""
     with cli_errors():
         from embedserve_store.commands.verify import verify as run
 
-        run(store, model, version, cache)
+        run(store, model, version, part, cache)
 
 
 def diff(

@@ -19,6 +19,7 @@ import numpy as np
 
 from embedserve.batching.lookup_engine import RemoteLookups
 from embedserve.batching.lookup_executor import FAILED
+from embedserve.call_trace import CallTrace
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.engine.pooled_values import divide_means, to_float16
 from embedserve.errors import (
@@ -74,9 +75,11 @@ class PartCaller(Protocol):
 
     Attributes:
         loop: event loop on which it is used; None before it has one.
+        traces_calls: whether calls are recorded for traces.
     """
 
     loop: asyncio.AbstractEventLoop | None
+    traces_calls: bool
 
     def look_up(
         self,
@@ -84,6 +87,7 @@ class PartCaller(Protocol):
         message: Sequence[bytes],
         deadline_s: float,
         on_done: Callable[[Reply], None],
+        calls: CallTrace | None,
     ) -> object: ...
 
 
@@ -105,6 +109,7 @@ class RouterEngine:
         fingerprint, part, spare_rows: as those of Engine that serves a whole version.
         parts: what the shards of each part have to serve.
         remote: the engine itself; see batching.lookup_engine.RemoteLookups.
+        traces_calls: whether calls of shards are recorded for traces.
         rows: None, as rows never change.
     """
 
@@ -132,6 +137,7 @@ class RouterEngine:
         self.plan = version.plan
         self.rows: RowsReader | None = None
         self.remote: RemoteLookups | None = self
+        self.traces_calls = shards.traces_calls
         self._version = version
         self._shards = shards
         self._partition = Partition(manifest, hosts)
@@ -169,7 +175,8 @@ class RouterEngine:
         for i, lookup in enumerate(lookups):
             message = messages[lookup.part].encode(lookup)
             on_reply = partial(fanout.on_reply, i)
-            self._shards.look_up(self.parts[lookup.part], message, until_s, on_reply)
+            served = self.parts[lookup.part]
+            self._shards.look_up(served, message, until_s, on_reply, batch.calls)
         pending.prepare()
 
     def _divide(

@@ -18,6 +18,7 @@ from weakref import ref
 
 import torch
 
+from embedserve.call_trace import CallTrace
 from embedserve.config import ServeSettings
 from embedserve.fanout.credentials import ShardCredentials
 from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
@@ -49,6 +50,7 @@ class Shards:
 
     Attributes:
         loop: event loop that the clients run on; None before the first one.
+        traces_calls: whether calls are recorded for traces.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -59,6 +61,7 @@ class Shards:
             OSError: a file of them cannot be read.
         """
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.traces_calls = bool(settings.otlp_endpoint)
         self._source = parse_shards(settings.shards)
         self._options = PartOptions(
             call_timeout_s=settings.shard_timeout_ms / 1000, hedge_share=settings.hedge_share
@@ -175,11 +178,17 @@ class Shards:
     # Callbacks of the event loop
 
     def look_up(
-        self, served: ServedPart, message: Sequence[bytes], deadline_s: float, on_done: OnReply
+        self,
+        served: ServedPart,
+        message: Sequence[bytes],
+        deadline_s: float,
+        on_done: OnReply,
+        calls: CallTrace | None,
     ) -> None:
         """Calls a replica of ``served``; see PartClient.look_up."""
         client = self._clients[served.parts][served.part]
-        client.look_up(VersionKey(served.model, served.version), message, deadline_s, on_done)
+        key = VersionKey(served.model, served.version)
+        client.look_up(key, message, deadline_s, on_done, calls)
 
     def _expect(self, parts: Sequence[ServedPart]) -> None:
         """Lets replicas join for a version.

@@ -154,9 +154,10 @@ FAMILIES = (
     Family("embedserve_shard_bytes", COUNTER, ("part", "direction"), "bytes",
            "Bytes of the messages of calls to a part: sent, of every call of a replica, and "
            "received, of the responses that were used."),
-    Family("embedserve_shard_replicas", GAUGE, ("part",), "replicas",
-           "Replicas of a part that may be called: the smallest number over the served versions "
-           "and the ready workers."),
+    Family("embedserve_shard_replicas", GAUGE, ("part", "model", "version", "state"), "replicas",
+           "Replicas of a part that may be called for a version: the smallest number over the "
+           "ready workers. The state is served, or next for a version that the store names and "
+           "that does not serve yet."),
     Family("embedserve_queue_wait_seconds", HISTOGRAM, VERSION, "seconds",
            "Seconds that a request waited for its batch."),
     Family("embedserve_batch_examples", HISTOGRAM, VERSION, "examples",

@@ -25,7 +25,14 @@ from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_
 from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
 from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
-from embedserve.metrics.shard_metrics import PART_CELLS, ShardMetrics, parts_most
+from embedserve.metrics.shard_metrics import (
+    NEXT,
+    SERVED,
+    RoutedVersions,
+    ShardMetrics,
+    parts_most,
+    shard_cells,
+)
 from embedserve.metrics.shared_counters import (
     KeyedCounters,
     KeyedTable,
@@ -146,7 +153,8 @@ def cells_per_worker(names: int, columns_max: int, parts: int = 0) -> int:
     and as a router with ``parts`` parts."""
     of_names = table_cells(names + NAMES_SPARE, name_cells(columns_max))
     of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + caller_cells(OUTCOMES)
-    return PROCESS_CELLS + TLS_CELLS + of_protocols + parts * PART_CELLS + of_names
+    of_parts = shard_cells(parts, names + NAMES_SPARE)
+    return PROCESS_CELLS + TLS_CELLS + of_protocols + of_parts + of_names
 
 
 class Metrics(Collector):
@@ -185,7 +193,7 @@ class Metrics(Collector):
         self.tables = tables
         self.protocols = {name: ProtocolMetrics(counters, name) for name in PROTOCOLS}
         self.callers = CallerMetrics(counters, OUTCOMES)
-        self.shards = ShardMetrics(counters, parts)
+        self.shards = ShardMetrics(counters, parts, names + NAMES_SPARE)
         self.columns_max = columns_max
         self._names = KeyedTable(counters, names + NAMES_SPARE, name_cells(columns_max))
         self._names.keep(model.served_as for model in models)
@@ -256,9 +264,16 @@ class Metrics(Collector):
         for protocol in self.protocols.values():
             protocol.flush()
         self.callers.flush()
-        self.shards.flush((one.model.name, one.model.version) for one in self.models.values())
+        self.shards.flush(self._routed_versions())
         for model in self.models.values():
             model.flush()
+
+    def _routed_versions(self) -> RoutedVersions:
+        """Returns the versions whose replicas a router counts: those that serve names, and those
+        that the store names."""
+        served = {(one.model.name, one.model.version): SERVED for one in self.models.values()}
+        wanted = {(one.model.name, one.wanted_version): NEXT for one in self.models.values()}
+        return wanted | served
 
     def collect(self) -> Iterator[Metric]:
         self.flush()
@@ -275,6 +290,6 @@ class Metrics(Collector):
         yield from self.callers.samples()
         for protocol in self.protocols.values():
             yield from protocol.samples()
-        yield from self.shards.samples()
+        yield from self.shards.samples(self._routed_versions())
         for model in self.models.values():
             yield from model.samples()

@@ -1,4 +1,4 @@
-"""Calls of a router to the parts of its tables, in cells of shared memory.
+"""Calls of a router to the parts of its tables, and their replicas, in cells of shared memory.
 
 The number of parts is fixed at the start, as the cells are. Parts beyond it, which a later version
 may have, are not counted.
@@ -14,7 +14,7 @@ import numpy as np
 
 from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import SECONDS_BUCKETS, HistogramSamples, histogram_cells
-from embedserve.metrics.shared_counters import Cells, WorkerCounters
+from embedserve.metrics.shared_counters import Cells, WorkerCounters, key_of
 from embedserve_store.plans.plan import Plan
 
 SHARD_OUTCOMES = ("ok", "deadline_exceeded", "overloaded", "unavailable", "error", "cancelled")
@@ -27,11 +27,27 @@ COUNTS = (
     ("embedserve_shard_bytes", ("received",)),
 )
 """Family and further labels of each counter of a part, in the order of the cells."""
-_WIDTHS = (len(SHARD_OUTCOMES), histogram_cells(SECONDS_BUCKETS), len(COUNTS), 1)
-_OUTCOMES, _SECONDS, _COUNTS, _REPLICAS = (
+_WIDTHS = (len(SHARD_OUTCOMES), histogram_cells(SECONDS_BUCKETS), len(COUNTS))
+_OUTCOMES, _SECONDS, _COUNTS = (
     slice(start, end) for start, end in pairwise(np.cumsum([0, *_WIDTHS]).tolist())
 )
 PART_CELLS = sum(_WIDTHS)
+SERVED, NEXT = "served", "next"
+"""States of a version: it serves a name, or the store names it to be the next."""
+VERSIONS_PER_NAME = 2
+RoutedVersions = Mapping[tuple[str, int], str]
+"""State of each version that a router serves or is to serve, by (model, version)."""
+
+
+def shard_cells(parts: int, names: int) -> int:
+    """Returns the number of cells of a router with ``parts`` parts and ``names`` served names."""
+    return parts * PART_CELLS + _slots(parts, names) * (1 + parts)
+
+
+def _slots(parts: int, names: int) -> int:
+    """Returns the number of versions whose replicas are counted; 0 in a server that is no
+    router."""
+    return VERSIONS_PER_NAME * names if parts else 0
 
 
 class CallSeconds(Protocol):
@@ -76,7 +92,7 @@ class PartSource(Protocol):
 
     def replicas(self, model: str, version: int) -> Sequence[int]:
         """Returns the number of joined replicas of each part of a version; empty if the version is
-        not known."""
+        not expected."""
 
 
 def parts_most(plans: Iterable[Plan]) -> int:
@@ -85,30 +101,37 @@ def parts_most(plans: Iterable[Plan]) -> int:
 
 
 class ShardMetrics:
-    """Counters of each part, of this process.
+    """Counters of each part and replicas of each version, of this process.
+
+    Replicas are in slots, one for each version: a key, and for each part the number of replicas
+    plus one, as 0 is a part that the version does not have. Workers may use different slots for
+    the same version.
 
     Attributes:
         source: source of the counts; None in a server that is no router.
     """
 
-    def __init__(self, counters: WorkerCounters, parts: int) -> None:
+    def __init__(self, counters: WorkerCounters, parts: int, names: int) -> None:
         """
         Args:
             parts: number of parts that are counted; 0 in a server that is no router.
+            names: most names that are served.
         """
         self.source: PartSource | None = None
         self._parts = parts
         self._cells = counters.allocate(parts * PART_CELLS)
-        self._before = self._own()[:, : -_WIDTHS[-1]].copy()
+        self._before = self._own().copy()
+        self._slots = _slots(parts, names)
+        self._replicas = counters.allocate(self._slots * (1 + parts))
 
     def _own(self) -> Cells:
         return self._cells.own.reshape(self._parts, PART_CELLS)
 
-    def flush(self, served: Iterable[tuple[str, int]]) -> None:
+    def flush(self, versions: Iterable[tuple[str, int]]) -> None:
         """Writes the counts to the shared cells.
 
         Args:
-            served: (model, version) of the served versions, whose replicas are counted.
+            versions: (model, version) of the versions whose replicas are counted.
         """
         source = self.source
         if source is None:
@@ -117,19 +140,28 @@ class ShardMetrics:
         for part, counts in source.part_counts():
             if part < self._parts:
                 counted[part] += _cells_of(counts)
-        own = self._own()
-        own[:, : -_WIDTHS[-1]] = self._before + counted
-        replicas = [source.replicas(model, version) for model, version in served]
-        for part in range(self._parts):
-            found = [of_version[part] for of_version in replicas if part < len(of_version)]
-            # One more than the number, as 0 is a part of no served version.
-            own[part, _REPLICAS] = 1 + min(found) if found else 0
+        self._own()[:] = self._before + counted
+        self._flush_replicas(source, versions)
 
-    def samples(self) -> Iterator[Sample]:
-        """Yields the samples of all workers. Outcomes without calls are left out, except "ok"."""
+    def _flush_replicas(self, source: PartSource, versions: Iterable[tuple[str, int]]) -> None:
+        own = self._replicas.own.reshape(self._slots, 1 + self._parts)
+        slots = np.zeros_like(own)
+        for slot, (model, version) in zip(slots, versions, strict=False):
+            if replicas := source.replicas(model, version)[: self._parts]:
+                slot[0] = _version_key(model, version)
+                slot[1 : 1 + len(replicas)] = 1 + np.array(replicas)
+        if not np.array_equal(own, slots):
+            own[:, 0] = 0  # no version has the slots while they change
+            own[:, 1:] = slots[:, 1:]
+            own[:, 0] = slots[:, 0]
+
+    def samples(self, versions: RoutedVersions) -> Iterator[Sample]:
+        """Yields the samples of all workers. Outcomes without calls are left out, except "ok".
+
+        Args:
+            versions: versions whose replicas are exported.
+        """
         totals = self._cells.total().reshape(self._parts, PART_CELLS)
-        ready = self._cells.ready_rows()
-        replicas = ready.reshape(len(ready), self._parts, PART_CELLS)[:, :, _REPLICAS]
         for part, total in enumerate(totals):
             labels = [str(part)]
             for outcome, count in zip(SHARD_OUTCOMES, total[_OUTCOMES].tolist(), strict=True):
@@ -138,13 +170,28 @@ class ShardMetrics:
             yield "embedserve_shard_seconds", labels, _histogram(total[_SECONDS])
             for (family, further), count in zip(COUNTS, total[_COUNTS].tolist(), strict=True):
                 yield family, [*labels, *further], count
-            found = replicas[:, part]
-            if found.any():
-                yield "embedserve_shard_replicas", labels, float(found[found > 0].min()) - 1
+        yield from self._replica_samples(versions)
+
+    def _replica_samples(self, versions: RoutedVersions) -> Iterator[Sample]:
+        """Yields for each part of each version the smallest number of replicas over the ready
+        workers that expect the version."""
+        ready = self._replicas.ready_rows()
+        slots = ready.reshape(len(ready) * self._slots, 1 + self._parts)
+        for (model, version), state in versions.items():
+            found = slots[slots[:, 0] == _version_key(model, version)][:, 1:]
+            for part, counts in enumerate(found.T):
+                if counts.any():
+                    labels = [str(part), model, str(version), state]
+                    fewest = float(counts[counts > 0].min()) - 1
+                    yield "embedserve_shard_replicas", labels, fewest
+
+
+def _version_key(model: str, version: int) -> float:
+    return key_of(f"{model}@{version}")
 
 
 def _cells_of(counts: PartCounts) -> Cells:
-    """Returns the cells of a part without that of the replicas."""
+    """Returns the cells of a part."""
     seconds = [counts.seconds[outcome] for outcome in SHARD_OUTCOMES]
     calls = np.array([one.counts for one in seconds], np.float64)
     total_s = sum(one.total_s for one in seconds)

@@ -27,7 +27,7 @@ from embedserve.shared_memory.region_registry import EVERYBODY
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import HeaderList
 from embedserve.tracing.stage_timings import StageTimings
-from embedserve.tracing.trace_context import TRACEPARENT, read_traceparent
+from embedserve.tracing.trace_context import TRACEPARENT, TraceContext, read_traceparent
 
 if TYPE_CHECKING:
     from embedserve.pipeline.request_pipeline import RequestPipeline
@@ -39,6 +39,8 @@ memory pinned by unsent responses. Responses up to 64 KiB fit in a socket's send
 ROUTING_KEY = b"x-routing-key"
 """Header whose value pins requests to one version where several versions share a model's
 traffic."""
+_UNDECIDED = TraceContext("", "", False)
+"""Trace of a request before it is decided whether it is sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +86,7 @@ class RequestContext(PendingRequest):
             authentication.
     """
 
-    __slots__ = ("_request_id", "options", "pipeline", "quota", "start_s", "writer")
+    __slots__ = ("_request_id", "_trace", "options", "pipeline", "quota", "start_s", "writer")
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class RequestContext(PendingRequest):
         self.writer = writer
         self.quota: CallerQuota | None = None
         self._request_id = b""
+        self._trace: TraceContext | None = _UNDECIDED
         timeout_s = options.timeout_s
         self.deadline_s = NEVER if timeout_s is None else start_s + timeout_s
         self.is_waiting = True
@@ -261,6 +264,15 @@ class RequestContext(PendingRequest):
         return self._request_id
 
     @property
+    def trace(self) -> TraceContext | None:
+        """Trace context of a sampled request, None for another; decided once."""
+        if self._trace is _UNDECIDED:
+            traces = self.pipeline.telemetry.traces
+            given = self.writer.header(TRACEPARENT)
+            self._trace = None if traces is None else traces.sampled(given)
+        return self._trace
+
+    @property
     def version(self) -> ModelInfo | None:
         """Version that serves the request: that of its batch or else of its batcher. None before
         it is enqueued."""
@@ -306,4 +318,5 @@ class RequestContext(PendingRequest):
             caller="" if quota is None else quota.grant.name,
             address=self.pipeline.addresses.find(writer.peer, writer.header),
             trace=read_traceparent(writer.header(TRACEPARENT)),
+            calls=None if self.ticket is None else self.ticket.calls,
         )

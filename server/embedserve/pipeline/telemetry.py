@@ -15,7 +15,6 @@ from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, usable_id
 from embedserve.tracing.slow_requests import Fields, SlowRequests
-from embedserve.tracing.trace_context import TRACEPARENT
 
 if TYPE_CHECKING:
     from embedserve.pipeline.request_context import RequestContext
@@ -123,7 +122,7 @@ class RequestTelemetry:
         includes the trace context; else returns ``record``."""
         if self.traces is None:
             return record
-        trace = self.traces.sampled(context.writer.header(TRACEPARENT))
+        trace = context.trace
         if trace is None:
             return record
         made = record()

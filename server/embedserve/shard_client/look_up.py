@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from embedserve.call_trace import CallTrace, TracedCall
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_stats import (
     CANCELLED_OUTCOME,
@@ -17,14 +18,17 @@ from embedserve.shard_client.part_stats import (
 )
 from embedserve.shard_client.replica import PartReplica
 from embedserve.shard_client.reply import (
+    CANCELLED,
     DEADLINE_EXCEEDED,
     OK,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     Reply,
     lost,
+    status_name,
 )
-from embedserve.shard_client.shard_connection import CallHandle
+from embedserve.shard_client.shard_connection import CallHandle, shown
+from embedserve.tracing.trace_context import sampled_traceparent
 
 if TYPE_CHECKING:
     from embedserve.shard_client.replicas import PartClient
@@ -33,6 +37,8 @@ RETRYABLE = (UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED)
 """Statuses after which another replica may answer, unless the request is too large for a shard."""
 HEDGE, HANG, END = range(3)
 """Deadlines of an attempt, in order."""
+FIRST, HEDGED, RETRIED, HUNG = "first", "hedge", "retry", "hung"
+"""Reasons of an attempt, for traces."""
 
 
 class Attempt:
@@ -44,9 +50,20 @@ class Attempt:
         is_over: whether the call has ended.
     """
 
-    __slots__ = ("_end_s", "_handle", "_look_up", "_next", "is_over", "replica", "start_s")
+    __slots__ = (
+        "_end_s",
+        "_handle",
+        "_look_up",
+        "_next",
+        "_traced",
+        "is_over",
+        "replica",
+        "start_s",
+    )
 
-    def __init__(self, look_up: LookUp, replica: PartReplica, now_s: float, first: int) -> None:
+    def __init__(
+        self, look_up: LookUp, replica: PartReplica, now_s: float, first: int, reason: str
+    ) -> None:
         """Calls the replica.
 
         Args:
@@ -54,6 +71,7 @@ class Attempt:
             replica: replica with a connection.
             now_s: present time.
             first: HEDGE if the call may be hedged, otherwise HANG.
+            reason: why the replica is called, for traces.
         """
         part = look_up.part
         connection = replica.connection
@@ -65,12 +83,26 @@ class Attempt:
         if timeout_s > look_up.deadline_s - now_s:
             timeout_s = look_up.deadline_s - now_s
         self._end_s = now_s + timeout_s
-        self._handle: CallHandle = connection.call(look_up.message, timeout_s, self._on_reply)
+        self._traced: TracedCall | None = None
+        traceparent = b"" if look_up.calls is None else self._trace(look_up.calls, reason)
+        self._handle: CallHandle = connection.call(
+            look_up.message, timeout_s, self._on_reply, traceparent
+        )
         self._set_timer(now_s, now_s)
 
-    def cancel(self) -> None:
+    def _trace(self, calls: CallTrace, reason: str) -> bytes:
+        """Records the call in ``calls``. Returns its traceparent header; b"" if there is no room
+        for it."""
+        replica = shown(self.replica.address)
+        self._traced = traced = calls.begin(self._look_up.part.part, replica, reason)
+        return b"" if traced is None else sampled_traceparent(calls.trace.trace_id, traced.span_id)
+
+    def cancel(self, status: int = CANCELLED) -> None:
+        """Cancels the call, whose span gets the outcome ``status``."""
         self.is_over = True
         self._handle.cancel()
+        if self._traced is not None:
+            self._traced.end(status_name(status))
 
     def _set_timer(self, since_s: float, now_s: float) -> None:
         """Sets the timer for the next deadline, counted from ``since_s``."""
@@ -85,7 +117,7 @@ class Attempt:
     def on_due(self, now_s: float) -> None:
         """Handles the next deadline of the call."""
         if now_s >= self._end_s:
-            self.cancel()
+            self.cancel(DEADLINE_EXCEEDED)
             self._look_up.on_timeout(self, now_s)
         elif self._next == HEDGE:
             self._next = HANG
@@ -103,6 +135,8 @@ class Attempt:
 
     def _on_reply(self, reply: Reply) -> None:
         self.is_over = True
+        if self._traced is not None:
+            self._traced.end(status_name(reply.status), reply.message)
         self._look_up.on_reply(self, reply)
 
 
@@ -113,6 +147,7 @@ class LookUp:
         part: part that is looked up.
         message: chunks of the request message.
         deadline_s: time.monotonic() at which the look-up fails.
+        calls: record of the calls for traces; None if no request is traced.
         is_over: whether the look-up has ended.
     """
 
@@ -126,6 +161,7 @@ class LookUp:
         "_reply",
         "_start_s",
         "_tried",
+        "calls",
         "deadline_s",
         "is_over",
         "message",
@@ -139,8 +175,10 @@ class LookUp:
         message: Sequence[bytes],
         deadline_s: float,
         on_done: OnReply,
+        calls: CallTrace | None,
     ) -> None:
         self.part, self._key, self.message = part, key, message
+        self.calls = calls
         self.deadline_s, self._on_done = deadline_s, on_done
         self.is_over = False
         self._nbytes = sum(map(len, message))
@@ -162,7 +200,7 @@ class LookUp:
         else:
             replica = part.choose(self._key)
             if replica is not None:
-                self._call(replica, now_s, HEDGE)
+                self._call(replica, now_s, HEDGE, FIRST)
                 return
             self._reply = Reply(UNAVAILABLE, part.why_unavailable(self._key))
         part.timers.push(now_s, self, now_s)
@@ -177,12 +215,12 @@ class LookUp:
         if not self.is_over:
             self._end(CANCELLED_OUTCOME, self.part.clock())
 
-    def _call(self, replica: PartReplica, now_s: float, first: int) -> Attempt:
+    def _call(self, replica: PartReplica, now_s: float, first: int, reason: str) -> Attempt:
         stats = self.part.stats
         stats.attempts += 1
         stats.bytes_sent += self._nbytes
         self._tried.append(replica)
-        attempt = Attempt(self, replica, now_s, first)
+        attempt = Attempt(self, replica, now_s, first, reason)
         self._attempts.append(attempt)
         return attempt
 
@@ -194,7 +232,7 @@ class LookUp:
         replica = part.choose(self._key, self._tried, is_optional=True)
         if replica is not None and part.hedges.try_take():
             part.stats.hedges += 1
-            self._hedge = self._call(replica, now_s, HANG)
+            self._hedge = self._call(replica, now_s, HANG, HEDGED)
 
     def on_hang(self, attempt: Attempt, now_s: float) -> bool:
         """Calls another replica, as ``attempt`` hangs. Returns whether it did.
@@ -214,7 +252,7 @@ class LookUp:
             return False
         part.stats.hung += is_silent
         part.stats.retries += not is_silent
-        self._call(replica, now_s, HANG)
+        self._call(replica, now_s, HANG, HUNG if is_silent else RETRIED)
         return True
 
     def on_timeout(self, attempt: Attempt, now_s: float) -> None:
@@ -256,7 +294,7 @@ class LookUp:
             replica = part.choose(self._key, self._tried)
             if replica is not None and (reply.is_lost or part.retries.try_take()):
                 part.stats.retries += 1
-                self._call(replica, now_s, HANG)
+                self._call(replica, now_s, HANG, RETRIED)
                 return
         if not self._attempts:
             assert self._reply is not None

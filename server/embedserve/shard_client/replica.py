@@ -37,8 +37,14 @@ class ReplicaConnection(Protocol):
     def in_flight(self) -> int:
         """Number of calls in flight."""
 
-    def call(self, message: Sequence[bytes], timeout_s: float, on_done: OnReply) -> CallHandle:
-        """Calls Embed."""
+    def call(
+        self,
+        message: Sequence[bytes],
+        timeout_s: float,
+        on_done: OnReply,
+        traceparent: bytes = b"",
+    ) -> CallHandle:
+        """Calls Embed, with a traceparent header unless ``traceparent`` is empty."""
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:
         """Calls ListModels."""

@@ -14,6 +14,7 @@ from functools import partial
 from random import random
 from time import monotonic
 
+from embedserve.call_trace import CallTrace
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.look_up import LookUp
 from embedserve.shard_client.part_stats import PartStats, VersionKey
@@ -208,6 +209,7 @@ class PartClient:
         message: Sequence[bytes],
         deadline_s: float,
         on_done: OnReply,
+        calls: CallTrace | None = None,
     ) -> CallHandle:
         """Calls a replica, and others if it fails, is slow or hangs.
 
@@ -217,10 +219,11 @@ class PartClient:
             deadline_s: time.monotonic() at which the look-up fails with DEADLINE_EXCEEDED.
             on_done: called exactly once with the reply, unless the look-up is cancelled, and never
                 before ``look_up`` has returned.
+            calls: record of the calls for traces; None if no request is traced.
         """
         self.hedges.earn()
         self.retries.earn()
-        look_up = LookUp(self, key, message, deadline_s, on_done)
+        look_up = LookUp(self, key, message, deadline_s, on_done, calls)
         look_up.start(self.clock())
         return look_up
 

@@ -24,6 +24,7 @@ RESOURCE_EXHAUSTED = CODES["RESOURCE_EXHAUSTED"]
 INTERNAL = CODES["INTERNAL"]
 UNAVAILABLE = CODES["UNAVAILABLE"]
 STATUS_MAX = 16
+STATUS_NAMES = {code: name for name, code in CODES.items()} | {UNKNOWN: "UNKNOWN"}
 NUMBER_DIGITS_MAX = 9
 """Digits of a status or of retry-after; more are malformed."""
 STATUS_BY_HTTP = {
@@ -73,6 +74,11 @@ class Reply(NamedTuple):
 def lost(reason: str) -> Reply:
     """Returns the reply to a call that no shard has answered."""
     return Reply(UNAVAILABLE, reason, is_lost=True)
+
+
+def status_name(status: int) -> str:
+    """Returns the name of a gRPC status code."""
+    return STATUS_NAMES.get(status) or f"status {status}"
 
 
 def reset_reply(code: int) -> Reply:

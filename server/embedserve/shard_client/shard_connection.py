@@ -167,6 +167,7 @@ class ShardConnection(asyncio.Protocol):
         message: Sequence[bytes],
         timeout_s: float,
         on_done: OnReply,
+        traceparent: bytes = b"",
     ) -> CallHandle:
         """Calls Embed. ``on_done`` is called later and exactly once, unless the call is cancelled.
 
@@ -174,6 +175,7 @@ class ShardConnection(asyncio.Protocol):
             message: chunks of the serialized EmbedRequest.
             timeout_s: value of grpc-timeout. The caller cancels the call when it has passed.
             on_done: callback for the reply.
+            traceparent: traceparent header; b"" for none.
 
         Raises:
             ConnectionError: the connection is not ready.
@@ -181,6 +183,9 @@ class ShardConnection(asyncio.Protocol):
         if not self._is_ready:
             raise ConnectionError(self.reason)
         assert self._client is not None
+        if traceparent:
+            block = self._embed.traced_block(timeout_s, traceparent)
+            return self._client.call(block, message, on_done)
         return self._client.call(self._embed.block(timeout_s), message, on_done)
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:

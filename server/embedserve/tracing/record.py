@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from embedserve.call_trace import CallTrace
 from embedserve.tracing.stage_timings import StageTimings
 from embedserve.tracing.trace_context import TraceContext
 
@@ -27,6 +28,7 @@ class RequestRecord:
         caller: name of the grant of its token or certificate; "" without authentication.
         address: address of the client, or of the nearest proxy that is not trusted; "" if unknown.
         trace: trace context; None if there is none.
+        calls: calls of other servers for its batch; None if no request of the batch is traced.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class RequestRecord:
     caller: str = ""
     address: str = ""
     trace: TraceContext | None = None
+    calls: CallTrace | None = None
 
     def fields(self) -> dict[str, object]:
         """Returns the fields for a log line, without empty and zero values."""

@@ -38,3 +38,13 @@ def read_traceparent(value: bytes | None) -> TraceContext | None:
         return None
     is_sampled = bool(int(found[4], 16) & _SAMPLED)
     return TraceContext(found[2].decode(), found[3].decode(), is_sampled)
+
+
+def sampled_traceparent(trace_id: str, span_id: str) -> bytes:
+    """Returns the traceparent header for calls below a recorded span.
+
+    Args:
+        trace_id: id of the trace, 32 hex digits.
+        span_id: id of the span, 16 hex digits.
+    """
+    return f"00-{trace_id}-{span_id}-{_SAMPLED:02x}".encode()

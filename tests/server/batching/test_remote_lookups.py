@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import pytest
 from server.fake_engine import Bags, FakeEngine
-from server.pending_requests import Waiting, submit
+from server.pending_requests import FutureRequest, Waiting, submit
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
@@ -18,6 +18,7 @@ from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, NotReadyError
 from embedserve.lookup_types import Batch
 from embedserve.metrics.model_metrics import ModelMetrics
+from embedserve.tracing.trace_context import TraceContext
 
 USER: Bags = {"user": [[1, 2, 3]]}
 Finish = Callable[[np.ndarray | EmbedServeError], None]
@@ -29,9 +30,11 @@ class OtherServers:
     Attributes:
         begun: batches in flight, their deadlines, and how to end them.
         failure: raised when a lookup begins.
+        traces_calls: set before a batcher has it.
     """
 
     batches_max = 3
+    traces_calls = False
 
     def __init__(self) -> None:
         self.begun: list[tuple[Batch, float, Finish]] = []
@@ -54,6 +57,20 @@ def batcher(engine: FakeEngine, servers: OtherServers) -> Iterator[Batcher]:
     with ThreadPoolExecutor(1) as executor:
         executor.shutdown()  # nothing may run in it
         yield Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
+
+
+class TracedRequest(FutureRequest):
+    """A request that is recorded in a trace, or asked in vain whether it is."""
+
+    __slots__ = ("context",)
+
+    def __init__(self, context: TraceContext | None) -> None:
+        super().__init__(asyncio.Future())
+        self.context = context
+
+    @property
+    def trace(self) -> TraceContext | None:
+        return self.context
 
 
 def answer(engine: FakeEngine, batch: Batch) -> np.ndarray:
@@ -133,3 +150,43 @@ async def test_a_batch_lasts_until_the_latest_deadline_of_its_requests(
     servers.begun[0][2](answer(engine, servers.begun[0][0]))
     await until(lambda: len(servers.begun) == servers.batches_max + 1)
     assert servers.begun[-1][1] == now_s + 70
+
+
+@pytest.mark.parametrize("traces_calls", [True, False])
+async def test_a_batch_with_a_traced_request_records_its_calls(
+    engine: FakeEngine, servers: OtherServers, traces_calls: bool
+) -> None:
+    servers.traces_calls = traces_calls
+    first, second = (TraceContext(digit * 32, "", True) for digit in "ab")
+    with ThreadPoolExecutor(1) as executor:
+        batcher = Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
+        requests = [TracedRequest(one) for one in (None, first, second)]
+        for pending in requests:
+            batcher.enqueue(engine.request(USER), pending)
+        await until(lambda: servers.begun)
+        [(batch, _, finish)] = servers.begun
+        assert batch.batch_size == 3
+        if traces_calls:
+            assert batch.calls is not None
+            assert batch.calls.trace is first
+        else:
+            assert batch.calls is None
+        for pending in requests:
+            assert pending.ticket is not None
+            assert pending.ticket.calls is batch.calls
+        finish(answer(engine, batch))
+        await asyncio.gather(*(pending.future for pending in requests))
+
+
+async def test_a_batch_without_a_traced_request_records_nothing(
+    engine: FakeEngine, servers: OtherServers
+) -> None:
+    servers.traces_calls = True
+    with ThreadPoolExecutor(1) as executor:
+        batcher = Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
+        waiting = submit(batcher, engine.request(USER))
+        await until(lambda: servers.begun)
+        [(batch, _, finish)] = servers.begun
+        assert batch.calls is None
+        finish(answer(engine, batch))
+        await waiting

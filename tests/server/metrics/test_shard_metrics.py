@@ -9,24 +9,31 @@ from server.fake_models import model_info
 from server.fake_parts import FakeParts
 
 from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
-from embedserve.metrics.model_metrics import COLUMNS_MIN
-from embedserve.metrics.shard_metrics import PART_CELLS, SHARD_OUTCOMES, ShardMetrics
+from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
+from embedserve.metrics.shard_metrics import (
+    NEXT,
+    SERVED,
+    SHARD_OUTCOMES,
+    RoutedVersions,
+    ShardMetrics,
+    shard_cells,
+)
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.shard_client.part_stats import OUTCOMES, PartStats
 
-SERVED = [("shop", 3)]
+SHOP, NAMES = {("shop", 3): SERVED}, 2
 
 
 class Routers:
     """Two workers of a router."""
 
     def __init__(self, parts: int = 2) -> None:
-        self.slots = SharedCounters(2, parts * PART_CELLS)
+        self.slots = SharedCounters(2, shard_cells(parts, NAMES))
         self.parts = parts
         self.workers = [self.start(worker) for worker in range(2)]
 
     def start(self, worker: int) -> ShardMetrics:
-        metrics = ShardMetrics(WorkerCounters(self.slots, worker), self.parts)
+        metrics = ShardMetrics(WorkerCounters(self.slots, worker), self.parts, NAMES)
         metrics.source = FakeParts()
         self.slots.set_ready(worker, True)
         return metrics
@@ -39,13 +46,13 @@ class Routers:
     def replace(self, worker: int) -> None:
         self.workers[worker] = self.start(worker)
 
-    def values(self, served: list[tuple[str, int]] = SERVED) -> dict[str, Any]:
+    def values(self, versions: RoutedVersions = SHOP) -> dict[str, Any]:
         """Samples of the second worker, by the name and the labels."""
         for worker in self.workers:
-            worker.flush(served)
+            worker.flush(versions)
         return {
             " ".join([name.removeprefix("embedserve_shard_"), *labels]): value
-            for name, labels, value in self.workers[1].samples()
+            for name, labels, value in self.workers[1].samples(versions)
         }
 
 
@@ -100,34 +107,77 @@ def test_a_replaced_worker_goes_on_with_the_counts_of_the_former() -> None:
 def test_parts_that_came_later_are_not_counted() -> None:
     routers = Routers(parts=1)
     routers.source(0).stats = [(0, counted(1)), (1, counted(1))]
-    routers.source(0).joined = {SERVED[0]: [2, 0]}
+    routers.source(0).joined = {("shop", 3): [2, 0]}
     values = routers.values()
-    assert (values["hedges 0"], values["replicas 0"]) == (1, 2)
+    assert (values["hedges 0"], values["replicas 0 shop 3 served"]) == (1, 2)
     assert not [name for name in values if " 1" in name]
 
 
-def test_the_fewest_replicas_of_served_versions_and_ready_workers_are_shown() -> None:
+def replicas(routers: Routers, versions: RoutedVersions = SHOP) -> dict[str, Any]:
+    values = routers.values(versions)
+    start = "replicas "
+    return {
+        name.removeprefix(start): value for name, value in values.items() if name.startswith(start)
+    }
+
+
+def test_the_fewest_replicas_of_ready_workers_are_shown() -> None:
     routers = Routers()
-    assert "replicas 0" not in routers.values()
-    routers.source(0).joined = {("shop", 3): [2, 2], ("shop", 4): [0, 0], ("ads", 1): [1]}
+    assert replicas(routers) == {}
+    routers.source(0).joined = {("shop", 3): [2, 2], ("ads", 1): [1]}
     routers.source(1).joined = {("shop", 3): [3, 0], ("ads", 1): [3]}
-
-    def replicas(*served: tuple[str, int]) -> list[Any]:
-        values = routers.values(list(served))
-        return [values.get(f"replicas {part}") for part in range(2)]
-
-    assert replicas(("shop", 3)) == [2, 0]
-    assert replicas(("shop", 3), ("ads", 1)) == [1, 0]
-    assert replicas(("ads", 1)) == [1, None]
-    assert replicas(("shop", 4)) == [0, 0]
+    assert replicas(routers) == {"0 shop 3 served": 2, "1 shop 3 served": 0}
+    assert replicas(routers, {("ads", 1): SERVED}) == {"0 ads 1 served": 1}
     routers.slots.set_ready(1, False)
-    assert replicas(("shop", 3)) == [2, 2]
+    assert replicas(routers) == {"0 shop 3 served": 2, "1 shop 3 served": 2}
+
+
+def test_versions_stand_beside_each_other_wherever_workers_have_them() -> None:
+    """The next version is expected by the worker that watches the store, and by no other."""
+    routers = Routers()
+    versions = {("shop", 4): NEXT, ("shop", 3): SERVED, ("ads", 1): SERVED}
+    routers.source(0).joined = {("shop", 4): [1, 0], ("shop", 3): [2, 2], ("ads", 1): [5]}
+    routers.source(1).joined = {("ads", 1): [5], ("shop", 3): [2, 2]}
+    expected = {
+        "0 shop 4 next": 1,
+        "1 shop 4 next": 0,
+        "0 shop 3 served": 2,
+        "1 shop 3 served": 2,
+        "0 ads 1 served": 5,
+    }
+    assert replicas(routers, versions) == expected
+    assert replicas(routers, dict(reversed(versions.items()))) == expected
+    routers.source(0).joined[("shop", 4)] = [1, 2]
+    assert replicas(routers, versions) == expected | {"1 shop 4 next": 2}
+    assert replicas(routers) == {"0 shop 3 served": 2, "1 shop 3 served": 2}
+
+
+def test_the_versions_that_serve_and_that_the_store_names_are_shown() -> None:
+    first = model_info()
+    metrics = Metrics([first], parts=2)
+    source = metrics.shards.source = FakeParts()
+    number = first.version
+    source.joined = {(first.name, number): [1, 1], (first.name, number + 1): [1, 0]}
+
+    def shown() -> dict[tuple[str, ...], float]:
+        (family,) = [one for one in metrics.collect() if one.name == "embedserve_shard_replicas"]
+        labels = ("part", "version", "state")
+        return {tuple(one.labels[name] for name in labels): one.value for one in family.samples}
+
+    served = {("0", str(number), "served"): 1.0, ("1", str(number), "served"): 1.0}
+    assert shown() == served
+    metrics.models[first.served_as].wanted_version = number + 1
+    following = str(number + 1)
+    assert shown() == served | {("0", following, "next"): 1.0, ("1", following, "next"): 0.0}
+    metrics.models[first.served_as].wanted_version = number
+    assert shown() == served
 
 
 def test_a_server_that_is_no_router_has_no_cells_and_no_series() -> None:
     model = model_info()
     assert CounterRoom.of([model], is_router=False) == CounterRoom(1, COLUMNS_MIN, 0)
-    assert cells_per_worker(1, 10, 3) - cells_per_worker(1, 10) == 3 * PART_CELLS
+    more = cells_per_worker(1, 10, 3) - cells_per_worker(1, 10)
+    assert more == shard_cells(3, 1 + NAMES_SPARE) > 0
     names = {family.name for family in Metrics([model]).collect() if family.samples}
     assert not [name for name in names if "shard" in name]
 

@@ -7,10 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 from writable import writable
 
 from embedserve.commands.cli import app
+from embedserve_store import ModelStore, TableSpec, publish
+from embedserve_store.format.tables_file import header_bytes
+from embedserve_store.parts.part import Part
+
+PARTS = 2
 
 
 @pytest.fixture
@@ -64,3 +70,95 @@ def test_a_store_without_credentials_is_one_line(
     url = "s3://bucket/store/shop"
     assert line.startswith(f"embedserve: no access to the store: {url}: the remote store says: ")
     assert "credentials" in line
+
+
+@pytest.fixture
+def parts_store(tmp_path: Path) -> Path:
+    """A store with version 1 of "m": 64 rows on each of two parts, and a small table on one."""
+    folder = tmp_path / "parts"
+    tables = [
+        TableSpec("wide", 128, 16, ("wide",), "sum", "float32"),
+        TableSpec("tiny", 3, 16, ("tiny",), "sum", "float32"),
+    ]
+    weights = {
+        f"embedding_bags.{one.name}.weight": torch.randn(one.num_embeddings, one.embedding_dim)
+        for one in tables
+    }
+    publish(weights, folder, model="m", tables=tables, hosts=PARTS)
+    return writable(folder)
+
+
+def rows_on(store: Path, part: int) -> int:
+    """Returns the rows of the table "wide" on a part."""
+    tables = ModelStore(store, holds=Part(part, PARTS)).load("m").manifest.tables
+    (wide,) = [table for table in tables if table.name == "wide"]
+    return wide.num_embeddings
+
+
+def flip(store: Path, row: int) -> Path:
+    """Flips a bit of a row of the table "wide"; returns the file."""
+    version = ModelStore(store).load("m")
+    start = len(header_bytes(version.manifest.tables)) + version.tables.offsets["wide"]
+    at = start + row * version.tables.tables["wide"].row_bytes
+    path = version.path / "tables.safetensors"
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_part_as_published(parts_store: Path, part: int) -> None:
+    rows = rows_on(parts_store, part)
+    assert 0 < rows < 128
+    for arguments in (("m",), ("m", "1")):
+        status, _, lines = run(parts_store, *arguments, "--part", f"{part}/{PARTS}")
+        assert status == 0, lines
+        assert any(line.startswith(f"wide: {rows} rows of 16 float32, ") for line in lines)
+        where = f"{parts_store}/m/1"
+        assert lines[-1] == f"part {part}/2 of m version 1 is as it was published, in {where}"
+
+
+def test_a_flipped_bit_is_found_in_its_part_and_in_no_other(parts_store: Path) -> None:
+    path = flip(parts_store, rows_on(parts_store, 0))  # the first row of part 1
+    status, _, lines = run(parts_store, "m", "--part", "0/2")
+    assert status == 0, lines
+    status, stdout, lines = run(parts_store, "m", "--part", "1/2")
+    assert (status, stdout) == (1, "")
+    assert lines[-1].startswith(f"embedserve: {path}: table 'wide': sha256 is ")
+
+
+def test_a_part_of_a_store_under_a_url_is_pulled_alone(parts_store: Path, tmp_path: Path) -> None:
+    url, cache = f"file://{parts_store}", ("--cache", tmp_path / "cache")
+    path = flip(parts_store, 0)
+    status, _, lines = run(url, "m", "--part", "1/2", *cache)
+    assert status == 0, lines
+    assert "-part-1-of-2" in lines[-1]
+    status, stdout, lines = run(url, "m", "--part", "0/2", *cache)
+    assert (status, stdout) == (1, "")
+    assert f"{path}: table 'wide': sha256 is " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("2/2", "part is 2/2, expected a number from 0 to 1"),
+        ("1", "part is '1', expected NUMBER/COUNT"),
+        ("-1/2", "part is '-1/2', expected NUMBER/COUNT"),
+        ("0/3", "part 0/3 was requested, but the version has 2 parts"),
+    ],
+)
+def test_a_part_that_the_version_does_not_have_is_one_line(
+    parts_store: Path, part: str, words: str
+) -> None:
+    status, stdout, lines = run(parts_store, "m", "--part", part)
+    assert (status, stdout) == (1, "")
+    (line,) = lines
+    assert words in line
+
+
+def test_a_version_without_parts_has_none(store: Path) -> None:
+    status, stdout, lines = run(store, "shop", "--part", "0/2")
+    assert (status, stdout) == (1, "")
+    (line,) = lines
+    assert "was published without --hosts, so it has no parts" in line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -15,7 +17,7 @@ import pytest
 import s3fs
 
 import embedserve_store
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.remote.remote_store import RemoteStore
 
 PULL = """
@@ -70,7 +72,7 @@ def files(cache: Path) -> list[str]:
     return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock")
 
 
-def test_a_killed_pull_leaves_nothing_visible_and_can_be_started_again(
+def test_a_killed_pull_leaves_nothing_visible_and_continues(
     url: str, uploaded: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
@@ -106,6 +108,27 @@ def test_an_interrupt_leaves_nothing(url: str, uploaded: Path, tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt):
         RemoteStore(url, tmp_path / "cache", interrupt).load("m")
     assert files(tmp_path / "cache") == []
+
+
+def test_without_locks_nothing_of_a_pull_is_kept(
+    url: str, uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(lock: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def lose(file: str, bytes_done: int, bytes_total: int) -> None:
+        if file == "tables.safetensors":
+            raise UnreachableError("the store is gone")
+
+    cache = tmp_path / "cache"
+    with pytest.raises(UnreachableError):
+        RemoteStore(url, cache, lose).load("m")
+    assert "tables.safetensors" in files(cache)
+    shutil.rmtree(cache)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(UnreachableError):
+        RemoteStore(url, cache, lose).load("m")
+    assert files(cache) == []
 
 
 Damage = Callable[[bytes], bytes]

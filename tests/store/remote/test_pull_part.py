@@ -19,14 +19,17 @@ from writable import writable
 
 import embedserve_store
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish, verify
+from embedserve_store.errors import UnreachableError
 from embedserve_store.parts.part import NO_ROWS, Holding, Part
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.upload import upload_version
+from embedserve_store.transfer import sparse_file
 
 PARTS = 4
 PART = Part(1, PARTS)
 ROWS = {"a": 40_000, "b": 10_001, "tiny": 3}
 TABLES = "tables.safetensors"
+MARGIN_BYTES = 64 << 10
 
 PULL = """
 import os, sys
@@ -35,10 +38,10 @@ from embedserve_store.parts.part import Part
 from embedserve_store.remote import remote_files
 
 remote_files.PART_BYTES = 100_000
-url, cache = sys.argv[1:]
+url, cache, share = sys.argv[1:]
 
 def progress(file, bytes_done, bytes_total):
-    if file == "tables.safetensors" and bytes_done > bytes_total / 2:
+    if file == "tables.safetensors" and bytes_done >= bytes_total * float(share):
         os.kill(os.getpid(), 9)
 
 ModelStore(url, cache, progress, holds=Part(1, 4)).load("m")
@@ -212,26 +215,102 @@ def test_another_number_of_parts_is_rejected(source: Path, tmp_path: Path, numbe
     assert files(tmp_path / "cache") == []
 
 
-def test_a_killed_pull_leaves_nothing_visible_and_can_be_started_again(
-    published: Path, url: str, tmp_path: Path
-) -> None:
-    upload_version(published / "m" / "1", url)
-    cache = tmp_path / "cache"
+def killed_pull(url: str, cache: Path, share: float) -> Path:
+    """Pulls the part, killed once ``share`` of its rows has arrived. Returns the file of rows."""
     root = str(Path(embedserve_store.__file__).parent.parent)
     done = subprocess.run(
-        [sys.executable, "-c", PULL, url, str(cache)],
+        [sys.executable, "-c", PULL, url, str(cache), str(share)],
         env=os.environ | {"PYTHONPATH": root},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert TABLES in files(cache)
+    (path,) = cache.rglob(TABLES)
+    return path
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 0.9, 1])
+def test_a_killed_pull_leaves_nothing_visible_and_continues(
+    published: Path,
+    url: str,
+    tmp_path: Path,
+    read_bytes: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+) -> None:
+    monkeypatch.setattr(sparse_file, "MARGIN_BYTES", MARGIN_BYTES)
+    upload_version(published / "m" / "1", url)
+    cache = tmp_path / "cache"
+    killed_pull(url, cache, share)
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
     assert ModelStore(folder).models() == []
-    version = pull(url, cache)
+    progress: list[tuple[int, int]] = []
+
+    def report(file: str, bytes_done: int, bytes_total: int) -> None:
+        if file == TABLES:
+            progress.append((bytes_done, bytes_total))
+
+    read_bytes.clear()
+    version = ModelStore(url, cache, report, holds=PART).load("m")
+    nbytes = version.tables.nbytes
+    assert read_bytes.get(TABLES, 0) <= nbytes - share * nbytes + MARGIN_BYTES
+    assert progress[-1] == (nbytes, nbytes)
     assert files(cache) == files(version.path)
+    own = ModelStore(published, holds=PART).load("m")
+    for name in own.tables.tables:
+        np.testing.assert_array_equal(version.tables.rows(name), own.tables.rows(name))
     verify(version)
+    file = version.path / TABLES
+    assert file.stat().st_blocks * 512 < nbytes + 32_768
+
+
+def test_what_a_killed_pull_left_is_not_trusted(
+    published: Path, url: str, tmp_path: Path, read_bytes: dict[str, int]
+) -> None:
+    upload_version(published / "m" / "1", url)
+    cache = tmp_path / "cache"
+    left = killed_pull(url, cache, 1)
+    own = ModelStore(published, holds=PART).load("m")
+    assert own.tables.file_offsets is not None
+    with left.open("r+b") as file:
+        file.seek(own.tables.file_offsets["a"])
+        byte = file.read(1)[0]
+        file.seek(own.tables.file_offsets["a"])
+        file.write(bytes([byte ^ 1]))
+    read_bytes.clear()
+    version = pull(url, cache)
+    assert 0 < read_bytes[TABLES] < own.tables.nbytes
+    verify(version)
+
+
+def test_a_pull_that_lost_the_store_continues(
+    source: Path, tmp_path: Path, read_bytes: dict[str, int]
+) -> None:
+    def lose(file: str, bytes_done: int, bytes_total: int) -> None:
+        if file == TABLES and bytes_done == bytes_total:
+            raise UnreachableError("the store is gone")
+
+    cache = tmp_path / "cache"
+    with pytest.raises(UnreachableError):
+        ModelStore(f"file://{source}", cache, lose, holds=PART).load("m")
+    read_bytes.clear()
+    version = pull(source, cache)
+    assert TABLES not in read_bytes
+    verify(version)
+
+
+def test_a_pull_of_another_version_removes_what_a_killed_one_left(
+    published: Path, url: str, tmp_path: Path
+) -> None:
+    upload_version(published / "m" / "1", url)
+    cache = tmp_path / "cache"
+    left = killed_pull(url, cache, 0.5)
+    upload_version(published / "m" / "1", url, 2)
+    version = ModelStore(url, cache, holds=PART).load("m", 2)
+    assert version.manifest.version == 2
+    assert not left.exists()
+    assert files(cache) == files(version.path)
 
 
 def test_an_interrupted_pull_leaves_nothing(source: Path, tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""A request to a router and its calls of shards are one trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import httpx
+import pytest
+from e2e.parts_cluster import (
+    BOTH_PARTS,
+    PARTS,
+    WAIT_S_MAX,
+    Cluster,
+    cluster,
+    publish_next,
+    replicas,
+)
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from running_servers import Running
+from server.collector import Collector, collecting
+
+CALLER = "00f067aa0ba902b7"
+BODY = {"features": {"user": [BOTH_PARTS]}}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as one:
+        yield one
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Cluster]:
+    publish_next(tmp_path / "store", 1)
+    with cluster(tmp_path / "store", tmp_path) as one:
+        yield one
+
+
+def start(parts: Cluster, collector: Collector, *shards: tuple[int, int]) -> Running:
+    """Starts shards and a router that send their spans to ``collector``."""
+    traces = ("--otlp-endpoint", collector.url)
+    for part, replica in shards:
+        parts.start_shard(part, replica, *traces)
+    parts.write_addresses()
+    return parts.start_router(*traces)
+
+
+def embed(router: Running, trace: int | None) -> int:
+    """Sends a request for rows of all parts in a trace; returns its status."""
+    headers = {} if trace is None else {"traceparent": f"00-{trace:032x}-{CALLER}-01"}
+    return httpx.post(f"{router.http}/embed", json=BODY, headers=headers, timeout=60).status_code
+
+
+def wait_for(is_true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S_MAX
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def spans_of(collector: Collector, trace: int, kind: int) -> list[Span]:
+    own = f"{trace:032x}"
+    return [one for one in list(collector.spans) if (one.trace_id.hex(), one.kind) == (own, kind)]
+
+
+def router_span(collector: Collector, trace: int) -> Span:
+    """Waits for the router's span of a request."""
+
+    def found() -> list[Span]:
+        servers = spans_of(collector, trace, Span.SPAN_KIND_SERVER)
+        return [one for one in servers if one.parent_span_id.hex() == CALLER]
+
+    wait_for(lambda: bool(found()))
+    (root,) = found()
+    return root
+
+
+def attributes(span: Span) -> dict[str, object]:
+    return {
+        one.key.removeprefix("embedserve."): one.value.string_value or one.value.int_value
+        for one in span.attributes
+    }
+
+
+def test_calls_stand_between_the_spans_of_router_and_shards(
+    parts: Cluster, collector: Collector
+) -> None:
+    router = start(parts, collector, *((part, 0) for part in range(PARTS)))
+    assert embed(router, None) == 200
+    assert embed(router, 1) == 200
+    root = router_span(collector, 1)
+    wait_for(lambda: len(spans_of(collector, 1, Span.SPAN_KIND_SERVER)) == 1 + PARTS)
+    calls = spans_of(collector, 1, Span.SPAN_KIND_CLIENT)
+    assert {call.parent_span_id for call in calls} == {root.span_id}
+    assert [attributes(call) for call in sorted(calls, key=lambda call: call.name)] == [
+        {
+            "part": part,
+            "replica": parts.shards[part, 0].grpc,
+            "reason": "first",
+            "outcome": "OK",
+        }
+        for part in range(PARTS)
+    ]
+    shards = [one for one in spans_of(collector, 1, Span.SPAN_KIND_SERVER) if one != root]
+    assert {one.parent_span_id for one in shards} == {call.span_id for call in calls}
+    assert {one.name for one in shards} == {"embed m@1"}
+    # Neither the router nor a shard has recorded the request without a traceparent.
+    assert {span.trace_id.hex() for span in collector.spans} == {f"{1:032x}"}
+
+
+def test_a_call_that_fails_says_how(parts: Cluster, collector: Collector) -> None:
+    router = start(parts, collector, *((part, 0) for part in range(PARTS)))
+    hung = parts.shards[1, 0].process
+    os.kill(hung.pid, signal.SIGSTOP)
+    try:
+        assert embed(router, 2) == 504
+    finally:
+        os.kill(hung.pid, signal.SIGCONT)
+    root = router_span(collector, 2)
+    assert attributes(root)["outcome"] == "DEADLINE_EXCEEDED"
+    calls = {
+        attributes(call)["part"]: call for call in spans_of(collector, 2, Span.SPAN_KIND_CLIENT)
+    }
+    assert [attributes(calls[part])["outcome"] for part in range(PARTS)] == [
+        "OK",
+        "DEADLINE_EXCEEDED",
+    ]
+    assert [calls[part].status.code for part in range(PARTS)] == [
+        Status.STATUS_CODE_UNSET,
+        Status.STATUS_CODE_ERROR,
+    ]
+
+
+def test_a_second_call_because_the_first_is_slow_is_a_span_of_its_own(
+    parts: Cluster, collector: Collector
+) -> None:
+    router = start(parts, collector, (0, 0), (0, 1), (1, 0))
+    wait_for(lambda: replicas(router) == [2, 1])
+    hung = parts.shards[0, 0]
+
+    def called(trace: int) -> list[dict[str, object]]:
+        """Returns the calls of part 0, once the router's spans have arrived."""
+        router_span(collector, trace)
+        calls = map(attributes, spans_of(collector, trace, Span.SPAN_KIND_CLIENT))
+        return [one for one in calls if one["part"] == 0]
+
+    # A replica that leaves a poll unanswered is the busier one, and is soon no more chosen.
+    for start_at in count(1, 10):
+        assert start_at < 100, "all requests were sent to the other replica"
+        traces = range(start_at, start_at + 10)
+        os.kill(hung.process.pid, signal.SIGSTOP)
+        try:
+            assert {embed(router, trace) for trace in traces} == {200}
+        finally:
+            os.kill(hung.process.pid, signal.SIGCONT)
+        found = [trace for trace in traces if called(trace)[0]["replica"] == hung.grpc]
+        if found:
+            break
+    root = router_span(collector, found[0])
+    calls = spans_of(collector, found[0], Span.SPAN_KIND_CLIENT)
+    first, *others = called(found[0])
+    assert {call.parent_span_id for call in calls} == {root.span_id}
+    assert (first["reason"], first["outcome"]) == ("first", "CANCELLED")
+    (second,) = others
+    assert second["reason"] in ("hedge", "hung")
+    assert second["outcome"] == "OK"
+    assert second["replica"] == parts.shards[0, 1].grpc
