@@ -9,7 +9,12 @@ from dataclasses import replace
 import pytest
 
 from embedserve.config import CHOICES, ServeSettings
-from embedserve.config_checks import check_device, check_settings, delta_poll_s
+from embedserve.config_checks import (
+    ROUTER_SETTINGS,
+    check_device,
+    check_settings,
+    delta_poll_s,
+)
 
 PLAIN = ServeSettings(store="store")
 
@@ -19,8 +24,9 @@ def test_a_value_that_is_no_choice_is_refused_with_those_that_are(name: str) -> 
     said = f"{name} is 'other', expected one of {', '.join(CHOICES[name])}"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         check_settings(replace(PLAIN, **{name: "other"}))  # type: ignore[arg-type]
+    plain = replace(PLAIN, shards="file:x") if name in ROUTER_SETTINGS else PLAIN
     for choice in CHOICES[name]:
-        check_settings(replace(PLAIN, **{name: choice}))  # type: ignore[arg-type]
+        check_settings(replace(plain, **{name: choice}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

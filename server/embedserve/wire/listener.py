@@ -51,11 +51,14 @@ class Listener:
         self._retrying = None
         self._loop.add_reader(self._sock, self._accept)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Stops accepting. Waits for accepted connections until their protocols are connected."""
         if self._retrying is not None:
             self._retrying.cancel()
         self._loop.remove_reader(self._sock)
         self._sock.close()
+        if self._opening:
+            await asyncio.wait(self._opening)
 
     def _accept(self) -> None:
         for _ in range(self._accepts_max):

@@ -122,7 +122,7 @@ class WireServer:
             listener, sock = self._listening.pop()
             with sock.dup() as listening:
                 listening.setblocking(False)
-                listener.close()
+                await listener.close()
                 await self._accept_waiting(listening)
         for connection in list(self._connections):
             connection.drain()

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections import Counter
 
-from server.raw_http import OurServer
+from server.raw_http import OurServer, get
 
 from embedserve.wire.listener import Listener
 from embedserve.wire.wire_server import ACCEPTS_MAX
@@ -29,11 +29,20 @@ async def test_a_burst_is_accepted_some_at_a_time() -> None:
         while begun.total() < len(clients):
             await asyncio.sleep(0)
             iteration += 1
-        listener.close()
+        await listener.close()
     assert list(begun.values()) == [16, 16, 8]
     assert max(begun) - min(begun) == 2
     for client in clients:
         client.close()
+
+
+async def test_a_connection_that_is_being_opened_is_drained(server: OurServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(get("/health/live"))
+        ((listener, _),) = server.wire._listening
+        listener._accept()
+        await server.wire.drain(10)
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
 
 
 async def test_a_server_accepts_several_connections_in_an_iteration(server: OurServer) -> None:

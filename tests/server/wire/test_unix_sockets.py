@@ -56,7 +56,7 @@ async def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, most)
     (await asyncio.wait_for(taken, 10)).close()
     print("taken")
-    listener.close()
+    await listener.close()
     client.close()
 
 asyncio.run(main())
@@ -173,7 +173,7 @@ async def test_workers_take_turns_at_connections_that_come_at_once(paths: list[s
     for transport in itertools.chain(*taken):
         transport.close()
     for worker in workers:
-        worker.close()
+        await worker.close()
     for client in clients:
         client.close()
 
