@@ -367,15 +367,8 @@ class ServeSettings:
         return self.workers > 1 or self.deltas != "none"
 
 
-UDS_PATH_BYTES_MAX = 107
-"""Maximum bytes of a Unix socket's path: the kernel's 108 without the terminating null."""
 UDS_MODE_MAX = 0o777
 UDS_MODE_DIGITS_MAX = 4
-HANG_S_MIN = 2.0
-"""Smallest worker_hang_s in seconds, unless it is 0. Workers send a heartbeat every half second; a
-shorter limit would replace workers of a busy host."""
-OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-DELTA_POLL_S_MIN = 0.01
 CHOICES = {
     "deltas": ("none", "follow"),
     "follow": ("none", "alias", "latest"),

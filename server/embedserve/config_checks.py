@@ -8,21 +8,19 @@ import os
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from embedserve.config import (
-    CHOICES,
-    DELTA_POLL_S_MIN,
-    HANG_S_MIN,
-    OPENTELEMETRY,
-    UDS_PATH_BYTES_MAX,
-    ServeSettings,
-    is_loopback,
-    uds_mode,
-)
+from embedserve.config import CHOICES, ServeSettings, is_loopback, uds_mode
 from embedserve_store.deltas.notify.channel_url import read_channel_url
 from embedserve_store.errors import StoreError
 from embedserve_store.parts.part import Part
 from embedserve_store.remote.remote_store import is_url
 
+UDS_PATH_BYTES_MAX = 107
+"""Maximum bytes of a Unix socket's path: the kernel's 108 without the terminating null."""
+HANG_S_MIN = 2.0
+"""Smallest worker_hang_s in seconds, unless it is 0. Workers send a heartbeat every half second; a
+shorter limit would replace workers of a busy host."""
+OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+DELTA_POLL_S_MIN = 0.01
 ROUTER_SETTINGS = {
     "partial_dtype": "float32",
     "shard_ca": "",

@@ -61,6 +61,13 @@ class Cluster:
         shard = self.shards[part, replica] = self.stack.enter_context(server)
         return shard
 
+    def start_shards(self, *arguments: object, replicas: int = 1) -> None:
+        """Starts the replicas of all parts, and writes their addresses."""
+        for part in range(self.parts):
+            for replica in range(replicas):
+                self.start_shard(part, replica, *arguments)
+        self.write_addresses()
+
     def start_router(self, *arguments: object) -> Running:
         log = self.folder / "router.log"
         options = ("--shards", f"file:{self.addresses}", *arguments)

@@ -30,9 +30,7 @@ def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> N
     publish_next(store, 1)
     follow = ("--follow", "latest", "--follow-s", "0.2")
     with cluster(store, tmp_path) as one:
-        for part in range(PARTS):
-            one.start_shard(part, 0, *follow, "--versions-held", 4)
-        one.write_addresses()
+        one.start_shards(*follow, "--versions-held", 4)
         router = one.start_router(*follow)
         with Load(router, BOTH_PARTS) as load:
             for number in (2, 3, 4):
@@ -71,10 +69,7 @@ def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> Non
     store = tmp_path / "store"
     publish_next(store, 1)
     with cluster(store, tmp_path) as one:
-        for part in range(PARTS):
-            for replica in range(2):
-                one.start_shard(part, replica)
-        one.write_addresses()
+        one.start_shards(replicas=2)
         router = one.start_router()
         with Load(router, BOTH_PARTS) as load:
             load.wait_for(lambda: replicas(router) == [2, 2])
@@ -134,9 +129,7 @@ def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> No
     store = tmp_path / "store"
     publish_next(store, 1)
     with cluster(store, tmp_path) as one:
-        for part in range(PARTS):
-            one.start_shard(part)
-        one.write_addresses()
+        one.start_shards()
         router = one.start_router()
         url = f"{router.http}/embed"
 

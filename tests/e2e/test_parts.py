@@ -69,9 +69,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("parts")
     publish_models(folder / "store")
     with cluster(folder / "store", folder) as one:
-        for part in range(PARTS):
-            one.start_shard(part)
-        one.write_addresses()
+        one.start_shards()
         yield one
 
 
@@ -182,9 +180,7 @@ def test_the_workers_of_a_router_count_together(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
     with cluster(store, tmp_path) as one:
-        for part in range(PARTS):
-            one.start_shard(part)
-        one.write_addresses()
+        one.start_shards()
         router = one.start_router("--workers", 2)
         for number in range(20):
             body = {"features": {"user": [[number]]}}
@@ -216,9 +212,7 @@ def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:
         one.write_addresses()
         wait_for_router = one.begin_router("with fingerprint")
         one.shards = {}
-        for part in range(PARTS):
-            one.start_shard(part)
-        one.write_addresses()
+        one.start_shards()
         router = wait_for_router()
         response = httpx.post(
             f"{router.http}/embed", json={"features": {"user": [[3]]}}, timeout=60
@@ -246,9 +240,7 @@ def test_a_request_that_is_too_large_for_a_shard_is_not_called_overload(tmp_path
     publish_next(store, 1)
     limits = ("--request-examples-max", 1000, "--body-bytes-max", 100_000)
     with cluster(store, tmp_path) as one:
-        for part in range(PARTS):
-            one.start_shard(part, 0, *limits)
-        one.write_addresses()
+        one.start_shards(*limits)
         router = one.start_router()
         for bags, words in (
             ([[3]] * 1001, "the batch has 1001 examples, the limit is 1000 (--request-examples-"),
