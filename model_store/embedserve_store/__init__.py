@@ -30,7 +30,7 @@ from embedserve_store.format.tables_file import Progress, TablesFile
 from embedserve_store.goldens.goldens_file import Bags, Goldens
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.parts.part import NO_ROWS, Part
+from embedserve_store.parts.part import NO_ROWS, LocalTables, Part
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.host_plan import HostPlan
 from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
@@ -59,6 +59,7 @@ __all__ = [
     "HostPlan",
     "IdRule",
     "InvalidModelError",
+    "LocalTables",
     "Manifest",
     "ModelStore",
     "ModelVersion",

@@ -27,7 +27,8 @@ from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.format.version_folder import version_numbers
 from embedserve_store.ids.id_map import IdMap, IdMaps
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.parts.part import Holding, NoRows, Part, check_holding
+from embedserve_store.parts.local_tables import local_tables
+from embedserve_store.parts.part import Holding, LocalTables, Part, check_holding
 from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.part_plan import part_plan
 from embedserve_store.plans.plan import Plan
@@ -191,14 +192,25 @@ def _load(path: Path, model: str, version: int, holding: Holding) -> ModelVersio
     if isinstance(holding, Part):
         return _load_part(path, manifest, plan, holding, held)
     file = path / "tables.safetensors"
-    if isinstance(holding, NoRows):
-        tables = TablesFile.without_rows(file)
+    if isinstance(holding, LocalTables):
+        tables = _open_local(file, manifest, plan, holding)
     else:
         tables = TablesFile.open(file, manifest.tables)
     id_maps = _open_id_maps(path, manifest)
     loaded = ModelVersion(path, manifest, plan, tables, id_maps, held, holding=holding)
     loaded.goldens()
     return loaded
+
+
+def _open_local(path: Path, manifest: Manifest, plan: Plan, holding: LocalTables) -> TablesFile:
+    """Maps the tables that a router holds. Opens no file if there are none."""
+    assert plan.hosts is not None
+    local = local_tables(manifest.tables, plan.hosts, holding.bytes_max)
+    if not local:
+        return TablesFile.without_rows(path)
+    return TablesFile.open_ranges(
+        path, manifest.tables, local, dict.fromkeys((table.name for table in local), 0)
+    )
 
 
 def _load_part(

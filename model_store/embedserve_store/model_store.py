@@ -48,8 +48,8 @@ class ModelStore:
         Args:
             cache: folder for the versions of remote stores. Default: ``default_cache``.
             progress: callback that reports the progress of pulls.
-            holds: rows of the versions that ``load`` opens: a Part, or NO_ROWS. From a remote store
-                only these rows are pulled. Default: all rows.
+            holds: rows of the versions that ``load`` opens: a Part, LocalTables, or NO_ROWS. From a
+                remote store only these rows are pulled. Default: all rows.
 
         Raises:
             StoreError: a package that this kind of URL needs is not installed.

@@ -6,7 +6,7 @@ local_store.py opens and checks it. Never imports torch, never writes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,8 +16,11 @@ from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.goldens.goldens_file import Goldens, load_goldens
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.ids.translate import IdTranslator
+from embedserve_store.parts.local_tables import with_local_part
 from embedserve_store.parts.part import Holding, Part
 from embedserve_store.parts.part_goldens import part_goldens
+from embedserve_store.parts.part_manifest import part_manifest
+from embedserve_store.plans.part_plan import part_plan
 from embedserve_store.plans.plan import Plan
 from embedserve_store.writing.version_lock import VersionLock
 
@@ -38,20 +41,33 @@ class ModelVersion:
     """Last delta whose rows may be served, where the version was opened by an alias that names one;
     else None."""
     holding: Holding = None
-    """Rows that were opened: a part, none, or all (None). ``manifest``, ``plan`` and ``tables`` are
-    those of the part. Without rows, ``tables`` is empty and the others are the version's."""
+    """Rows that were opened: a part, a router's tables, or all (None). ``manifest``, ``plan`` and
+    ``tables`` are those of the part. In a router only ``tables`` has fewer tables."""
     published: Manifest | None = None
     """Manifest of the whole version, if ``manifest`` is that of a part; else None."""
 
     @property
     def part(self) -> Part | None:
-        """Returns the part of the version that was opened; None if it is all of it, or no rows."""
+        """Returns the part of the version that was opened; None for all of it, or a router's."""
         return self.holding if isinstance(self.holding, Part) else None
 
     @property
     def whole(self) -> Manifest:
         """Returns the manifest as it was published, with all tables."""
         return self.manifest if self.published is None else self.published
+
+    def local_version(self) -> ModelVersion | None:
+        """Returns the tables of a router's version as a version of one rank, whose tables have
+        sums; None if there are none.
+
+        Ids are row numbers. Goldens are sampled from the rows, as those of a part.
+        """
+        hosts, local = self.plan.hosts, self.tables.tables.keys()
+        if hosts is None or not local:
+            return None
+        manifest = part_manifest(self.manifest, with_local_part(hosts, local), hosts.parts)
+        plan = part_plan(replace(self.plan, world_size=1), manifest.tables)
+        return replace(self, manifest=manifest, plan=plan, id_maps={}, published=self.manifest)
 
     @cached_property
     def translator(self) -> IdTranslator:
@@ -62,7 +78,7 @@ class ModelVersion:
 
         Those of a part are not read but sampled from its rows.
         """
-        if self.part is not None:
+        if self.published is not None:
             return part_goldens(self.manifest, self.tables)
         path = self.path / "goldens.safetensors"
         try:

@@ -45,18 +45,24 @@ class Part:
 
 
 @dataclass(frozen=True)
-class NoRows:
-    """Selects the small files of a version without any rows, which is all that a router holds."""
+class LocalTables:
+    """Selects what a router holds: the smallest of the tables that are whole on one part, up to
+    ``bytes_max`` bytes in all, and the vocabularies."""
 
-    cache_suffix = "-no-rows"
+    bytes_max: int
+
+    @property
+    def cache_suffix(self) -> str:
+        """Suffix of the folder in the cache that has these tables of the versions of a store."""
+        return f"-tables-of-{self.bytes_max}-bytes" if self.bytes_max else "-no-rows"
 
 
-NO_ROWS = NoRows()
-Holding = Part | NoRows | None
+NO_ROWS = LocalTables(0)
+Holding = Part | LocalTables | None
 """Selection of the rows that a process holds; None for all rows."""
 
 
-def check_holding(plan: Plan, holding: Part | NoRows, where: str) -> None:
+def check_holding(plan: Plan, holding: Part | LocalTables, where: str) -> None:
     """Raises StoreError unless a version with ``plan`` has the parts that ``holding`` selects from.
 
     Args:

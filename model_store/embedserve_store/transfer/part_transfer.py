@@ -13,7 +13,9 @@ from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.tables_file import file_order, header_bytes
-from embedserve_store.parts.part import NoRows, Part, check_holding
+from embedserve_store.parts.local_tables import local_tables, with_local_part
+from embedserve_store.parts.part import LocalTables, Part, check_holding
+from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.host_plan import HostPlan
 from embedserve_store.plans.plan import Plan
 from embedserve_store.transfer.file_check import IDS, TABLES, FileLayout
@@ -22,7 +24,7 @@ from embedserve_store.transfer.stored_version import FileRange, StoredVersion
 PLAN = "plan.json"
 
 
-def held_version(version: StoredVersion, holding: Part | NoRows) -> StoredVersion:
+def held_version(version: StoredVersion, holding: Part | LocalTables) -> StoredVersion:
     """Returns ``version`` with only the files and ranges that ``holding`` selects.
 
     Reads the plan from the store of the version.
@@ -37,12 +39,15 @@ def held_version(version: StoredVersion, holding: Part | NoRows) -> StoredVersio
     plan = Plan.from_json(parse_json(text, where), where)
     plan.check(version.manifest.tables, where)
     check_holding(plan, holding, version.where)
-    left_out = {TABLES} if isinstance(holding, NoRows) else {TABLES, IDS}
-    files = {name: size for name, size in version.files.items() if name not in left_out}
-    ranges: tuple[FileRange, ...] = ()
+    manifest, hosts = version.manifest, plan.hosts
+    assert hosts is not None
     if isinstance(holding, Part):
-        assert plan.hosts is not None
-        ranges = part_ranges(version.manifest, plan.hosts, holding.number)
+        left_out, ranges = {TABLES, IDS}, part_ranges(manifest, hosts, holding.number)
+    else:
+        local = [one.name for one in local_tables(manifest.tables, hosts, holding.bytes_max)]
+        left_out = {TABLES}
+        ranges = part_ranges(manifest, with_local_part(hosts, local), hosts.parts)
+    files = {name: size for name, size in version.files.items() if name not in left_out}
     return replace(version, files=files, holding=holding, ranges=ranges)
 
 
@@ -51,7 +56,8 @@ def part_ranges(manifest: Manifest, hosts: HostPlan, number: int) -> tuple[FileR
 
     Tables whose rows follow each other in the file are in one range.
     """
-    checksums = {name: parts[number] for name, parts in manifest.part_checksums.items()}
+    held = part_manifest(manifest, hosts, number).tables
+    checksums = {table.name: table.sha256 for table in held}
     spans: list[tuple[int, int, str]] = []
     start = len(header_bytes(manifest.tables))
     for table in file_order(manifest.tables):
@@ -70,4 +76,5 @@ def part_ranges(manifest: Manifest, hosts: HostPlan, number: int) -> tuple[FileR
             ),
         )
         for joined in (spans[one:other] for one, other in pairwise([0, *cuts, len(spans)]))
+        if joined
     )

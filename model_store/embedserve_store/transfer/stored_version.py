@@ -12,7 +12,7 @@ from pathlib import Path
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
-from embedserve_store.parts.part import Holding, NoRows
+from embedserve_store.parts.part import NO_ROWS, Holding
 from embedserve_store.transfer.file_check import (
     IDS,
     MANIFEST,
@@ -106,7 +106,7 @@ def stored_version(
     text = read_manifest()
     manifest = parse_manifest(text, f"{where}/{MANIFEST}")
     layouts = file_layouts(manifest)
-    if isinstance(holding, NoRows):
+    if holding == NO_ROWS:
         del layouts[TABLES]
     for name in layouts:
         if name not in listed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embedserve_store.parts.part import NO_ROWS, NoRows, Part
+from embedserve_store.parts.part import NO_ROWS, LocalTables, Part
 
 
 def test_a_part_is_named_by_its_number_and_the_count() -> None:
@@ -12,7 +12,8 @@ def test_a_part_is_named_by_its_number_and_the_count() -> None:
     assert str(Part(3, 8)) == "3/8"
     assert Part.parse(str(Part(0, 1))) == Part(0, 1)
     assert Part(3, 8).cache_suffix == "-part-3-of-8"
-    assert NoRows() == NO_ROWS
+    assert LocalTables(0) == NO_ROWS
+    assert LocalTables(5).cache_suffix == "-tables-of-5-bytes"
 
 
 @pytest.mark.parametrize("text", ["", "3", "3/", "/8", "a/8", "-1/8", "3/8/9", " 3/8", "03/8"])
