@@ -207,7 +207,7 @@ class ServeSettings:
     )
     shards: str = setting(
         "",
-        "Shards of a router, which holds no rows and looks them up there: dns:NAME:PORT, where "
+        "Shards of a router, which looks rows up there: dns:NAME:PORT, where "
         "{part} in NAME is the number of a part, or file:PATH, a JSON file of addresses by part "
         "that is reloaded on change. Default: this server has the rows.",
     )
@@ -229,6 +229,12 @@ class ServeSettings:
         "float32",
         "Dtype in which shards send their sums to a router: float32; float16: half the bytes "
         "between hosts, but each sum is rounded, and beyond 65504 it becomes infinite.",
+    )
+    local_bytes: int = setting(
+        64 * MIB,
+        "Bytes of the tables that a router holds itself, so that lookups in them need no call: the "
+        "smallest of those that are whole on one part, up to this sum. 0: none.",
+        min=0,
     )
     shard_ca: str = setting(
         "",

@@ -22,6 +22,7 @@ shorter limit would replace workers of a busy host."""
 OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 DELTA_POLL_S_MIN = 0.01
 ROUTER_SETTINGS = {
+    "local_bytes": ServeSettings.local_bytes,
     "partial_dtype": "float32",
     "shard_ca": "",
     "shard_cert": "",
@@ -94,7 +95,7 @@ def _check_parts(settings: ServeSettings) -> None:
     if settings.part and settings.shards:
         raise ValueError(
             f"part is {settings.part!r} and shards is {settings.shards!r}: a server is a shard, "
-            "which has rows, or a router, which has none"
+            "which holds a part, or a router, which calls shards"
         )
     name = "part" if settings.part else "shards"
     if (settings.part or settings.shards) and settings.deltas != "none":
@@ -113,12 +114,13 @@ def _check_parts(settings: ServeSettings) -> None:
     for setting, own in (("tables", "mapped"), ("verify", False), ("lookup", "compiled")):
         if (value := getattr(settings, setting)) != own:
             raise ValueError(
-                f"{setting} is {value!r}, but shards is {settings.shards!r}: a router has no rows"
+                f"{setting} is {value!r}, but shards is {settings.shards!r}: the rows are in the "
+                "shards"
             )
     if settings.devices not in ("auto", "cpu"):
         raise ValueError(
-            f"devices is {settings.devices!r}, but shards is {settings.shards!r}: a router has no "
-            "rows"
+            f"devices is {settings.devices!r}, but shards is {settings.shards!r}: the rows are in "
+            "the shards"
         )
 
 

@@ -78,6 +78,8 @@ class ModelInfo:
     """Changed rows and status of a model that follows deltas; None for others."""
     shards: ServedParts | None = None
     """Shards that hold the rows of a router's model; None for others."""
+    local_tables: tuple[str, ...] = ()
+    """Names of the tables that a router looks up itself."""
     selected: tuple[int, ...] | None = None
     response_prefixes_max: int = 256
     """Maximum entries of ``response_prefix_cache``, which has one for each size of response."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from embedserve.call_trace import CallTrace
+from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.part_messages import DTYPES
 from embedserve.fanout.router_engine import RouterEngine, ServedPart
 from embedserve.shard_client.reply import OK, Reply
@@ -18,7 +19,7 @@ from embedserve_proto import embedding_pb2
 from embedserve_store import ModelStore, ModelVersion
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.reference_pooling import pool_stored
-from embedserve_store.parts.part import NO_ROWS, Part
+from embedserve_store.parts.part import NO_ROWS, LocalTables, Part
 
 
 class LocalShards:
@@ -71,6 +72,8 @@ class LocalShards:
         )
         bags = _in_order(version, list(request.keys), ids, lengths, weights)
         values = pool_stored(version.manifest, bags, bags.ids, version.tables)
+        if request.output_keys:
+            values = _selected(version, bags, values, set(request.output_keys))
         dtype = DTYPES[embedding_pb2.OutputDType.Name(request.output_dtype).lower()]
         response = embedding_pb2.EmbedResponse(
             model=served.model,
@@ -84,6 +87,20 @@ class LocalShards:
         return Reply(OK, payload=response.SerializeToString())
 
 
+def _selected(version: ModelVersion, bags: Bags, values: np.ndarray, keys: set[str]) -> np.ndarray:
+    """Returns the values of ``keys``, in the order of the version."""
+    columns = version.manifest.columns
+    assert keys < {one.key for one in columns}
+    if version.manifest.is_pooled:
+        chosen = [values[:, one.start : one.end] for one in columns if one.key in keys]
+        return np.concatenate(chosen, axis=1)
+    ends = np.cumsum([bags.lengths[one.feature].sum() for one in columns])
+    blocks = np.split(values, ends[:-1])
+    return np.concatenate(
+        [block for block, one in zip(blocks, columns, strict=True) if one.key in keys]
+    )
+
+
 def _in_order(
     version: ModelVersion,
     keys: list[str],
@@ -92,9 +109,12 @@ def _in_order(
     weights: np.ndarray | None,
 ) -> Bags:
     """Returns a request in the order of the version's features."""
+    bags = lengths.reshape(len(keys), -1)
+    missing = [feature for feature in version.manifest.features if feature not in keys]
+    bags = np.concatenate([bags, np.zeros((len(missing), bags.shape[1]), bags.dtype)])
+    keys = keys + missing
     order = [keys.index(feature) for feature in version.manifest.features]
     assert len(order) == len(keys)
-    bags = lengths.reshape(len(keys), -1)
     ends = np.append(0, bags.sum(axis=1).cumsum())
     spans = [slice(ends[i], ends[i + 1]) for i in order]
     sorted_ids = np.concatenate([ids[span] for span in spans])
@@ -104,15 +124,21 @@ def _in_order(
 
 @contextmanager
 def routed(
-    shards: LocalShards, store: Path, model: str, partial_dtype: str = "float32"
+    shards: LocalShards,
+    store: Path,
+    model: str,
+    partial_dtype: str = "float32",
+    local: LocalTables = NO_ROWS,
+    inline_bytes_max: int = 1 << 20,
 ) -> Iterator[RouterEngine]:
     """Yields a router's engine, whose event loop runs in a thread."""
     loop = shards.loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        version = ModelStore(store, holds=NO_ROWS).load(model)
-        yield RouterEngine(version, shards, partial_dtype)
+        version = ModelStore(store, holds=local).load(model)
+        parts = LocalParts(inline_bytes_max)
+        yield RouterEngine(version, shards, partial_dtype, parts.open(version))
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -183,6 +183,9 @@ class Model(BaseModel):
     shards: list[ShardPart] | None = Field(
         None, description="Parts of the tables; left out unless the server is a router."
     )
+    local_tables: list[str] | None = Field(
+        None, description="Tables that a router looks up itself; left out unless it is one."
+    )
 
 
 class Models(BaseModel):

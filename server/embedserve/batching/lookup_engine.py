@@ -60,8 +60,10 @@ class LookupEngine(Protocol):
 
     waits_for_device: bool
     replicas: int
-    remote: RemoteLookups | None
     rows: RowsReader | None
+
+    @property
+    def remote(self) -> RemoteLookups | None: ...
 
     def lookup(
         self,

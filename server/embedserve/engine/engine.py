@@ -64,11 +64,14 @@ class Engine:
         compiled: compiled lookups of all replicas in order; a pooled model has a plain and a
             weighted lookup in each replica.
         remote: None, as defined there: this host looks up.
+        local_tables: none, as defined by fanout.router_engine.RouterEngine.
         rows: reader of changed rows, set by whoever serves deltas; the engine does not use it.
         live_goldens: goldens of the last delta, set likewise; ``check`` compares them.
         spare_rows: room for changed rows on the GPU; None elsewhere, or if no row changes.
         lookup_kind: the slowest kind among ``compiled``, one of compile.KINDS.
     """
+
+    local_tables: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -44,12 +44,15 @@ class WrongAnswerError(Exception):
 class PartMessages:
     """Requests to one part of one version, and its responses."""
 
-    def __init__(self, part: Manifest, features: Sequence[str], dtype: str) -> None:
+    def __init__(
+        self, part: Manifest, features: Sequence[str], dtype: str, *, has_more: bool = False
+    ) -> None:
         """
         Args:
             part: manifest of the part.
             features: its features in the order in which their ids are sent.
             dtype: dtype of the values in responses, one of DTYPES.
+            has_more: whether shards of the part have more tables, which are not requested.
         """
         self._dtype = DTYPES[dtype]
         self._output_dtype = embedding_pb2.OutputDType.Value(dtype.upper())
@@ -60,6 +63,9 @@ class PartMessages:
         self._start = embedding_pb2.EmbedRequest(
             model=f"{model}@{version}", keys=features
         ).SerializeToString()
+        if has_more:
+            selected = embedding_pb2.EmbedRequest(output_keys=part.keys)
+            self._end += selected.SerializeToString()
         self._model = model
         self._version = version
         # Responses begin with these fields, and end with the number of examples and the values.

@@ -2,7 +2,8 @@
 
 It takes and returns what engine/engine.py does. A batch is divided by rows, one call goes to each
 part that has rows of it, all at once, and their sums are added. Calls begin and end on the event
-loop; no thread is involved.
+loop; no thread is involved. Small tables are looked up in this process (local_part.py), as one more
+part.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
+from embedserve.fanout.local_part import LocalPart
 from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
 from embedserve.fanout.partition import Partition, PartLookup
 from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
@@ -48,6 +50,7 @@ from embedserve_store.goldens.goldens_file import Goldens
 from embedserve_store.goldens.parity import check_published
 from embedserve_store.goldens.reference_pooling import row_numbers
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.parts.local_tables import with_local_part
 from embedserve_store.parts.part import Part
 
 logger = logging.getLogger(__name__)
@@ -108,7 +111,7 @@ class RouterEngine:
         manifest, translator, plan: as those of Engine. Ids become row numbers in the router.
         fingerprint, part, spare_rows: as those of Engine that serves a whole version.
         parts: what the shards of each part have to serve.
-        remote: the engine itself; see batching.lookup_engine.RemoteLookups.
+        local_tables: names of the tables that are looked up in this process.
         traces_calls: whether calls of shards are recorded for traces.
         rows: None, as rows never change.
     """
@@ -121,14 +124,19 @@ class RouterEngine:
     batches_max = BATCHES_MAX
 
     def __init__(
-        self, version: ModelVersion, shards: PartCaller, partial_dtype: str = "float32"
+        self,
+        version: ModelVersion,
+        shards: PartCaller,
+        partial_dtype: str = "float32",
+        local: LocalPart | None = None,
     ) -> None:
         """
         Args:
-            version: version without rows, whose plan has a host plan.
+            version: version as a router opens it; its plan has a host plan.
             shards: caller of its parts.
             partial_dtype: dtype in which shards send their values for batches, one of
                 part_messages.DTYPES. Those for ``lookup``, and so for the goldens, are float32.
+            local: the tables of ``version`` that are looked up in this process; None for none.
         """
         manifest, hosts = version.manifest, version.plan.hosts
         assert hosts is not None  # a store opened without rows has checked it
@@ -136,10 +144,13 @@ class RouterEngine:
         self.translator = version.translator
         self.plan = version.plan
         self.rows: RowsReader | None = None
-        self.remote: RemoteLookups | None = self
         self.traces_calls = shards.traces_calls
         self._version = version
         self._shards = shards
+        self._local = local
+        self.local_tables = () if local is None else local.tables
+        if local is not None:
+            hosts = with_local_part(hosts, local.tables)
         self._partition = Partition(manifest, hosts)
         self._columns = PooledColumns(self._partition) if manifest.is_pooled else None
         self._means = [one for one in manifest.columns if one.table.pooling == "mean"]
@@ -151,12 +162,25 @@ class RouterEngine:
         self.spare_rows = None
         self._log = RateLimitedLogger(logger)
 
+    @property
+    def remote(self) -> RemoteLookups:
+        """Returns the engine itself; see batching.lookup_engine.RemoteLookups. An attribute would
+        be a reference cycle, which keeps the version open."""
+        return self
+
     def _messages_of(self, dtype: str) -> list[PartMessages]:
         partition = self._partition
         return [
-            PartMessages(part, partition.sent_features(number), dtype)
-            for number, part in enumerate(partition.parts)
+            PartMessages(
+                part, partition.sent_features(number), dtype, has_more=self._has_local(number)
+            )
+            for number, part in enumerate(partition.parts[: len(self.parts)])
         ]
+
+    def _has_local(self, part: int) -> bool:
+        """Returns whether the shards of ``part`` have a table that is looked up in this process."""
+        hosts = self.plan.hosts
+        return hosts is not None and any(hosts.rows_on(name, part) for name in self.local_tables)
 
     def begin(self, batch: Batch, deadline_s: float, finish: Finish) -> None:
         """Begins the lookup of ``batch``; see batching.lookup_engine.RemoteLookups."""
@@ -172,12 +196,16 @@ class RouterEngine:
             asyncio.get_running_loop().call_soon(fanout.end)
             return
         until_s = monotonic() + deadline_s - perf_counter()
-        for i, lookup in enumerate(lookups):
+        last = lookups[-1]
+        local = self._local if last.part == len(self.parts) else None
+        for i, lookup in enumerate(lookups[:-1] if local else lookups):
             message = messages[lookup.part].encode(lookup)
             on_reply = partial(fanout.on_reply, i)
             served = self.parts[lookup.part]
             self._shards.look_up(served, message, until_s, on_reply, batch.calls)
         pending.prepare()
+        if local:
+            local.look_up(last, partial(fanout.take, len(lookups) - 1))
 
     def _divide(
         self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
@@ -287,7 +315,9 @@ class RouterEngine:
         check_published(answers, goldens, self.manifest, where)
 
     def check(self) -> None:
-        """Does nothing: the shards check their rows."""
+        """Raises StoreError if the rows in this process have changed. The shards check theirs."""
+        if self._local is not None:
+            self._local.check()
 
 
 class _Fanout:
@@ -312,9 +342,14 @@ class _Fanout:
         self._left = len(lookups)
 
     def on_reply(self, index: int, reply: Reply) -> None:
-        """Takes the reply to the lookup at ``index``; the last one ends the batch."""
+        """Takes the reply to the lookup at ``index``."""
         lookup = self._lookups[index]
-        values = self._engine.read_reply(lookup, self._messages[lookup.part], reply)
+        self.take(index, self._engine.read_reply(lookup, self._messages[lookup.part], reply))
+
+    def take(self, index: int, values: np.ndarray | EmbedServeError) -> None:
+        """Takes the values of the lookup at ``index``, or why there are none; the last ones end the
+        batch."""
+        lookup = self._lookups[index]
         if isinstance(values, EmbedServeError):
             examples = self._pending.examples_on(lookup.part)
             self._batch.failures = [*self._batch.failures, (examples, values)]

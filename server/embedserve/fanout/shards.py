@@ -21,6 +21,7 @@ import torch
 from embedserve.call_trace import CallTrace
 from embedserve.config import ServeSettings
 from embedserve.fanout.credentials import ShardCredentials
+from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
 from embedserve.file_reloader import poll_all
 from embedserve.shard_client.client_stream import OnReply
@@ -68,6 +69,7 @@ class Shards:
         )
         self._credentials = ShardCredentials(settings)
         self._partial_dtype = settings.partial_dtype
+        self._local = LocalParts(settings.limits.inline_bytes_max)
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
         self._tasks: list[asyncio.Task[None]] = []
         self._engines: list[ref[RouterEngine]] = []
@@ -108,7 +110,7 @@ class Shards:
         are answered as published. Runs an event loop of its own.
 
         Raises:
-            StoreError: the goldens are answered otherwise.
+            StoreError: the goldens are answered otherwise, or the tables of a router are damaged.
             OSError, ValueError: the file of addresses cannot be read.
         """
         torch.set_num_threads(1)  # its threads would spin while idle, on cores that others need
@@ -118,7 +120,7 @@ class Shards:
         return engines
 
     def _engine(self, version: ModelVersion) -> RouterEngine:
-        return RouterEngine(version, self, self._partial_dtype)
+        return RouterEngine(version, self, self._partial_dtype, self._local.open(version))
 
     async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:
         async with self._running():
@@ -248,7 +250,11 @@ class Shards:
     # From other threads
 
     def open(self, version: ModelVersion) -> RouterEngine:
-        """Returns the engine of ``version``; called in another thread than the event loop's."""
+        """Returns the engine of ``version``; called in another thread than the event loop's.
+
+        Raises:
+            StoreError: the tables of a router are damaged.
+        """
         engine = self._engine(version)
 
         def add() -> None:

@@ -175,6 +175,7 @@ class ModelRegistry:
             "shards": (
                 None if model.shards is None else model.shards.describe(model.name, model.version)
             ),
+            "local_tables": None if model.shards is None else list(model.local_tables),
         }
 
     def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:

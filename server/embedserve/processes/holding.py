@@ -1,4 +1,4 @@
-"""Opens the store as far as a server holds its versions: whole, one part, or none of the rows."""
+"""Opens the store as far as a server holds its versions: whole, one part, or a router's tables."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from embedserve.config import ServeSettings
 from embedserve_store import ModelStore, ModelVersion
-from embedserve_store.parts.part import NO_ROWS, Holding, Part
+from embedserve_store.parts.part import Holding, LocalTables, Part
 
 
 def holding_of(settings: ServeSettings) -> Holding:
     """Returns the rows that a server with ``settings`` holds."""
     if settings.part:
         return Part.parse(settings.part)
-    return NO_ROWS if settings.shards else None
+    return LocalTables(settings.local_bytes) if settings.shards else None
 
 
 def open_store(settings: ServeSettings) -> ModelStore:

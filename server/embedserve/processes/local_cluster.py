@@ -31,7 +31,7 @@ from embedserve.processes.model_loading import check_names, load_named
 from embedserve.processes.signals import wake_on_signals
 from embedserve.processes.startup.ports import claim_ports
 from embedserve_store import StoreError
-from embedserve_store.parts.part import NO_ROWS
+from embedserve_store.parts.part import LocalTables
 from embedserve_store.terminal.console import say
 from embedserve_store.terminal.stores import opened
 
@@ -212,10 +212,12 @@ def read_parts(settings: ClusterSettings) -> int:
     """Returns the number of parts of the models; raises StoreError if they have none, or differ."""
     check_names(settings.models)
     counts: dict[str, int] = {}
-    with opened(settings.store, Path(settings.cache) if settings.cache else None, NO_ROWS) as store:
+    cache = Path(settings.cache) if settings.cache else None
+    held = LocalTables(ServeSettings.local_bytes)  # the router opens the same files
+    with opened(settings.store, cache, held) as store:
         for name in settings.models or store.models():
             hosts = load_named(store, name).plan.hosts
-            assert hosts is not None  # the store was opened without rows
+            assert hosts is not None  # the store was opened as for a router
             counts[name] = hosts.parts
     if not counts:
         raise StoreError(f"{settings.store}: no model in this store; publish one first")

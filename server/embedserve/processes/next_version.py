@@ -52,6 +52,7 @@ def model_info(
         example=example_features(engine.manifest, engine.goldens().bags),
         deltas=deltas,
         shards=shards,
+        local_tables=engine.local_tables,
     )
 
 

@@ -61,9 +61,10 @@ def _say_router(model: ModelInfo) -> None:
     tag = f" ({model.tag})" if model.tag not in ("", str(model.version)) else ""
     hosts = model.plan.hosts
     parts = 0 if hosts is None else hosts.parts
+    local = f", {', '.join(model.local_tables)} also here" if model.local_tables else ""
     say(
         f"{model.name} version {model.version}{tag}: {len(model.tables)} tables in the shards of "
-        f"{parts} parts"
+        f"{parts} parts{local}"
     )
 
 

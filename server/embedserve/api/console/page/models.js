@@ -81,7 +81,8 @@ function deltasOf(model) {
 function shardsOf(model) {
   const lost = model.shards.filter((one) => !one.replicas);
   const replicas = model.shards.map((one) => `part\u00a0${one.part}: ${one.replicas}`).join(", ");
-  return element("p", { class: lost.length ? "error" : "hint" }, `${titleOf(model)}: replicas of ${replicas}${lost.map((one) => `; ${one.why}`).join("")}`);
+  const local = model.local_tables.length ? `; looked up by the router itself: ${model.local_tables.join(", ")}` : "";
+  return element("p", { class: lost.length ? "error" : "hint" }, `${titleOf(model)}: replicas of ${replicas}${lost.map((one) => `; ${one.why}`).join("")}${local}`);
 }
 
 /** Fetches plans that are not cached and draws all; drops those of versions no longer served. */

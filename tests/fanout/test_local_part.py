@@ -1,0 +1,193 @@
+"""Small tables are looked up in the router, and no shard is called for them."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fanout.local_shards import LocalShards, routed
+from fanout.test_router_engine import batch_of
+from lookup_cases import check_lookup
+from pooled import collection
+from torchrec import PoolingType
+from unpooled import unpooled_collection
+from writable import writable
+
+from embedserve.errors import EngineError
+from embedserve.fanout.router_engine import RouterEngine
+from embedserve.shard_client.reply import UNAVAILABLE, Reply
+from embedserve_store import ModelStore, StoreError, publish
+from embedserve_store.format.table_spec import DTYPES
+from embedserve_store.parts.part import LocalTables
+
+PARTS = 3
+ANY = LocalTables(1 << 40)
+
+
+def publish_small(store: Path, *, is_pooled: bool = True, dtype: str = "float32") -> None:
+    """Publishes a large table, and small ones of which two share a feature."""
+    torch.manual_seed(5)
+    rows = {"genre": 3, "movie": 9001, "user": 20, "recent": 7}
+    features = {"genre": ["genres"], "movie": ["history", "candidate"]}
+    features |= {"user": ["user", "seen"], "recent": ["seen"]}
+    dims, means = {"movie": 64, "genre": 16, "user": 8, "recent": 4}, {"user", "movie"}
+    source = (
+        collection(
+            [
+                (
+                    name,
+                    count,
+                    dims[name],
+                    features[name],
+                    PoolingType.MEAN if name in means else PoolingType.SUM,
+                )
+                for name, count in rows.items()
+            ]
+        )
+        if is_pooled
+        else unpooled_collection([(name, count, features[name]) for name, count in rows.items()])
+    )
+    publish(source, store, model="m", hosts=PARTS, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_it_answers_as_whole_tables_do(tmp_path: Path, dtype: str, is_pooled: bool) -> None:
+    publish_small(tmp_path, is_pooled=is_pooled, dtype=dtype)
+    shards = LocalShards(tmp_path, "m", PARTS)
+    with routed(shards, tmp_path, "m", local=ANY) as engine:
+        assert engine.local_tables == ("genre", "user", "recent")
+        engine.warm_up()
+        check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
+        engine.check()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of a model with small tables; not to be changed."""
+    store = tmp_path_factory.mktemp("small") / "store"
+    publish_small(store)
+    return store
+
+
+@pytest.fixture
+def shards(published: Path) -> LocalShards:
+    return LocalShards(published, "m", PARTS)
+
+
+@pytest.fixture(params=[1 << 20, 0], ids=["inline", "in a thread"])
+def engine(
+    published: Path, shards: LocalShards, request: pytest.FixtureRequest
+) -> Iterator[RouterEngine]:
+    with routed(shards, published, "m", local=ANY, inline_bytes_max=request.param) as routing:
+        yield routing
+
+
+FEATURES = ("genres", "history", "candidate", "user", "seen")
+SMALL = (np.array([2, 0, 19, 3, 6, 6]), np.array([2, 0, 0, 0, 0, 0, 1, 0, 1, 2], np.int32))
+"""Two examples without ids of the large table."""
+MIXED = (np.array([2, 9000, 19, 3]), np.array([1, 0, 0, 1, 0, 0, 1, 0, 1, 0], np.int32))
+"""Only the second example has an id of the large table."""
+
+
+def test_a_batch_of_small_tables_needs_no_shard(engine: RouterEngine, shards: LocalShards) -> None:
+    assert engine.manifest.features == FEATURES
+    for part in range(PARTS):
+        shards.replies[part] = Reply(UNAVAILABLE)
+    batch, values = batch_of(engine, *SMALL)
+    assert list(batch.failures) == []
+    assert shards.asked == []
+    assert isinstance(values, np.ndarray)
+    whole = LocalShards(shards_store(shards), "m", PARTS)
+    with routed(whole, shards_store(shards), "m") as other:
+        np.testing.assert_array_equal(values, other.lookup(*SMALL))
+    assert whole.asked
+
+
+def shards_store(shards: LocalShards) -> Path:
+    return shards.versions[0].path.parent.parent
+
+
+def test_lost_shards_fail_only_examples_with_their_ids(
+    engine: RouterEngine, shards: LocalShards
+) -> None:
+    expected = engine.lookup(*MIXED)
+    assert shards.asked == [2]
+    shards.replies[2] = Reply(UNAVAILABLE)
+    batch, values = batch_of(engine, *MIXED)
+    [(examples, _)] = batch.failures
+    assert examples.tolist() == [1]
+    assert isinstance(values, np.ndarray)
+    np.testing.assert_array_equal(values[0], expected[0])
+
+
+def test_a_failed_local_lookup_fails_only_its_examples(
+    engine: RouterEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> np.ndarray:
+        raise RuntimeError("a secret")
+
+    assert engine._local is not None
+    monkeypatch.setattr(engine._local._engine, "lookup", fail)
+    ids, lengths = np.array([0, 9000]), np.array([1, 0, 0, 1, 0, 0, 0, 0, 0, 0], np.int32)
+    batch, values = batch_of(engine, ids, lengths)
+    [(examples, error)] = batch.failures
+    assert examples.tolist() == [0]
+    assert type(error) is EngineError
+    assert "secret" not in error.message
+    assert "lookups of 'm' in the router fail" in caplog.text
+    assert isinstance(values, np.ndarray)
+    assert values[1].any()
+
+
+def test_without_bytes_no_table_is_local(published: Path, shards: LocalShards) -> None:
+    with routed(shards, published, "m", local=LocalTables(0)) as engine:
+        assert engine.local_tables == ()
+        engine.lookup(*SMALL)
+    assert shards.asked
+
+
+def test_a_damaged_local_table_is_found_before_it_serves(published: Path, tmp_path: Path) -> None:
+    store = writable(shutil.copytree(published, tmp_path / "store"))
+    whole, path = ModelStore(store).load("m"), store / "m" / "1" / "tables.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) - whole.tables.nbytes + whole.tables.offsets["user"]] ^= 1
+    path.write_bytes(data)
+    with (
+        pytest.raises(StoreError, match="table 'user': sha256 is "),
+        routed(LocalShards(store, "m", PARTS), store, "m", local=ANY),
+    ):
+        pass
+
+
+def test_rows_that_change_later_are_found(published: Path, tmp_path: Path) -> None:
+    store = writable(shutil.copytree(published, tmp_path / "store"))
+    with routed(LocalShards(store, "m", PARTS), store, "m", local=ANY) as engine:
+        engine.check()
+        path = store / "m" / "1" / "tables.safetensors"
+        path.write_bytes(path.read_bytes())
+        with pytest.raises(StoreError, match="changed in place"):
+            engine.check()
+
+
+def test_a_released_engine_is_freed_without_a_collection(
+    published: Path, shards: LocalShards
+) -> None:
+    """What exists when a server is ready is never collected (gc.freeze)."""
+    with routed(shards, published, "m", local=ANY) as engine:
+        engine.warm_up()
+        version = weakref.ref(engine._version)
+        freed = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert freed() is None
+        assert version() is None
+    finally:
+        gc.enable()
