@@ -7,6 +7,7 @@ import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from unpooled import unpooled_collection
 from writable import writable
 
 from embedserve.errors import EngineError
+from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.shard_client.reply import UNAVAILABLE, Reply
 from embedserve_store import ModelStore, StoreError, publish
@@ -30,9 +32,9 @@ PARTS = 3
 ANY = LocalTables(1 << 40)
 
 
-def publish_small(store: Path, *, is_pooled: bool = True, dtype: str = "float32") -> None:
+def publish_small(store: Path, *, is_pooled: bool = True, seed: int = 5, **options: Any) -> None:
     """Publishes a large table, and small ones of which two share a feature."""
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     rows = {"genre": 3, "movie": 9001, "user": 20, "recent": 7}
     features = {"genre": ["genres"], "movie": ["history", "candidate"]}
     features |= {"user": ["user", "seen"], "recent": ["seen"]}
@@ -53,7 +55,7 @@ def publish_small(store: Path, *, is_pooled: bool = True, dtype: str = "float32"
         if is_pooled
         else unpooled_collection([(name, count, features[name]) for name, count in rows.items()])
     )
-    publish(source, store, model="m", hosts=PARTS, dtype=dtype)
+    publish(source, store, model="m", hosts=PARTS, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,6 +146,32 @@ def test_a_failed_local_lookup_fails_only_its_examples(
     assert "lookups of 'm' in the router fail" in caplog.text
     assert isinstance(values, np.ndarray)
     assert values[1].any()
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_all_tables_may_be_local(tmp_path: Path, is_pooled: bool) -> None:
+    """The parts of the shards have no table that is requested."""
+    publish_small(tmp_path, is_pooled=is_pooled, sharding="table_wise")
+    shards = LocalShards(tmp_path, "m", PARTS)
+    with routed(shards, tmp_path, "m", local=ANY) as engine:
+        assert engine.local_tables == ("genre", "movie", "user", "recent")
+        engine.warm_up()
+        check_lookup(engine.lookup, engine, ModelStore(tmp_path).load("m"))
+    assert shards.asked == []
+
+
+def test_a_later_version_of_the_layout_is_not_compiled(tmp_path: Path) -> None:
+    parts, engines = LocalParts(0), []
+    for seed in (5, 6):
+        publish_small(tmp_path, seed=seed)
+        local = parts.open(ModelStore(tmp_path, holds=ANY).load("m"))
+        assert local is not None
+        engines.append(local._engine)
+    first, second = ([one.program for one in engine.compiled] for engine in engines)
+    assert all(one is not None for one in first)
+    assert all(one is other for one, other in zip(first, second, strict=True))
+    ids, lengths = np.arange(3), np.array([3, *[0] * 2], np.int32)
+    assert (engines[0].lookup(ids, lengths) != engines[1].lookup(ids, lengths)).any()
 
 
 def test_without_bytes_no_table_is_local(published: Path, shards: LocalShards) -> None:

@@ -95,7 +95,7 @@ class LocalParts:
 
     def open(self, version: ModelVersion) -> LocalPart | None:
         """Returns the local part of ``version``, warm and with every byte compared with its
-        checksum; None if it has none, and torchrec is not imported.
+        checksum; None if it has none.
 
         Raises:
             StoreError: the rows are not the published ones, or cannot be served.

@@ -69,6 +69,7 @@ class Shards:
         )
         self._credentials = ShardCredentials(settings)
         self._partial_dtype = settings.partial_dtype
+        self._local_bytes = settings.local_bytes
         self._local = LocalParts(settings.limits.inline_bytes_max)
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
         self._tasks: list[asyncio.Task[None]] = []
@@ -114,6 +115,10 @@ class Shards:
             OSError, ValueError: the file of addresses cannot be read.
         """
         torch.set_num_threads(1)  # its threads would spin while idle, on cores that others need
+        if self._local_bytes:
+            # Takes seconds, in which requests would wait if a later version were the first to have
+            # local tables.
+            import embedserve.engine.restore  # noqa: F401
         engines = {name: self._engine(version) for name, version in versions.items()}
         self._engines = [ref(engine) for engine in engines.values()]
         asyncio.run(self._check(list(engines.values()), is_shown=is_shown))

@@ -380,14 +380,17 @@ async def test_deltas_of_a_followed_model_are_described() -> None:
 
 
 async def test_parts_of_a_routers_model_are_described(rest: httpx.AsyncClient) -> None:
-    assert "shards" not in (await rest.get("/models/shop")).json()
-    engine = FakeEngine(replace(model_info(), shards=FakeParts(joined={("shop", 7): [2, 0]})))
+    plain = (await rest.get("/models/shop")).json()
+    assert not plain.keys() & {"shards", "local_tables"}
+    parts = FakeParts(joined={("shop", 7): [2, 0]})
+    engine = FakeEngine(replace(model_info(), shards=parts, local_tables=("user",)))
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(engine, executor=executor)
         transport = httpx.ASGITransport(management_app(pipeline))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as router:
-            told = (await router.get("/models/shop")).json()["shards"]
-    assert told == [
+            told = (await router.get("/models/shop")).json()
+    assert told["local_tables"] == ["user"]
+    assert told["shards"] == [
         {"part": 0, "replicas": 2, "why": ""},
         {"part": 1, "replicas": 0, "why": "part 1 is lost"},
     ]
