@@ -6,8 +6,9 @@ processes share the cores of this host. Run it on an idle machine:
     PYTHONPATH=server:model_store:clients:proto:tests:bench python bench/experiments/router_costs.py
 
 Each round asks the server of whole tables and then the routers; the ratios within a round are what
-counts. Reports milliseconds of one caller, batches/s of 16 callers, and the CPU time and bytes of a
-router for a batch.
+counts. With ``--small 4`` four of the tables have 1,000 rows, and a router that looks them up
+itself is measured beside one that calls shards for them (``--local-bytes 0``). Reports milliseconds
+of one caller, batches/s of 16 callers, and the CPU time and bytes of a router for a batch.
 """
 
 from __future__ import annotations
@@ -34,28 +35,38 @@ from embedserve.fanout.shards import Shards
 from embedserve.lookup_types import Batch
 from embedserve_client import AsyncGrpcEmbedClient
 from embedserve_proto import embedding_pb2
-from embedserve_store import NO_ROWS, ModelStore, publish
+from embedserve_store import LocalTables, ModelStore, publish
 
 TABLES, ROWS, DIM, USERS, IDS_MAX = 8, 100_000, 64, 25, 8
+SMALL_ROWS = 1000
 AT_ONCE = 16
 
 
-def make_store(store: Path, parts: int) -> None:
+def rows_of(table: int, small: int) -> int:
+    """Returns the rows of a table, if the first ``small`` tables are small."""
+    return SMALL_ROWS if table < small else ROWS
+
+
+def make_store(store: Path, parts: int, small: int = 0) -> None:
     torch.manual_seed(0)
     tables = [
         EmbeddingBagConfig(
-            name=f"t{i}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[f"f{i}"]
+            name=f"t{i}",
+            embedding_dim=DIM,
+            num_embeddings=rows_of(i, small),
+            feature_names=[f"f{i}"],
         )
         for i in range(TABLES)
     ]
     publish(EmbeddingBagCollection(tables=tables), store, model="m", hosts=parts)
 
 
-def make_batch(seed: int, users: int = USERS) -> tuple[np.ndarray, np.ndarray]:
+def make_batch(seed: int, users: int = USERS, small: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Returns (ids, lengths) of a batch."""
     random = np.random.default_rng(seed)
     lengths = random.integers(0, IDS_MAX + 1, TABLES * users).astype(np.int32)
-    return random.integers(0, ROWS, lengths.sum()), lengths
+    rows = np.repeat([rows_of(i // users, small) for i in range(lengths.size)], lengths)
+    return random.integers(0, rows), lengths
 
 
 def features_of(ids: np.ndarray, lengths: np.ndarray) -> dict[str, list[list[int]]]:
@@ -73,9 +84,9 @@ def request_of(ids: np.ndarray, lengths: np.ndarray) -> bytes:
     ).SerializeToString()
 
 
-def time_one(server: Running, count: int) -> np.ndarray:
+def time_one(server: Running, count: int, small: int) -> np.ndarray:
     """Returns the sorted milliseconds of ``count`` batches, one at a time, as bytes."""
-    requests = [request_of(*make_batch(seed)) for seed in range(16)]
+    requests = [request_of(*make_batch(seed, small=small)) for seed in range(16)]
     took = []
     with grpc.insecure_channel(server.grpc) as channel:
         embed = channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
@@ -86,9 +97,9 @@ def time_one(server: Running, count: int) -> np.ndarray:
     return np.sort(took[20:]) * 1e3
 
 
-async def time_many(server: Running, seconds: float) -> float:
+async def time_many(server: Running, seconds: float, small: int) -> float:
     """Returns batches/s with AT_ONCE in flight."""
-    batches = [features_of(*make_batch(seed)) for seed in range(16)]
+    batches = [features_of(*make_batch(seed, small=small)) for seed in range(16)]
     end_s, done = perf_counter() + seconds, 0
 
     async def ask(client: AsyncGrpcEmbedClient, i: int) -> None:
@@ -102,21 +113,26 @@ async def time_many(server: Running, seconds: float) -> float:
     return done / seconds
 
 
-def own_work(store: Path, addresses: Path, count: int) -> tuple[float, float]:
+def own_work(
+    store: Path, addresses: Path, count: int, small: int, local_bytes: int
+) -> tuple[float, float]:
     """Returns the median CPU microseconds of this thread, and the mean bytes of the parts' values,
     for a batch."""
-    shards = Shards(ServeSettings(str(store), shards=f"file:{addresses}"))
-    version = ModelStore(store, holds=NO_ROWS).load("m")
+    settings = ServeSettings(str(store), shards=f"file:{addresses}", local_bytes=local_bytes)
+    shards = Shards(settings)
+    version = ModelStore(store, holds=LocalTables(local_bytes)).load("m")
     engine = shards.open_all({"m": version}, is_shown=False)["m"]
-    return uvloop.run(_own_work(shards, engine, count))
+    return uvloop.run(_own_work(shards, engine, count, small))
 
 
-async def _own_work(shards: Shards, engine: RouterEngine, count: int) -> tuple[float, float]:
+async def _own_work(
+    shards: Shards, engine: RouterEngine, count: int, small: int
+) -> tuple[float, float]:
     await shards.start()
     loop, cpu_s = asyncio.get_running_loop(), []
     before = sum(client.stats.bytes_received for client in shards.clients())
     for i in range(count):
-        ids, lengths = make_batch(i)
+        ids, lengths = make_batch(i, small=small)
         batch = Batch(ids, lengths, None, [USERS], USERS)
         ended: asyncio.Future[np.ndarray | EmbedServeError] = loop.create_future()
         start_s = thread_time()
@@ -127,28 +143,36 @@ async def _own_work(shards: Shards, engine: RouterEngine, count: int) -> tuple[f
     return float(np.median(cpu_s)) * 1e6, received / count
 
 
-def measure(parts: int, rounds: int, count: int) -> None:
+def measure(parts: int, rounds: int, count: int, small: int) -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         store, addresses = folder / "store", folder / "shards.json"
-        make_store(store, parts)
-        servers = [
+        make_store(store, parts, small)
+        shards = [
             stack.enter_context(
                 running(store, folder / f"shard-{part}.log", "--part", f"{part}/{parts}")
             )
             for part in range(parts)
         ]
-        addresses.write_text(json.dumps({str(i): [one.grpc] for i, one in enumerate(servers)}))
-        cpu_us, received = own_work(store, addresses, count)
-        print(f"{parts} parts: own CPU {cpu_us:.0f} us a batch, {received / 1e3:.0f} KB back")
-        whole = stack.enter_context(running(store, folder / "whole.log"))
-        routes = ("--shards", f"file:{addresses}")
-        router = stack.enter_context(running(store, folder / "router.log", *routes))
+        addresses.write_text(json.dumps({str(i): [one.grpc] for i, one in enumerate(shards)}))
+        routers = {"router": ServeSettings.local_bytes}
+        if small:
+            routers["router without small tables"] = 0
+        servers = {"whole": stack.enter_context(running(store, folder / "whole.log"))}
+        for name, local_bytes in routers.items():
+            cpu_us, received = own_work(store, addresses, count, small, local_bytes)
+            print(
+                f"{parts} parts, {name}: own CPU {cpu_us:.0f} us a batch, "
+                f"{received / 1e3:.0f} KB back"
+            )
+            options = ("--shards", f"file:{addresses}", "--local-bytes", local_bytes)
+            log = folder / f"{name}.log"
+            servers[name] = stack.enter_context(running(store, log, *options))
         for _ in range(rounds):
             line = []
-            for name, server in (("whole", whole), ("router", router)):
-                took = time_one(server, count)
-                rate = uvloop.run(time_many(server, 3))
+            for name, server in servers.items():
+                took = time_one(server, count, small)
+                rate = uvloop.run(time_many(server, 3, small))
                 p50, p99 = took[len(took) // 2], took[int(len(took) * 0.99)]
                 line.append(f"{name} p50 {p50:.2f} p99 {p99:.2f} ms, {rate:.0f} batches/s")
             print("   ", "; ".join(line))
@@ -159,9 +183,10 @@ def main() -> None:
     parser.add_argument("--parts", type=int, nargs="+", default=[2, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--small", type=int, default=0, help="tables of 1,000 rows, of 8")
     options = parser.parse_args()
     for parts in options.parts:
-        measure(parts, options.rounds, options.count)
+        measure(parts, options.rounds, options.count, options.small)
 
 
 if __name__ == "__main__":
