@@ -1,4 +1,4 @@
-"""A router looks small tables up itself, also while versions change and when all shards are lost."""
+"""A router looks small tables up itself, while versions change and when all shards are lost."""
 
 from __future__ import annotations
 
