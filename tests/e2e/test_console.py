@@ -414,6 +414,27 @@ def test_versions_that_follow_deltas_say_how_far_they_are(page: Page, demo: Demo
     ]
 
 
+PARTS = """
+import('/console/models.js').then(({ showModels }) => {
+  const shards = [{ part: 0, replicas: 2, why: "" }, { part: 1, replicas: 1, why: "" }];
+  const router = { model: "m", alias: "", since: "", leaving: [], next: null, shards };
+  const each = [[], ["day", "genre"]];
+  const models = each.map((local_tables, at) => ({ ...router, version: at + 1, local_tables }));
+  showModels(models, "m", null);
+  return [...document.querySelectorAll("#models p")].map((one) => one.innerText);
+})
+"""
+
+
+def test_a_router_shows_its_parts_and_small_tables(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    replicas = "replicas of part\u00a00: 2, part\u00a01: 1"
+    assert page.value(PARTS) == [
+        f"m 1: {replicas}",
+        f"m 2: {replicas}; looked up by the router itself: day, genre",
+    ]
+
+
 COUNTED = """
 Promise.all([import('/console/metrics.js'), import('/console/traffic.js')]).then(
   ([{ Between, Reading }, { showLookups }]) => {
