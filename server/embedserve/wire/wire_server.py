@@ -95,7 +95,7 @@ class WireServer:
         self._grown_bytes = 0  # since the last memory check
         self._log = RateLimitedLogger(logger)
         self._connections: dict[Connection, float] = {}  # to perf_counter time of retirement
-        self._listening: list[tuple[Listener, socket.socket]] = []
+        self._listening: list[Listener] = []
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
         self._is_draining = False
@@ -112,18 +112,14 @@ class WireServer:
                 sock.listen(BACKLOG)
             listener = Listener(sock, self._maker_for(sock), 1 if is_unix else ACCEPTS_MAX)
             listener.start()
-            self._listening.append((listener, sock))
+            self._listening.append(listener)
         self._check()
 
     async def drain(self, drain_s: float) -> None:
         """Stops listening, answers accepted requests, and closes all connections in ``drain_s``."""
         self._is_draining = True
         while self._listening:
-            listener, sock = self._listening.pop()
-            with sock.dup() as listening:
-                listening.setblocking(False)
-                await listener.close()
-                await self._accept_waiting(listening)
+            await self._listening.pop().close(waiting_max=BACKLOG)
         for connection in list(self._connections):
             connection.drain()
         if self._connections:
@@ -138,24 +134,6 @@ class WireServer:
             connection.abort()
         if self._checking is not None:
             self._checking.cancel()
-
-    async def _accept_waiting(self, listening: socket.socket) -> None:
-        """Accepts the connections in the kernel's queue, whose clients may have sent requests.
-
-        Accepts at most BACKLOG, because a socket that workers share keeps receiving connections.
-        """
-        for _ in range(BACKLOG):
-            try:
-                sock, _ = listening.accept()
-            except BlockingIOError:
-                return
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:  # such as too many open files
-                logger.warning("connections that wait are refused: %s", error)
-                return
-            loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._maker_for(listening), sock)
 
     def _maker_for(self, listening: socket.socket) -> Callable[[], asyncio.Protocol]:
         """Returns the factory of connections accepted on ``listening``."""
