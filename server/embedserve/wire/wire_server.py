@@ -1,4 +1,4 @@
-"""Listener of one process's ports, and owner of its connections from accept to drain."""
+"""Server of some ports of a process, which owns their connections from accept to drain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from embedserve.wire.connections import Connection, ProtocolDetector
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.http1.header_templates import HeaderTemplateCache
-from embedserve.wire.http2.transport import Http2Transport
+from embedserve.wire.http2.protocol import Http2Protocol
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.listener import Listener
 from embedserve.wire.router import Router
@@ -91,7 +91,7 @@ class WireServer:
             upload_bytes, lambda: not pipeline.models.has_full_unsized_queue
         )
         pipeline.on_queue_reopened(self._uploads.retry)
-        pipeline.on_large_response(self.has_grown)
+        pipeline.on_large_response(self.record_growth)
         self._grown_bytes = 0  # since the last memory check
         self._log = RateLimitedLogger(logger)
         self._connections: dict[Connection, float] = {}  # to perf_counter time of retirement
@@ -151,9 +151,9 @@ class WireServer:
         router, templates = self._routers[is_local], self._templates[is_local]
         return FastPathConnection(self._pipeline, router, templates, self)
 
-    def http2(self, is_local: bool) -> Http2Transport:
+    def http2(self, is_local: bool) -> Http2Protocol:
         router = self._routers[is_local]
-        return Http2Transport(self._pipeline, router.resolve_http2, self._uploads, self)
+        return Http2Protocol(self._pipeline, router.resolve_http2, self._uploads, self)
 
     def add(self, connection: Connection) -> None:
         self._connections[connection] = self._retire_s()
@@ -190,7 +190,7 @@ class WireServer:
         )
         return False
 
-    def has_grown(self, nbytes: int) -> None:
+    def record_growth(self, nbytes: int) -> None:
         self._grown_bytes += nbytes
         if self._grown_bytes > CHECK_BYTES:
             # Not deferred: one event-loop iteration may read megabytes from each connection.
