@@ -59,6 +59,7 @@ from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
 from embedserve.processes.startup.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
+from embedserve.shard_client.discovery import parse_shards
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
@@ -93,6 +94,8 @@ def serve(settings: ServeSettings) -> None:
         settings = replace(settings, devices="cpu")
     notify = notifier()
     check_settings(settings)
+    if settings.shards:
+        parse_shards(settings.shards)  # reports a malformed value before versions are opened
     check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
