@@ -21,8 +21,8 @@ import uvloop
 from embedserve.shard_client.call_headers import CallHeaders
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.http2_client import Http2Client
+from embedserve.shard_client.part_client import PartClient, PartOptions, connector
 from embedserve.shard_client.part_stats import VersionKey
-from embedserve.shard_client.replicas import PartClient, PartOptions, connector
 from embedserve.shard_client.reply import Reply
 from embedserve.shard_client.shard_connection import SERVICE, ConnectionOptions, ShardConnection
 from embedserve.wire.grpc.grpc_framing import framed
@@ -44,7 +44,7 @@ CALLS = 10_000
 REQUEST_BYTES = 8 << 10
 """Bytes of a request: 860 ids of a batch of 25, with lengths."""
 JOIN_S = 0.5
-"""Seconds until the replica has joined; a look-up before that fails the script."""
+"""Seconds until the replica has joined; a lookup before that fails the script."""
 KEY = VersionKey("dlrm", 1)
 LISTED = ListModelsResponse(
     models=[Model(model="dlrm", version=1, fingerprint="f", part=0, parts=1)]
@@ -187,7 +187,7 @@ async def measure(message_bytes: int, port: int) -> None:
         look_up = await cost_us(
             lambda done: part.look_up(KEY, request, time.monotonic() + 0.5, done), in_flight
         )
-        for name, (user, system) in {"call": call, "look-up": look_up}.items():
+        for name, (user, system) in {"call": call, "lookup": look_up}.items():
             print(f"  {name:8} {in_flight:2} in flight {user:6.1f} user, {system:6.1f} system")
     part.close()
     connection.finish("measured")

@@ -65,7 +65,7 @@ class EmbeddingServiceServicer(object):
         Errors are gRPC statuses: INVALID_ARGUMENT (the message names field and value),
         NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (over a limit, or the queue is full),
         DEADLINE_EXCEEDED, UNAVAILABLE (draining before the stop), INTERNAL; UNAUTHENTICATED and
-        PERMISSION_DENIED where the server asks who asks. With the status come the trailers
+        PERMISSION_DENIED if the server authenticates callers. With the status come the trailers
         embedserve-field, the field of the request that is wrong, such as "features.movie[3]", and
         retry-after, the seconds until the same request may be tried again; each where there is one.
         """

@@ -207,8 +207,8 @@ class ServeSettings:
     )
     shards: str = setting(
         "",
-        "Shards of a router, which looks rows up there: dns:NAME:PORT, where "
-        "{part} in NAME is the number of a part, or file:PATH, a JSON file of addresses by part "
+        "Shards of a router, which looks rows up there: dns:NAME-{part}:PORT, "
+        "where {part} is the number of a part, or file:PATH, a JSON file of addresses by part "
         "that is reloaded on change. Default: this server has the rows.",
     )
     shard_timeout_ms: float = setting(
@@ -220,8 +220,8 @@ class ServeSettings:
     )
     hedge_share: float = setting(
         0.1,
-        "Largest share of a router's calls that are sent to a second replica because the first is "
-        "slow. 0: none.",
+        "Largest fraction of a router's lookups in a part that are also sent to a second replica, "
+        "because the first is slow. 0: none.",
         min=0,
         max=1,
     )
@@ -273,7 +273,7 @@ class ServeSettings:
     delta_new_ids_percent: float = setting(
         10.0,
         "Ids that deltas may add to a vocabulary, remove or give another row, in percent of its "
-        "ids; at least 1000. 0: none.",
+        "ids. If that is fewer than 1000 ids, 1000 are allowed. 0: none.",
         min=0,
         max=1000,
     )

@@ -1,4 +1,4 @@
-"""Errors of requests. Each class has a gRPC code and an HTTP status, which the frontends send.
+"""Errors of requests. Each class has a gRPC code and an HTTP status, which the protocols send.
 
 The message of a client's error names the field and the value. A server error is logged in full
 where it happens, and the client gets a general message.
@@ -126,7 +126,8 @@ class DeadlineExceededError(EmbedServeError):
 
 
 class NotReadyError(EmbedServeError):
-    """The server is loading its models, draining before it stops, or has damaged rows."""
+    """The server loads its models, drains, or has damaged rows; a part has no replica; or the rows
+    are older than the ``min_seq`` of the request."""
 
     code = "UNAVAILABLE"
     http_status = 503

@@ -20,7 +20,7 @@ from embedserve_store.parts.part import Part
 from embedserve_store.plans.plan import Plan
 
 if TYPE_CHECKING:
-    from embedserve.deltas.status import FollowedModel
+    from embedserve.deltas.status import SharedDeltaState
 
 T = TypeVar("T")
 SELECTIONS_MAX = PART_STARTS_MAX = 16
@@ -74,7 +74,7 @@ class ModelInfo:
     response_prefix_cache: dict[tuple[object, ...], Any] = field(default_factory=dict)
     """Cache of the codecs for response prefixes, by all that a prefix depends on. It is stored with
     the model, so that it is freed with it."""
-    deltas: FollowedModel | None = None
+    deltas: SharedDeltaState | None = None
     """Changed rows and status of a model that follows deltas; None for others."""
     shards: ServedParts | None = None
     """Shards that hold the rows of a router's model; None for others."""

@@ -181,7 +181,7 @@ def test_a_hangup_has_it_look_at_the_store(tmp_path: Path, workers: int) -> None
         assert ask(server) == 1
         os.kill(server.process.pid, signal.SIGHUP)
         wait_until(lambda: ask(server) == 2)
-        assert "m is answered by version 2 from now on, no more by 1" in server.log.read_text()
+        assert "m: switched to version 2 (before: 1)" in server.log.read_text()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -193,7 +193,7 @@ def test_an_administrator_loads_and_unloads(
     with running(store, tmp_path / "log", *options, management_port=management_port) as server:
         management = ServerClient(f"http://127.0.0.1:{management_port}")
         ask_server(management, "load", "m@3")
-        assert "m@3 is answered by version 3" in capfd.readouterr().err
+        assert "m@3 is now served by version 3" in capfd.readouterr().err
         assert {ask(server, "m@3") for _ in range(20)} == {3}
         assert {ask(server) for _ in range(20)} == {1}
         for model, problem in (("m@9", "version 9 does not exist"), ("x", "there is no model 'x'")):

@@ -28,7 +28,7 @@ from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve.deltas.status import FOLLOWING, DeltaStatus, FollowedModel
+from embedserve.deltas.status import FOLLOWING, DeltaStatus, SharedDeltaState
 from embedserve.engine.restore import restore
 from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
@@ -176,7 +176,7 @@ class Served:
 
     def start_applier(self) -> None:
         """Starts one that knows the newest rows alone, as after the one before was killed."""
-        followed = FollowedModel(self.live, self._status)
+        followed = SharedDeltaState(self.live, self._status)
         self._follower = DeltaFollower("m", self._line, followed, MEMORY)
 
     def follow(self) -> None:

@@ -21,7 +21,7 @@ from embedserve.deltas.live_rows import IDLE, LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens, LiveGoldens
-from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve.engine.compile import KINDS
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
@@ -193,11 +193,13 @@ def reader_of(live: LiveRows, engine: Engine) -> RowsReader:
     return RowsReader(live, 0, engine.plan, upload)
 
 
-def with_goldens(store: Path, model: str, weighted: bool = False) -> tuple[FollowedModel, Engine]:
+def with_goldens(
+    store: Path, model: str, weighted: bool = False
+) -> tuple[SharedDeltaState, Engine]:
     """Returns a model with goldens of its last delta, the results that torchrec has for the
     compacted version; and an engine over its rows that compares them."""
     live = replay(store, model)
-    followed = FollowedModel(live, DeltaStatus(live.start))
+    followed = SharedDeltaState(live, DeltaStatus(live.start))
     manifest = live.version.manifest
     bags = sample_bags(replace(manifest, is_weighted=weighted), {})
     same = restore(compacted(store, model), "cpu:2", is_eager=True)

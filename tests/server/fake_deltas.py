@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve.model_info import ModelInfo
 from embedserve_store import ModelVersion
 from embedserve_store.format.tables_file import TablesFile, header_bytes
@@ -24,9 +24,9 @@ def at_seq(info: ModelInfo, seq: int) -> ModelInfo:
         tables = TablesFile.open(path, info.tables)
         live = LiveRows(ModelVersion(path, info.manifest, info.plan, tables, {}), 1 << 20, 1)
     live.commit(2, seq)
-    return replace(info, deltas=FollowedModel(live, DeltaStatus(live.start)))
+    return replace(info, deltas=SharedDeltaState(live, DeltaStatus(live.start)))
 
 
-def followed(status: DeltaStatus) -> FollowedModel:
+def followed(status: DeltaStatus) -> SharedDeltaState:
     """Returns a followed model whose rows nothing reads."""
-    return FollowedModel(cast("LiveRows", None), status)
+    return SharedDeltaState(cast("LiveRows", None), status)

@@ -23,7 +23,7 @@ from typing import NoReturn, cast
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
@@ -31,7 +31,7 @@ from embedserve.processes import applier
 from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
-from embedserve.processes.rollout.followed_versions import FollowedVersions
+from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.startup.ports import SharedPorts, claim_ports
 from embedserve.processes.supervisor import Supervisor, WorkerFailedError
 from embedserve_store.format.delta_manifest import LinePosition
@@ -138,7 +138,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
             end_startup_server=end_startup_server,
             on_stop=ports.remove_files,
             applier_main=applier_main if mode.exists() else None,
-            followed=FollowedVersions(settings, {"m": FollowedModel(live, status)}),
+            followed=DeltaVersions(settings, {"m": SharedDeltaState(live, status)}),
         ).run()
     except WorkerFailedError as error:
         sys.exit(f"failed: {error}")

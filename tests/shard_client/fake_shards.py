@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from embedserve.call_trace import CallTrace
 from embedserve.shard_client.client_stream import OnReply
+from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.part_stats import VersionKey
-from embedserve.shard_client.replicas import PartClient, PartOptions
 from embedserve.shard_client.reply import Reply, lost
 from embedserve.shard_client.shard_connection import Address
 from embedserve_proto.embedding_pb2 import ListModelsResponse, Model
@@ -186,7 +186,7 @@ class Bench:
 
     Attributes:
         connections: the newest connection of each host.
-        replies: replies to look-ups, by their numbers.
+        replies: replies to lookups, by their numbers.
     """
 
     options: PartOptions = field(default_factory=PartOptions)
@@ -224,7 +224,7 @@ class Bench:
     def look_up(
         self, seconds: float = 10.0, message: bytes = b"m", calls: CallTrace | None = None
     ) -> int:
-        """Starts a look-up; returns its number."""
+        """Starts a lookup; returns its number."""
         number = self.looked_up
         self.looked_up += 1
 

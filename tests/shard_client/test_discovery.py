@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from embedserve.config import ServeSettings
+from embedserve.processes.serve import serve
 from embedserve.shard_client import discovery
 from embedserve.shard_client.discovery import (
     DnsDiscovery,
@@ -192,3 +194,8 @@ async def test_discoveries_run_until_cancelled(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+def test_a_malformed_value_is_reported_before_the_store_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--shards is 'dns:shop:8001': the name lacks"):
+        serve(ServeSettings(str(tmp_path / "no store"), shards="dns:shop:8001"))

@@ -1,4 +1,4 @@
-"""Look-ups at real processes, one of them killed, restarted or stopped; limits are generous."""
+"""Lookups at real processes, one of them killed, restarted or stopped; limits are generous."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from shard_client.shards import GrpcShard, grpc_shard
 
+from embedserve.shard_client.part_client import PartClient, PartOptions, connector
 from embedserve.shard_client.part_stats import VersionKey
-from embedserve.shard_client.replicas import PartClient, PartOptions, connector
 from embedserve.shard_client.reply import Reply
 from embedserve.shard_client.shard_connection import ConnectionOptions
 
@@ -41,7 +41,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 class Load:
-    """Look-ups one after the other, several at a time, until it is stopped."""
+    """Lookups one after the other, several at a time, until it is stopped."""
 
     def __init__(self, part: PartClient, in_flight: int = 8) -> None:
         self.part = part
@@ -105,5 +105,5 @@ async def test_a_stopped_replica_loses_no_look_up_and_comes_back() -> None:
         shards[0].process.send_signal(signal.SIGCONT)
         await grows(load)
         assert await load.stop() == []
-        assert load.slowest_s < 2, "no look-up waited for its call's timeout"
+        assert load.slowest_s < 2, "no lookup waited for its call's timeout"
         await until(lambda: part.versions()[KEY] == 2)

@@ -1,4 +1,4 @@
-"""The calls of a traced look-up are recorded, each with its reason, its replica and its outcome."""
+"""The calls of a traced lookup are recorded, each with its reason, its replica and its outcome."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from shard_client.fake_shards import PART, Bench
 
 from embedserve.call_trace import CALLS_MAX, CallTrace, TracedCall
-from embedserve.shard_client.replicas import PartOptions
+from embedserve.shard_client.part_client import PartOptions
 from embedserve.shard_client.reply import INTERNAL, UNAVAILABLE, Reply, status_name
 from embedserve.tracing.trace_context import TraceContext, read_traceparent
 

@@ -50,10 +50,10 @@ class PartDigests:
                 found[name] = tuple(digest.hexdigest() for digest in digests)
                 continue
             found[name] = tuple(
-                whole[name] if self._hosts.rows_on(name, part) else _NO_ROWS
+                whole[name] if self._hosts.rows_on(name, part) else _SHA256_OF_NOTHING
                 for part in range(self._hosts.parts)
             )
         return found
 
 
-_NO_ROWS = hashlib.sha256().hexdigest()
+_SHA256_OF_NOTHING = hashlib.sha256().hexdigest()

@@ -17,7 +17,7 @@ from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.transfer.file_check import MANIFEST
-from embedserve_store.writing.version_lock import HeldError, remove_unheld, unheld
+from embedserve_store.writing.version_lock import HeldError, exclusive_lock, remove_unheld
 
 
 def remove_version(
@@ -129,7 +129,7 @@ def _remove_local(models: ModelStore, folder: Path, version: int) -> None:
 
 def _check_unheld(path: Path) -> None:
     try:
-        with unheld(path):
+        with exclusive_lock(path):
             pass
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error

@@ -64,7 +64,7 @@ def hold(folder: Path) -> VersionLock:
 
 
 @contextmanager
-def unheld(folder: Path) -> Iterator[None]:
+def exclusive_lock(folder: Path) -> Iterator[None]:
     """Holds an exclusive lock on the version in ``folder``, so that no process uses or opens it.
 
     Raises:
@@ -97,7 +97,7 @@ def remove_unheld(folder: Path, check: Callable[[], None] | None = None) -> None
         HeldError: another process holds the version.
         OSError: the version cannot be removed.
     """
-    with unheld(folder), staging_folder(folder.parent) as aside:
+    with exclusive_lock(folder), staging_folder(folder.parent) as aside:
         os.rename(folder, aside / folder.name)
         sync(folder.parent)
         try:

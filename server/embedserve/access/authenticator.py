@@ -182,7 +182,7 @@ class Authenticator:
             key, client = certificate, self._by_certificate_name(certificate)
         else:
             raise UnauthenticatedError(
-                "nothing says who asks: send Authorization: Bearer and a token"
+                "the request has no credentials: send Authorization: Bearer and a token"
             )
         if len(self._cached) >= CACHED_MAX:
             self._cached.clear()
@@ -208,7 +208,7 @@ class Authenticator:
             if client is not None:
                 return client
         raise UnauthenticatedError(
-            "there is no token, and the client's certificate is nobody's here"
+            "there is no token, and the client's certificate belongs to no caller"
         )
 
 

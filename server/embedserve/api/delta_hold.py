@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from embedserve.access.authenticator import CLIENT
 from embedserve.api.admin import check_json
-from embedserve.deltas.status import HELD, FollowedModel
+from embedserve.deltas.status import HELD, SharedDeltaState
 from embedserve.errors import InvalidRequestError
 from embedserve.models.model_registry import ModelRegistry
 
@@ -51,7 +51,7 @@ def add_delta_hold(app: FastAPI, served: ModelRegistry) -> None:
     """Adds the routes to ``app``. The routes do not check roles; AuthMiddleware does."""
     json_only = [Depends(check_json)]
 
-    def followed_model(name: str) -> FollowedModel:
+    def followed_model(name: str) -> SharedDeltaState:
         followed = served.model(name).deltas
         if followed is None:
             raise InvalidRequestError(
@@ -92,7 +92,7 @@ def add_delta_hold(app: FastAPI, served: ModelRegistry) -> None:
         return await switch(name.model, request, is_held=False)
 
 
-async def _switch(find: Callable[[], FollowedModel], *, is_held: bool) -> None:
+async def _switch(find: Callable[[], SharedDeltaState], *, is_held: bool) -> None:
     """Sets or ends a hold, and waits until the applier has looked at the store with it, or until
     somebody reverses it.
 
@@ -100,7 +100,7 @@ async def _switch(find: Callable[[], FollowedModel], *, is_held: bool) -> None:
         find: returns the served version. If it is another one meanwhile, that gets the hold.
     """
     requested_at = time.time()
-    before: FollowedModel | None = None
+    before: SharedDeltaState | None = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(EFFECT_S_MAX):
             while True:

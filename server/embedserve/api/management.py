@@ -364,7 +364,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return respond(request, InvalidRequestError(f"{field}: {first['msg']}", field), 400)
 
     async def on_unexpected_error(request: Request, error: Exception) -> Response:
-        """Responds with 500. Starlette then raises ``error`` again, for AsgiStream to log."""
+        """Responds with 500. Starlette then raises ``error`` again, for AsgiHandler to log."""
         return respond(request, EngineError(INTERNAL), EngineError.http_status)
 
     app.add_exception_handler(EmbedServeError, on_server_error)

@@ -94,6 +94,7 @@ class Batcher:
         of_large = " for large requests" if self._inline_bytes_max else ""
         at_once = AT_ONCE * engine.replicas if waits else 1
         at_once = at_once if remote is None else remote.batches_max
+        # On GPUs and in routers nothing is looked up inline, and all requests are in `_large`.
         self._small = RequestQueue(queue, model, limits, self._work_bytes, at_once)
         self._large = RequestQueue(queue + of_large, model, limits, self._work_bytes, at_once)
         self._queues = (self._small, self._large)
@@ -132,7 +133,7 @@ class Batcher:
         queue.pending.append(pending)
         queue.examples += examples
         queue.ids += ids
-        if not self._is_scheduled and not queue.is_working:
+        if not self._is_scheduled and not queue.is_saturated:
             self._schedule(self._loop)
 
     def withdraw(self, pending: PendingRequest) -> None:
@@ -225,7 +226,8 @@ class Batcher:
 
     def _schedule_next(self, loop: asyncio.AbstractEventLoop) -> None:
         small, large = self._small, self._large
-        if (small.examples and not small.is_working) or (large.examples and not large.is_working):
+        can_run = small.examples and not small.is_saturated
+        if can_run or (large.examples and not large.is_saturated):
             self._schedule(loop)
         elif self._on_retired is not None:
             self._retire_if_idle(self._on_retired)
@@ -240,7 +242,7 @@ class Batcher:
         self._retire_if_idle(on_retired)
 
     def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
-        if not any(queue.requests or queue.under_way for queue in self._queues):
+        if not any(queue.requests or queue.in_flight for queue in self._queues):
             self._on_retired = None
             del self._lookups  # a reference to this batcher must not keep the rows mapped
             on_retired()
@@ -255,7 +257,7 @@ class Batcher:
         if self._timer is not None:
             self._stop_timer(self._timer)
         for queue in self._queues:
-            if queue.examples and not queue.is_working:
+            if queue.examples and not queue.is_saturated:
                 self._run(loop, queue)
         self._schedule_next(loop)
 

@@ -37,8 +37,9 @@ class RequestQueue:
         examples, ids: totals of all queued requests. Code that appends to ``pending`` adds the
             sizes of the request.
         full: rejection message while the queue is full, until an eighth is free; "" otherwise.
-        under_way: number of batches of this queue that are being looked up in threads.
-        is_working: whether that number is at its limit, so that the next batch has to wait.
+        in_flight: number of batches of this queue that are looked up in threads,
+            on a GPU or in shards.
+        is_saturated: whether that number is at its limit, so that the next batch has to wait.
         per_source_examples_max, per_source_ids_max: limits for one source: a caller with a token or
             certificate, over all its connections, or else a connection. While the totals of the
             queue stay within them, there is room and no further check is needed.
@@ -60,11 +61,11 @@ class RequestQueue:
         "examples",
         "full",
         "ids",
-        "is_working",
+        "in_flight",
+        "is_saturated",
         "pending",
         "per_source_examples_max",
         "per_source_ids_max",
-        "under_way",
     )
 
     def __init__(
@@ -88,8 +89,8 @@ class RequestQueue:
         self.per_source_ids_max = int(SOURCE_SHARE * limits.queue_ids_max)
         self.examples = self.ids = 0
         self.full = ""
-        self.under_way = 0
-        self.is_working = False
+        self.in_flight = 0
+        self.is_saturated = False
         self._at_once = at_once
         self.pending: deque[PendingRequest] = deque()
         # Earlier requests, by source: they did not fit into a batch, or a share had to be checked.
@@ -175,16 +176,16 @@ class RequestQueue:
 
     def begin(self) -> None:
         """Records the start of a lookup in a thread; ``end`` records its completion."""
-        self.under_way += 1
-        self.is_working = self.under_way >= self._at_once
+        self.in_flight += 1
+        self.is_saturated = self.in_flight >= self._at_once
 
     def end(self) -> None:
-        self.under_way -= 1
-        self.is_working = False
+        self.in_flight -= 1
+        self.is_saturated = False
 
     def is_ready(self) -> bool:
         """Whether a batch may be taken."""
-        return bool(self.examples) and not self.is_working
+        return bool(self.examples) and not self.is_saturated
 
     def first_s(self) -> float:
         """Returns the time when the next request was queued."""

@@ -62,5 +62,5 @@ def _outcome(said: Any, action: str, model: str) -> str:
             return line
         return f"{line}; the process that applies deltas has not responded yet, see /models"
     if "version" in said:
-        return f"{said['model']} is answered by version {said['version']}"
+        return f"{said['model']} is now served by version {said['version']}"
     return f"{model + ': ' if model else ''}{said['status']}"

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings
 from embedserve.config_checks import delta_poll_s
 from embedserve.deltas.bounded_line import BoundedLine, LastSeq
+from embedserve.deltas.delta_target import DeltaTarget, from_bytes, open_followed
 from embedserve.deltas.delta_waiter import DeltaWaiter
 from embedserve.deltas.followed_lines import FollowedLines
-from embedserve.deltas.followed_version import FollowedVersion, from_bytes, open_followed
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.memory import memory_bytes
 from embedserve.deltas.read_changes import CheckRows
-from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve_store.deltas.signing import TrustedKeys
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
@@ -57,7 +57,7 @@ def look_s_min(poll_s: float) -> float:
 
 def run_applier(
     settings: ServeSettings,
-    followed: dict[FollowedVersion, FollowedModel],
+    followed: dict[DeltaTarget, SharedDeltaState],
     open_version: Callable[[str], ModelVersion],
     supervisor: socket.socket,
     check_on_device: CheckRows | None = None,
@@ -82,7 +82,7 @@ def run_applier(
     heartbeat = Heartbeat(supervisor)
     models = BeatingStore(settings, heartbeat)
 
-    def make_poll(version: FollowedVersion, model: FollowedModel, last_seq: LastSeq) -> Poll:
+    def make_poll(version: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq) -> Poll:
         published = model.live.version
 
         def follower() -> DeltaFollower:
@@ -92,7 +92,7 @@ def run_applier(
 
         return Poll(follower, model.status, delta_poll_s(settings))
 
-    def open_model(version: FollowedVersion) -> FollowedModel:
+    def open_model(version: DeltaTarget) -> SharedDeltaState:
         return open_followed(
             settings, open_version(version.path), version.memory, version.generation
         )
@@ -148,7 +148,7 @@ class Inbox:
         self._newest = b""
         threading.Thread(target=self._read, args=(supervisor,), daemon=True).start()
 
-    def take(self) -> list[FollowedVersion] | None:
+    def take(self) -> list[DeltaTarget] | None:
         """Returns the versions to follow from now on; None if no message came since."""
         if not self._has_arrived.is_set():
             return None

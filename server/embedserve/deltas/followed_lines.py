@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from embedserve.deltas.bounded_line import LastSeq
-from embedserve.deltas.followed_version import FollowedVersion
-from embedserve.deltas.status import HELD, FollowedModel
+from embedserve.deltas.delta_target import DeltaTarget
+from embedserve.deltas.status import HELD, SharedDeltaState
 from embedserve_store.errors import StoreError
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 OPEN_S = 1.0
 """Seconds until the next try, where no version can be opened."""
 
-MakePoll = Callable[[FollowedVersion, FollowedModel, LastSeq], "Poll"]
+MakePoll = Callable[[DeltaTarget, SharedDeltaState, LastSeq], "Poll"]
 
 
 @dataclass
 class _Followed:
-    version: FollowedVersion
-    model: FollowedModel
+    version: DeltaTarget
+    model: SharedDeltaState
     poll: Poll
 
 
@@ -47,8 +47,8 @@ class FollowedLines:
     def __init__(
         self,
         make_poll: MakePoll,
-        open_model: Callable[[FollowedVersion], FollowedModel],
-        models: dict[tuple[str, int], FollowedModel],
+        open_model: Callable[[DeltaTarget], SharedDeltaState],
+        models: dict[tuple[str, int], SharedDeltaState],
     ) -> None:
         """
         Args:
@@ -60,10 +60,10 @@ class FollowedLines:
         self._make_poll, self._open_model = make_poll, open_model
         self._inherited = models
         self._followed: dict[tuple[str, int], _Followed] = {}
-        self._wanted: dict[tuple[str, int], FollowedVersion] = {}
+        self._wanted: dict[tuple[str, int], DeltaTarget] = {}
         self._unopened = ""
 
-    def follow(self, wanted: Sequence[FollowedVersion]) -> None:
+    def follow(self, wanted: Sequence[DeltaTarget]) -> None:
         """Follows the lines of ``wanted`` from now on, and no others. A version that serves in
         place of another keeps its hold."""
         self._wanted = {version.key: version for version in wanted}
@@ -142,7 +142,7 @@ class FollowedLines:
         served = self._served(name)
         return served is not None and served.model.hold.is_set
 
-    def _last_seq(self, model: FollowedModel, key: tuple[str, int]) -> int | None:
+    def _last_seq(self, model: SharedDeltaState, key: tuple[str, int]) -> int | None:
         """Returns the last delta that a version may have: that of its alias. Once the next version
         of its name may serve, it gets no delta that the next one lacks."""
         version = self._wanted.get(key)
@@ -178,5 +178,5 @@ def _topic(one: _Followed) -> Topic:
     return Topic(live.version.manifest.model, live.start.line)
 
 
-def _are_of_one_line(one: FollowedModel, other: FollowedModel) -> bool:
+def _are_of_one_line(one: SharedDeltaState, other: SharedDeltaState) -> bool:
     return one.live.start.line == other.live.start.line

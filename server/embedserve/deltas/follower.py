@@ -31,7 +31,7 @@ from embedserve.deltas.status import (
     STALLED,
     Applied,
     DeltaState,
-    FollowedModel,
+    SharedDeltaState,
 )
 from embedserve_store.errors import GoldensError, StoreError, UnreachableError, described
 from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
@@ -55,7 +55,7 @@ class DeltaFollower:
         self,
         name: str,
         line: BoundedLine,
-        followed: FollowedModel,
+        followed: SharedDeltaState,
         memory_bytes: int,
         check_on_device: CheckRows | None = None,
     ) -> None:

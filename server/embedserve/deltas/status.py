@@ -198,7 +198,7 @@ class DeltaStatus:
 
 
 @dataclass(frozen=True)
-class FollowedModel:
+class SharedDeltaState:
     """Changed rows, status and goldens of a version, in memory that its processes share.
 
     Attributes:
@@ -233,7 +233,7 @@ class FollowedModel:
         *,
         is_notified: bool = False,
         are_signed: bool = False,
-    ) -> FollowedModel:
+    ) -> SharedDeltaState:
         """Returns ``version`` in ``memory``, new or as another process has left it.
 
         Args:

@@ -1,4 +1,4 @@
-"""The engine package. Only the engine and the model store use torch and torchrec.
+"""The engine package. Only it, the router's engine (fanout) and the model store use torch.
 
 sharded.py builds the DistributedModelParallel, or unpooled.py for an EmbeddingCollection.
 attach_weights.py gives it its rows, and compile.py compiles it (trace.py down to tensor

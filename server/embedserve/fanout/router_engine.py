@@ -2,8 +2,8 @@
 
 It takes and returns what engine/engine.py does. A batch is divided by rows, one call goes to each
 part that has rows of it, all at once, and their sums are added. Calls begin and end on the event
-loop; no thread is involved. Small tables are looked up in this process (local_part.py), as one more
-part.
+loop; only ``lookup``, for goldens, waits for it in another thread. Small tables are looked up in
+this process (local_part.py), as one more part.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_par
 from embedserve.file_reloader import poll_all
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.discovery import PART, DnsShards, discover, parse_shards
+from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.replica import Connect
-from embedserve.shard_client.replicas import PartClient, PartOptions
 from embedserve.shard_client.shard_connection import Address, ShardConnection
 from embedserve_store import ModelVersion
 

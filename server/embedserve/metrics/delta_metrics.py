@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from embedserve.deltas.status import FULL, HELD, STALLED, FollowedModel
+from embedserve.deltas.status import FULL, HELD, STALLED, SharedDeltaState
 from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import HistogramSamples
 
 
-def delta_samples(labels: Sequence[str], followed: FollowedModel) -> Iterator[Sample]:
+def delta_samples(labels: Sequence[str], followed: SharedDeltaState) -> Iterator[Sample]:
     """Yields the samples of one followed model.
 
     Args:

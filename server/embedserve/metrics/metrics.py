@@ -2,7 +2,7 @@
 
 Values are collected in plain lists and integers on the event loop's thread, flushed into this
 worker's row of shared cells, and turned into samples only when /metrics is read. Recording a value
-costs an append, with no lock and no look-up of a label set. Exported values are sums over all
+costs an append, with no lock and no lookup of a label set. Exported values are sums over all
 workers.
 """
 

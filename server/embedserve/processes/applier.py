@@ -11,10 +11,10 @@ import socket
 import time
 from collections.abc import Callable
 
-from embedserve.deltas.followed_version import to_bytes
+from embedserve.deltas.delta_target import to_bytes
 from embedserve.processes.channel import SupervisorChannel
 from embedserve.processes.forked import LAST_WORDS_S, described, ended, fork, restart_delay_s
-from embedserve.processes.rollout.followed_versions import FollowedVersions
+from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Applier:
     def __init__(
         self,
         main: Callable[[socket.socket], int],
-        followed: FollowedVersions,
+        followed: DeltaVersions,
         selector: selectors.BaseSelector,
         close_inherited: Callable[[], None],
     ) -> None:

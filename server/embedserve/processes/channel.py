@@ -64,7 +64,10 @@ class LineSocket:
 
 
 class SupervisorChannel:
-    """The supervisor's end. Only the newest message matters, so an unsent one is replaced."""
+    """The supervisor's end. Only the newest message matters, so an unsent one is replaced.
+
+    START, which releases a new worker, is sent before any other message.
+    """
 
     def __init__(
         self, sock: socket.socket, selector: selectors.BaseSelector, on_readable: Callable[[], None]

@@ -21,7 +21,7 @@ from embedserve_store.terminal.sizes import human_bytes
 
 if TYPE_CHECKING:
     from embedserve.deltas.live_rows import LiveRows
-    from embedserve.deltas.status import FollowedModel
+    from embedserve.deltas.status import SharedDeltaState
     from embedserve.engine.engine import Engine
     from embedserve.engine.programs import Programs
 
@@ -55,7 +55,7 @@ def check_may_switch(settings: ServeSettings, device_type: str) -> None:
 def make_resident_and_verify(
     settings: ServeSettings,
     versions: dict[str, ModelVersion],
-    deltas: Mapping[str, FollowedModel] = MappingProxyType({}),
+    deltas: Mapping[str, SharedDeltaState] = MappingProxyType({}),
     *,
     is_shown: bool = True,
 ) -> dict[str, ModelVersion]:
@@ -78,7 +78,7 @@ def make_resident_and_verify(
 
 
 def _made_resident(
-    versions: dict[str, ModelVersion], deltas: Mapping[str, FollowedModel], *, is_shown: bool
+    versions: dict[str, ModelVersion], deltas: Mapping[str, SharedDeltaState], *, is_shown: bool
 ) -> dict[str, ModelVersion]:
     """Returns ``versions`` with their tables in memory, which processes forked later share.
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast
 
 from embedserve.config import ServeSettings
-from embedserve.deltas.followed_version import open_followed
+from embedserve.deltas.delta_target import open_followed
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.shared_goldens import LiveGoldens
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.model_info import ModelInfo
 from embedserve.processes.example_request import example_features
 from embedserve.processes.model_loading import check_may_switch, restore_one
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def model_info(
     engine: AnyEngine,
     name: str,
-    deltas: FollowedModel | None = None,
+    deltas: SharedDeltaState | None = None,
     shards: Shards | None = None,
 ) -> ModelInfo:
     """Returns the description of a restored model, as served under ``name``. ``shards`` are those
@@ -56,7 +56,7 @@ def model_info(
     )
 
 
-def read_changed_rows(engine: Engine, followed: FollowedModel, worker: int) -> None:
+def read_changed_rows(engine: Engine, followed: SharedDeltaState, worker: int) -> None:
     """Makes lookups of ``engine`` in this worker read the rows that change.
 
     Raises:

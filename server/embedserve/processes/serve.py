@@ -38,14 +38,14 @@ from typing import TYPE_CHECKING
 
 from embedserve.config import ServeSettings, uds_mode
 from embedserve.config_checks import check_settings
-from embedserve.deltas.followed_version import make_followed
+from embedserve.deltas.delta_target import make_shared_state
 from embedserve.metrics.metrics import CounterRoom, cells_per_worker
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 from embedserve.processes.holding import holding_of, open_folder
 from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.model_loading import make_resident_and_verify
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
-from embedserve.processes.rollout.followed_versions import FollowedVersions
+from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.row_uploads import uploading
 from embedserve.processes.startup.loading import (
@@ -59,12 +59,13 @@ from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
 from embedserve.processes.startup.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
+from embedserve.shard_client.discovery import parse_shards
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
 
 if TYPE_CHECKING:
-    from embedserve.deltas.status import FollowedModel
+    from embedserve.deltas.status import SharedDeltaState
     from embedserve.pipeline import RequestPipeline
     from embedserve.processes.channel import WorkerChannel
     from embedserve.processes.next_version import AnyEngine
@@ -74,8 +75,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Versions = dict[str, ModelVersion]
-Deltas = dict[str, "FollowedModel"]
-"""Followed models by served name."""
+Deltas = dict[str, "SharedDeltaState"]
+"""State of the versions whose deltas are followed, by served name."""
 Notify = Callable[[str], None]
 """Reports a state of service_manager.py."""
 
@@ -93,6 +94,8 @@ def serve(settings: ServeSettings) -> None:
         settings = replace(settings, devices="cpu")
     notify = notifier()
     check_settings(settings)
+    if settings.shards:
+        parse_shards(settings.shards)  # reports a malformed value before versions are opened
     check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
@@ -298,7 +301,7 @@ def _trusted_keys(settings: ServeSettings) -> TrustedKeys | None:
     return trusted_keys(settings.delta_key)
 
 
-def _followed(settings: ServeSettings, versions: Versions) -> FollowedVersions:
+def _followed(settings: ServeSettings, versions: Versions) -> DeltaVersions:
     """Returns the versions that are followed; none without --deltas. The tables of ``versions`` are
     replaced by those with room for changed rows.
 
@@ -307,17 +310,17 @@ def _followed(settings: ServeSettings, versions: Versions) -> FollowedVersions:
             change and settings.strict_plan is set.
     """
     if settings.deltas == "none":
-        return FollowedVersions(settings, {})
-    deltas = {name: make_followed(settings, version) for name, version in versions.items()}
+        return DeltaVersions(settings, {})
+    deltas = {name: make_shared_state(settings, version) for name, version in versions.items()}
     for name, followed in deltas.items():
         versions[name] = followed.live.version
-    return FollowedVersions(settings, deltas)
+    return DeltaVersions(settings, deltas)
 
 
 def _applier_main(
     settings: ServeSettings,
     versions: Versions,
-    followed: FollowedVersions,
+    followed: DeltaVersions,
     keys: TrustedKeys | None,
     supervisor: socket.socket,
 ) -> int:
@@ -340,7 +343,7 @@ def _applier_main(
 def _worker_main(
     settings: ServeSettings,
     versions: Versions,
-    followed: FollowedVersions,
+    followed: DeltaVersions,
     ports: SharedPorts,
     start_s: float,
     slots: SharedCounters,

@@ -24,7 +24,7 @@ from embedserve.api.management import health_app, management_app
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import Limits, ServeSettings, is_loopback
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.errors import DRAINING
 from embedserve.file_reloader import FileReloader, poll_all
 from embedserve.metrics.metrics import CounterRoom, Metrics
@@ -92,7 +92,7 @@ def build_pipeline(
     executor: ThreadPoolExecutor,
     counters: WorkerCounters | None = None,
     room: CounterRoom | None = None,
-    deltas: Mapping[str, FollowedModel] = MappingProxyType({}),
+    deltas: Mapping[str, SharedDeltaState] = MappingProxyType({}),
     shards: Shards | None = None,
 ) -> RequestPipeline:
     """Returns the pipeline over ``engines``, which are keyed by served name. A worker counts in its

@@ -52,7 +52,7 @@ def start_rollouts(
 ) -> RolloutAgent:
     """Returns the agent of this process, connected to a coordinator as its only worker.
 
-    A rollout has no time limit here: only a supervisor calls ``check_rollout``, for workers that
+    A rollout has no time limit here: only a supervisor calls ``advance_rollout``, for workers that
     have prepared a version and wait for another.
     """
     loop = asyncio.get_running_loop()

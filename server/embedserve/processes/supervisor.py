@@ -21,7 +21,7 @@ from embedserve.processes.applier import Applier
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
 from embedserve.processes.forked import LAST_WORDS_S, described, ended, fork, restart_delay_s
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
-from embedserve.processes.rollout.followed_versions import FollowedVersions
+from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.rollout.messages import (
     START,
     Desired,
@@ -96,7 +96,7 @@ class Supervisor:
         on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
         applier_main: Callable[[socket.socket], int] | None = None,
-        followed: FollowedVersions | None = None,
+        followed: DeltaVersions | None = None,
     ) -> None:
         """
         Args:
@@ -167,7 +167,7 @@ class Supervisor:
             self._applier.check()
         self._release_workers()
         self._check_heartbeats()
-        self._coordinator.check_rollout()
+        self._coordinator.advance_rollout()
         for worker in self._workers:
             if worker.pid and (status := ended(worker.pid)) is not None:
                 self._reap(worker, status)
@@ -323,7 +323,7 @@ class Supervisor:
             worker.index,
             pid,
             how,
-            "" if was_ready else f" before it was ready ({worker.reason or 'it said no reason'})",
+            "" if was_ready else f" before it was ready ({worker.reason or 'no reason given'})",
             f"restarted in {delay_s:g} s" if delay_s else "restarted",
         )
 

@@ -28,7 +28,7 @@ OUTCOMES = (*OUTCOME_BY_STATUS.values(), OTHER_OUTCOME, CANCELLED_OUTCOME)
 
 
 def outcome_of(reply: Reply) -> str:
-    """Returns the outcome of a look-up that ends with ``reply``."""
+    """Returns the outcome of a lookup that ends with ``reply``."""
     return (
         OTHER_OUTCOME if reply.is_too_large else OUTCOME_BY_STATUS.get(reply.status, OTHER_OUTCOME)
     )
@@ -76,13 +76,13 @@ def _by_outcome() -> dict[str, LatencyHistogram]:
 
 @dataclass(slots=True)
 class PartStats:
-    """Counts of the look-ups of one part since the start.
+    """Counts of the lookups of one part since the start.
 
     Attributes:
-        seconds: latency of look-ups by outcome, from the call of ``look_up`` to its reply.
-        in_flight: look-ups in flight.
+        seconds: latency of lookups by outcome, from the call of ``look_up`` to its reply.
+        in_flight: lookups in flight.
         attempts: calls of replicas, retries and hedges included.
-        hedges: second calls of look-ups that took long.
+        hedges: second calls of lookups that took long.
         hedge_wins: hedges that were answered first.
         retries: calls after one that failed.
         hung: calls elsewhere because a replica was silent.
@@ -103,6 +103,6 @@ class PartStats:
     replicas: dict[VersionKey, int] = field(default_factory=dict)
 
     @property
-    def calls(self) -> dict[str, int]:
-        """Ended look-ups by outcome."""
+    def ended(self) -> dict[str, int]:
+        """Ended lookups by outcome. Each took one attempt or several."""
         return {outcome: histogram.count for outcome, histogram in self.seconds.items()}

@@ -34,7 +34,7 @@ class ClientGoneError(Exception):
     """The client closed its connection, so no response is possible."""
 
 
-class AsgiStream:
+class AsgiHandler:
     """Stream handler that runs the management application in a task after the request is read."""
 
     def __init__(self, app: ASGIApp, request: HttpRequest, stream: HttpStream) -> None:

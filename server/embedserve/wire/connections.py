@@ -69,7 +69,7 @@ class ConnectionManager(Protocol):
     def has_room(self) -> bool:
         """Returns whether another connection is allowed."""
 
-    def has_grown(self, nbytes: int) -> None:
+    def record_growth(self, nbytes: int) -> None:
         """Records that connections hold ``nbytes`` more; small amounts need not be reported."""
 
     def http1(self, is_local: bool) -> asyncio.Protocol:

@@ -9,8 +9,11 @@ worker would get a whole connection pool where workers share a socket.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Seconds before accepting is retried after an error such as too many open files."""
@@ -49,28 +52,42 @@ class Listener:
     def start(self) -> None:
         self._sock.setblocking(False)
         self._retrying = None
-        self._loop.add_reader(self._sock, self._accept)
+        self._loop.add_reader(self._sock, self._on_readable)
 
-    async def close(self) -> None:
-        """Stops accepting. Waits for accepted connections until their protocols are connected."""
+    async def close(self, waiting_max: int = 0) -> None:
+        """Stops accepting. Waits for accepted connections until their protocols are connected.
+
+        Args:
+            waiting_max: maximum number of connections in the kernel's queue that are accepted
+                first, as their clients may have sent requests. A socket that workers share keeps
+                receiving connections.
+        """
         if self._retrying is not None:
             self._retrying.cancel()
         self._loop.remove_reader(self._sock)
+        try:
+            self._accept(waiting_max)
+        except OSError as error:  # such as too many open files
+            logger.warning("connections that wait are refused: %s", error)
         self._sock.close()
         if self._opening:
             await asyncio.wait(self._opening)
 
-    def _accept(self) -> None:
-        for _ in range(self._accepts_max):
+    def _on_readable(self) -> None:
+        try:
+            self._accept(self._accepts_max)
+        except OSError:  # such as too many open files, which the server logs
+            self._loop.remove_reader(self._sock)
+            self._retrying = self._loop.call_later(RETRY_S, self.start)
+
+    def _accept(self, count: int) -> None:
+        """Accepts at most ``count`` connections. Raises OSError."""
+        for _ in range(count):
             try:
                 accepted, _ = self._sock.accept()
             except ConnectionAbortedError:
                 continue
             except BlockingIOError:  # none is left, or another worker accepted it
-                return
-            except OSError:  # such as too many open files, which the server logs
-                self._loop.remove_reader(self._sock)
-                self._retrying = self._loop.call_later(RETRY_S, self.start)
                 return
             self._open(accepted)
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.allowed_hosts import AllowedHosts
-from embedserve.wire.asgi import ASGIApp, AsgiStream
+from embedserve.wire.asgi import ASGIApp, AsgiHandler
 from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
@@ -79,7 +79,7 @@ class Router:
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
         if route is None:
-            make: MakeHandler = partial(AsgiStream, self._management, request)
+            make: MakeHandler = partial(AsgiHandler, self._management, request)
         else:
             make = resolve_embed(route, request, self._pipeline, self._metrics)
         expects_continue = any(

@@ -1,4 +1,4 @@
-"""Listener of one process's ports, and owner of its connections from accept to drain."""
+"""Server of some ports of a process, which owns their connections from accept to drain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from embedserve.wire.connections import Connection, ProtocolDetector
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.http1.header_templates import HeaderTemplateCache
-from embedserve.wire.http2.transport import Http2Transport
+from embedserve.wire.http2.protocol import Http2Protocol
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.listener import Listener
 from embedserve.wire.router import Router
@@ -91,11 +91,11 @@ class WireServer:
             upload_bytes, lambda: not pipeline.models.has_full_unsized_queue
         )
         pipeline.on_queue_reopened(self._uploads.retry)
-        pipeline.on_large_response(self.has_grown)
+        pipeline.on_large_response(self.record_growth)
         self._grown_bytes = 0  # since the last memory check
         self._log = RateLimitedLogger(logger)
         self._connections: dict[Connection, float] = {}  # to perf_counter time of retirement
-        self._listening: list[tuple[Listener, socket.socket]] = []
+        self._listening: list[Listener] = []
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
         self._is_draining = False
@@ -112,18 +112,14 @@ class WireServer:
                 sock.listen(BACKLOG)
             listener = Listener(sock, self._maker_for(sock), 1 if is_unix else ACCEPTS_MAX)
             listener.start()
-            self._listening.append((listener, sock))
+            self._listening.append(listener)
         self._check()
 
     async def drain(self, drain_s: float) -> None:
         """Stops listening, answers accepted requests, and closes all connections in ``drain_s``."""
         self._is_draining = True
         while self._listening:
-            listener, sock = self._listening.pop()
-            with sock.dup() as listening:
-                listening.setblocking(False)
-                await listener.close()
-                await self._accept_waiting(listening)
+            await self._listening.pop().close(waiting_max=BACKLOG)
         for connection in list(self._connections):
             connection.drain()
         if self._connections:
@@ -138,24 +134,6 @@ class WireServer:
             connection.abort()
         if self._checking is not None:
             self._checking.cancel()
-
-    async def _accept_waiting(self, listening: socket.socket) -> None:
-        """Accepts the connections in the kernel's queue, whose clients may have sent requests.
-
-        Accepts at most BACKLOG, because a socket that workers share keeps receiving connections.
-        """
-        for _ in range(BACKLOG):
-            try:
-                sock, _ = listening.accept()
-            except BlockingIOError:
-                return
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:  # such as too many open files
-                logger.warning("connections that wait are refused: %s", error)
-                return
-            loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(self._maker_for(listening), sock)
 
     def _maker_for(self, listening: socket.socket) -> Callable[[], asyncio.Protocol]:
         """Returns the factory of connections accepted on ``listening``."""
@@ -173,9 +151,9 @@ class WireServer:
         router, templates = self._routers[is_local], self._templates[is_local]
         return FastPathConnection(self._pipeline, router, templates, self)
 
-    def http2(self, is_local: bool) -> Http2Transport:
+    def http2(self, is_local: bool) -> Http2Protocol:
         router = self._routers[is_local]
-        return Http2Transport(self._pipeline, router.resolve_http2, self._uploads, self)
+        return Http2Protocol(self._pipeline, router.resolve_http2, self._uploads, self)
 
     def add(self, connection: Connection) -> None:
         self._connections[connection] = self._retire_s()
@@ -212,7 +190,7 @@ class WireServer:
         )
         return False
 
-    def has_grown(self, nbytes: int) -> None:
+    def record_growth(self, nbytes: int) -> None:
         self._grown_bytes += nbytes
         if self._grown_bytes > CHECK_BYTES:
             # Not deferred: one event-loop iteration may read megabytes from each connection.

@@ -108,7 +108,7 @@ async def test_each_wrong_token_has_its_answer(tokens: Tokens) -> None:
     foreign, _ = new_token()
     assert tokens.admit(right).quota is not None
     tokens.ask(FakeTarget(f"bearer   {right}"))
-    assert tokens.refusal(None).startswith("401 nothing says who asks")
+    assert tokens.refusal(None).startswith("401 the request has no credentials")
     assert tokens.refusal("") == "401 Authorization is not Bearer and one token"
     assert tokens.refusal(f"Basic {right}") == "401 Authorization is not Bearer and one token"
     assert (
@@ -225,7 +225,7 @@ async def test_certificates_are_names(tokens: Tokens) -> None:
     assert asking.quota is not None
     assert asking.quota.grant.name == "ranker"
     stranger = Certificate(("stranger",), NOW_S + 10)
-    assert "nobody's here" in tokens.refusal(None, stranger)
+    assert "belongs to no caller" in tokens.refusal(None, stranger)
     assert "Bearer" in tokens.refusal("x", right)
     tokens.clocks.pass_s(11)
     tokens.access.refresh_expiry()

@@ -26,7 +26,7 @@ from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
 from embedserve.api import delta_hold
 from embedserve.api.management import management_app
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.status import SharedDeltaState
 
 HOLD, GO_ON = "/admin/deltas/hold", "/admin/deltas/go-on"
 SHOP = {"model": "shop"}
@@ -41,7 +41,7 @@ class Server:
     ) -> None:
         shop = at_seq(model_info(), 5)
         assert shop.deltas is not None
-        self.followed: FollowedModel = shop.deltas
+        self.followed: SharedDeltaState = shop.deltas
         films = FakeEngine(model_info("films", {"user": (7, 2)}))
         pipeline = make_pipeline(FakeEngine(shop), films, executor=executor, authenticator=access)
         app = management_app(pipeline, FakeAdmin() if has_admin else None)

@@ -23,7 +23,7 @@ from embedserve.api import delta_hold
 from embedserve.api.management import management_app
 from embedserve.commands.admin import parse_action
 from embedserve.commands.cli import app
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.status import SharedDeltaState
 
 ACTIONS = "expected load, unload, reload, deltas hold or deltas go-on"
 
@@ -62,7 +62,7 @@ def test_other_words_are_refused(words: str, said: str) -> None:
 
 
 @contextmanager
-def looking(followed: FollowedModel) -> Iterator[None]:
+def looking(followed: SharedDeltaState) -> Iterator[None]:
     """Stands for the applier, in a thread."""
     is_done = threading.Event()
 

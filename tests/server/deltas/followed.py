@@ -21,7 +21,7 @@ from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
-from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve_store import DeltaWriter, ModelStore, publish
 from embedserve_store.format.delta_manifest import manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
@@ -91,7 +91,7 @@ class Followed:
         self.follower = self.started()
 
     def started(self, check_on_device: CheckRows | None = None) -> DeltaFollower:
-        model = FollowedModel(self.live, self.status, self.hold, self.goldens)
+        model = SharedDeltaState(self.live, self.status, self.hold, self.goldens)
         made = DeltaFollower("m", self.line, model, 1 << 20, check_on_device)
         self.rows = Rows(self.live)
         made._rows = self.rows

@@ -16,8 +16,8 @@ from server.deltas.followed import Followed
 from embedserve.config import ServeSettings
 from embedserve.deltas import applier_process
 from embedserve.deltas.applier_process import BeatingStore, Heartbeat, run_applier
-from embedserve.deltas.followed_version import FollowedVersion
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.delta_target import DeltaTarget
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes.holding import open_folder
 from embedserve_store import DeltaLine
 
@@ -37,10 +37,10 @@ class Process:
             settings = ServeSettings(
                 store=str(store), deltas="follow", delta_poll_s=poll_s, delta_notify=notify
             )
-            model = FollowedModel(
+            model = SharedDeltaState(
                 followed.live, followed.status, followed.hold, notify=followed.notify
             )
-            run_applier(settings, {FollowedVersion("m", "", "", 0): model}, open_folder, theirs)
+            run_applier(settings, {DeltaTarget("m", "", "", 0): model}, open_folder, theirs)
         theirs.close()
         self.supervisor.settimeout(WAIT_S_MAX)
 

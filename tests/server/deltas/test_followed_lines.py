@@ -16,19 +16,19 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from embedserve.config import ServeSettings
 from embedserve.deltas.applier_process import Poll
 from embedserve.deltas.bounded_line import BoundedLine, LastSeq
-from embedserve.deltas.followed_lines import FollowedLines
-from embedserve.deltas.followed_version import (
-    FollowedVersion,
+from embedserve.deltas.delta_target import (
+    DeltaTarget,
     check_room,
     from_bytes,
-    make_followed,
+    make_shared_state,
     open_followed,
     to_bytes,
 )
+from embedserve.deltas.followed_lines import FollowedLines
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.shared_flag import SharedFlag
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.status import SharedDeltaState
 from embedserve_store import compact_deltas, publish
 from embedserve_store.deltas.notify.channel import Topic
 from embedserve_store.errors import StoreError
@@ -41,21 +41,21 @@ class Moving:
         self.store = folder / "store"
         self.training = Followed(self.store)
         self.settings = ServeSettings(str(self.store), deltas="follow", delta_memory=1 << 20)
-        self.models: dict[int, FollowedModel] = {}
+        self.models: dict[int, SharedDeltaState] = {}
         self.served = self.version(1, 0)
         self.lines = self.started()
         self.lines.follow([self.served])
 
-    def version(self, number: int, generation: int) -> FollowedVersion:
+    def version(self, number: int, generation: int) -> DeltaTarget:
         """Makes the memory of a version, as the supervisor does."""
         version = self.training.models.load("m", number)
-        made = self.models[number] = make_followed(self.settings, version, generation)
-        return FollowedVersion("m", str(version.path), made.memory.path, generation)
+        made = self.models[number] = make_shared_state(self.settings, version, generation)
+        return DeltaTarget("m", str(version.path), made.memory.path, generation)
 
     def started(self) -> FollowedLines:
         """An applier that has inherited nothing."""
 
-        def make(version: FollowedVersion, model: FollowedModel, last_seq: LastSeq) -> Poll:
+        def make(version: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq) -> Poll:
             def follower() -> DeltaFollower:
                 line = BoundedLine(
                     self.training.models, model.live.version.manifest, None, last_seq
@@ -66,16 +66,16 @@ class Moving:
 
         return FollowedLines(make, self._open, {})
 
-    def _open(self, version: FollowedVersion) -> FollowedModel:
+    def _open(self, version: DeltaTarget) -> SharedDeltaState:
         opened = self.training.models.load("m", int(Path(version.path).name))
         return open_followed(self.settings, opened, version.memory, version.generation)
 
-    def prepare(self, number: int) -> FollowedVersion:
+    def prepare(self, number: int) -> DeltaTarget:
         made = replace(self.version(number, number), is_next=True)
         self.lines.follow([self.served, made])
         return made
 
-    def switch(self, version: FollowedVersion) -> None:
+    def switch(self, version: DeltaTarget) -> None:
         """All workers have prepared it."""
         self.lines.follow([self.served, replace(version, is_switching=True)])
 

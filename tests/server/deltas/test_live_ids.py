@@ -24,7 +24,7 @@ from embedserve.deltas.live_ids import LiveIds
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
-from embedserve.deltas.status import DeltaStatus, FollowedModel
+from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store import (
     DeltaWriter,
@@ -79,7 +79,7 @@ class Model:
         self.follower = self.started()
 
     def started(self) -> DeltaFollower:
-        return DeltaFollower("m", self.line, FollowedModel(self.live, self.status), 1 << 20)
+        return DeltaFollower("m", self.line, SharedDeltaState(self.live, self.status), 1 << 20)
 
     def push(self, values: Mapping[str, Mapping[Any, float]], removed: Mapping[str, Any]) -> int:
         rows = {

@@ -17,8 +17,8 @@ from server.deltas.followed import Followed
 from embedserve.config import ServeSettings
 from embedserve.deltas.applier_process import run_applier
 from embedserve.deltas.bounded_line import BoundedLine
-from embedserve.deltas.followed_version import FollowedVersion
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.delta_target import DeltaTarget
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes.holding import open_folder
 from embedserve_store import DeltaWriter, undo_deltas
 from embedserve_store.deltas.signing import trusted_keys
@@ -133,8 +133,8 @@ def test_the_applier_verifies_with_its_keys(
     if not pid:
         ours.close()
         settings = ServeSettings(store=str(tmp_path / "store"), deltas="follow", delta_poll_s=0.01)
-        model = FollowedModel(followed.live, followed.status, followed.hold)
-        versions = {FollowedVersion("m", "", "", 0): model}
+        model = SharedDeltaState(followed.live, followed.status, followed.hold)
+        versions = {DeltaTarget("m", "", "", 0): model}
         run_applier(settings, versions, open_folder, theirs, keys=trusted_keys(pair.public))
     theirs.close()
     ours.settimeout(30)

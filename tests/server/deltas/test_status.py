@@ -11,7 +11,7 @@ import pytest
 from embedserve.deltas import status as module
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.shared_flag import SharedFlag
-from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations, FollowedModel
+from embedserve.deltas.status import Applied, DeltaState, DeltaStatus, Durations, SharedDeltaState
 from embedserve.metrics.delta_metrics import delta_samples
 from embedserve_store.format.delta_manifest import LinePosition
 
@@ -123,13 +123,13 @@ def test_the_time_of_the_last_look_is_shown_and_its_age() -> None:
 def test_the_state_of_the_broker_is_shown_if_there_is_one() -> None:
     status = DeltaStatus(START)
     live = cast(LiveRows, None)
-    assert "notify" not in FollowedModel(live, status).describe()
+    assert "notify" not in SharedDeltaState(live, status).describe()
     notify = SharedFlag()
-    followed = FollowedModel(live, status, notify=notify)
+    followed = SharedDeltaState(live, status, notify=notify)
     assert followed.describe() == status.describe() | {"notify": "disconnected"}
     notify.set(True)
     assert followed.describe()["notify"] == "connected"
     samples = {name: value for name, _, value in delta_samples([], followed)}
     assert samples["embedserve_delta_notify_connected"] == 1
-    without = [name for name, *_ in delta_samples([], FollowedModel(live, status))]
+    without = [name for name, *_ in delta_samples([], SharedDeltaState(live, status))]
     assert [*samples.keys() - {*without}] == ["embedserve_delta_notify_connected"]

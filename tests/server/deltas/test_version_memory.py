@@ -15,14 +15,14 @@ from embedserve.deltas import version_memory
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import NAME, VersionMemory
 from embedserve_store import StoreError
 from embedserve_store.format.delta_goldens import DeltaGoldens
 
 
-def followed(folder: Path, memory: VersionMemory) -> FollowedModel:
-    return FollowedModel.of(version_of(folder), 64 << 10, 2, 3, memory)
+def followed(folder: Path, memory: VersionMemory) -> SharedDeltaState:
+    return SharedDeltaState.of(version_of(folder), 64 << 10, 2, 3, memory)
 
 
 def mapped() -> int:
@@ -96,7 +96,7 @@ def test_memory_of_other_settings_is_not_read(tmp_path: Path) -> None:
     kept = followed(tmp_path, memory)
     opened = VersionMemory.open(memory.path, 1)
     with pytest.raises(StoreError, match=r"memory for changed rows has \d+ bytes, \d+ are expec"):
-        FollowedModel.of(kept.live.version, 640 << 10, 2, 3, opened)
+        SharedDeltaState.of(kept.live.version, 640 << 10, 2, 3, opened)
 
 
 def test_a_kernel_without_the_seal_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
 from embedserve.processes.applier import HANG_S_MIN, Applier
-from embedserve.processes.rollout.followed_versions import FollowedVersions
+from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -105,7 +105,7 @@ def forked() -> Iterator[tuple[Applier, Callable[[], None]]]:
         key.data(events)
 
     applier = Applier(
-        main, FollowedVersions(ServeSettings(store=""), {}), selector, lambda: os.close(write)
+        main, DeltaVersions(ServeSettings(store=""), {}), selector, lambda: os.close(write)
     )
     applier.check()
     yield applier, beat

@@ -20,7 +20,7 @@ from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.rollout.messages import (
-    START, NameStatus, Shares, StartReport, StoreEntry, StoreReport, WorkerStage,
+    AliasSettings, START, NameStatus, StartReport, StoreEntry, StoreReport, WorkerStage,
     desired_from_bytes, report_to_bytes
 )
 from embedserve.processes.supervisor import Supervisor
@@ -41,7 +41,7 @@ def worker_main(index, channel):
     while not told.may_accept:
         told = receive()
     assert {name: one.shares for name, one in told.names.items()} == dict.fromkeys(
-        names, Shares(1, 5.0)
+        names, AliasSettings(1, 5.0)
     )
     print("all", flush=True)
     while not told.logs_ready:
@@ -52,7 +52,7 @@ def worker_main(index, channel):
 
 served = {name: RolloutVersion(1, "/store/m/1") for name in names}
 coordinator = RolloutCoordinator(served, lambda *_: None)
-shares = {name: StoreEntry(1, Shares(1, 5.0)) for name in names}
+shares = {name: StoreEntry(1, AliasSettings(1, 5.0)) for name in names}
 coordinator.on_report(0, StoreReport(shares))
 Supervisor(worker_main, SharedCounters(1, 1), 10.0, 0.0, coordinator).run()
 """

@@ -356,7 +356,7 @@ class Interrupted(RolloutCoordinator):
         self.is_at_work = False
         self.was_at_work: list[bool] = []
 
-    def check_rollout(self) -> None:
+    def advance_rollout(self) -> None:
         self.is_at_work = True
         os.kill(os.getpid(), signal.SIGHUP)
         self.is_at_work = False

@@ -19,7 +19,7 @@ from server.waiting import until
 from embedserve.config import Limits
 from embedserve.wire.connections import Connection
 from embedserve.wire.http1.connection import Http1Connection
-from embedserve.wire.http2.transport import Http2Transport
+from embedserve.wire.http2.protocol import Http2Protocol
 from embedserve_client import AsyncGrpcEmbedClient
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
@@ -55,13 +55,13 @@ async def test_calls_over_several_ages(server: OurServer, stub: EmbeddingService
     for _ in range(AGES):
         asking = [asyncio.create_task(ask(stub, CALLS)) for _ in range(4)]
         await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
-        await until(lambda: of_kind(server, Http2Transport) - met)
-        for connection in of_kind(server, Http2Transport) - met:
+        await until(lambda: of_kind(server, Http2Protocol) - met)
+        for connection in of_kind(server, Http2Protocol) - met:
             met.add(connection)
             connection.retire()
         await asyncio.gather(*asking)
     assert len(met) >= AGES
-    await until(lambda: not of_kind(server, Http2Transport) & met)
+    await until(lambda: not of_kind(server, Http2Protocol) & met)
 
 
 async def test_our_client_over_two_servers_loses_no_call(
@@ -81,7 +81,7 @@ async def test_our_client_over_two_servers_loses_no_call(
                 asking = [asyncio.create_task(embed()) for _ in range(4)]
                 await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED, timeout=0.01)
                 for server in (one, other):
-                    for connection in of_kind(server, Http2Transport):
+                    for connection in of_kind(server, Http2Protocol):
                         connection.retire()
                 await asyncio.gather(*asking)
     counts = [each.metrics.protocols["grpc"].outcomes["OK"] for each in pipelines]
@@ -95,10 +95,10 @@ async def test_a_stream_keeps_its_connection_until_its_client_ends_it(
     stream = stub.EmbedStream(timeout=ANSWER_S_MAX)
     await stream.write(REQUEST)
     assert (await stream.read()).batch_size == 1
-    (old,) = of_kind(server, Http2Transport)
+    (old,) = of_kind(server, Http2Protocol)
     old.retire()
     async with asyncio.timeout(ANSWER_S_MAX):
-        while not (others := of_kind(server, Http2Transport) - {old}):
+        while not (others := of_kind(server, Http2Protocol) - {old}):
             await ask(stub, 1)
     (new,) = others
     for _ in range(3):
@@ -107,7 +107,7 @@ async def test_a_stream_keeps_its_connection_until_its_client_ends_it(
     await stream.done_writing()
     assert await stream.read() is grpc.aio.EOF
     assert await stream.code() is grpc.StatusCode.OK
-    await until(lambda: of_kind(server, Http2Transport) == {new})
+    await until(lambda: of_kind(server, Http2Protocol) == {new})
 
 
 @pytest.mark.parametrize("path", ["/embed", "/models"])

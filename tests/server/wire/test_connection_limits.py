@@ -14,7 +14,7 @@ from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.wire.http2.frames import DATA, END_HEADERS, HEADERS, PREFACE, head
-from embedserve.wire.http2.transport import STREAM_BYTES
+from embedserve.wire.http2.protocol import STREAM_BYTES
 
 CONNECTIONS_MAX = 4
 BODY = b" " * 200_000

@@ -39,8 +39,8 @@ async def test_a_burst_is_accepted_some_at_a_time() -> None:
 async def test_a_connection_that_is_being_opened_is_drained(server: OurServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(get("/health/live"))
-        ((listener, _),) = server.wire._listening
-        listener._accept()
+        (listener,) = server.wire._listening
+        listener._accept(1)
         await server.wire.drain(10)
         assert client.recv(100).startswith(b"HTTP/1.1 200")
 

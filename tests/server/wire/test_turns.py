@@ -40,7 +40,7 @@ async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = Turns()
-    monkeypatch.setattr(server.wire, "has_grown", turns.count)
+    monkeypatch.setattr(server.wire, "record_growth", turns.count)
     reader, writer = await server.open()
     writer.write(post(b"\x08\x01" * (SENT_BYTES // 2), f"Content-Type: {PROTOBUF}"))
     status, _, _ = await read_answer(reader)

@@ -17,7 +17,7 @@ from embedserve_store.local_store import LocalStore
 from embedserve_store.memory.resident_tables import make_resident
 from embedserve_store.publishing.publish import publish
 from embedserve_store.writing import version_lock as holds
-from embedserve_store.writing.version_lock import HeldError, hold, remove_unheld, unheld
+from embedserve_store.writing.version_lock import HeldError, exclusive_lock, hold, remove_unheld
 
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 def is_held(folder: Path) -> bool:
     try:
-        with unheld(folder):
+        with exclusive_lock(folder):
             return False
     except HeldError:
         return True
@@ -94,7 +94,7 @@ def test_a_child_that_lets_go_leaves_it_to_its_parent(folder: Path) -> None:
 
 def test_what_is_being_removed_is_not_opened(folder: Path) -> None:
     store = LocalStore(folder.parent.parent)
-    with unheld(folder), pytest.raises(StoreError, match="m/1: is being removed"):
+    with exclusive_lock(folder), pytest.raises(StoreError, match="m/1: is being removed"):
         store.load("m")
     assert store.load("m").manifest.version == 1
     remove_unheld(folder)

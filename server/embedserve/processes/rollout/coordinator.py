@@ -4,7 +4,7 @@ A rollout has two phases. All processes load the new version while the current o
 have loaded it, all activate it. If one fails, none does. One version is rolled out at a time. A
 process that starts meanwhile receives the desired state like the others. The coordinator runs in
 the supervisor, or in a server's only process. It has no I/O except through ``adopt`` and
-``FollowedVersions``, which open the files of a version in the supervisor.
+``DeltaVersions``, which open the files of a version in the supervisor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from time import monotonic
 
 from embedserve.config import ServeSettings
-from embedserve.processes.rollout.followed_versions import HELD, FollowedVersions
+from embedserve.processes.rollout.delta_versions import HELD_REASON, DeltaVersions
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     AdminCommand,
@@ -41,8 +41,8 @@ DEATHS_MAX = 2
 """Exits of workers that had not prepared a version yet, after which it is rejected."""
 ROLLOUT_S_MAX = 1800.0
 """Seconds that all workers together may take to prepare a version."""
-SWITCHED = "%s is answered by version %d from now on, no more by %s"
-REMOVED = "%s is answered no more"
+SWITCHED = "%s: switched to version %d (before: %s)"
+REMOVED = "%s is no longer served"
 REFUSED = "%s: version %d stays out: %s"
 
 
@@ -64,7 +64,7 @@ class RolloutCoordinator:
         self,
         served: Mapping[str, RolloutVersion],
         adopt: Callable[[str, str | None], None],
-        followed: FollowedVersions | None = None,
+        followed: DeltaVersions | None = None,
     ) -> None:
         """
         Args:
@@ -76,7 +76,7 @@ class RolloutCoordinator:
         self.send: Callable[[int, Desired], None] = lambda worker, desired: None
         self.end: Callable[[int], None] = lambda worker: None
         self._adopt = adopt
-        self._followed = followed or FollowedVersions(ServeSettings(store=""), {})
+        self._followed = followed or DeltaVersions(ServeSettings(store=""), {})
         self._names = {name: ServedName(one, one.number) for name, one in served.items()}
         self._generations = itertools.count(1)
         self._rollout: Rollout | None = None
@@ -129,14 +129,14 @@ class RolloutCoordinator:
             self._on_command(report)
         self._advance()
 
-    def check_rollout(self) -> None:
+    def advance_rollout(self) -> None:
         """Rejects the version of a rollout that takes too long, or whose deltas cannot be applied.
         Activates one that has got its deltas."""
         rollout = self._rollout
         if rollout is None:
             return
         if self._followed.is_held(rollout.name):
-            self._fail(rollout.name, rollout.version.number, HELD, is_final=False)
+            self._fail(rollout.name, rollout.version.number, HELD_REASON, is_final=False)
         elif why := self._followed.why_stalled():
             self._reject(rollout, why)
         elif monotonic() > rollout.until_s:
@@ -160,7 +160,7 @@ class RolloutCoordinator:
     def reload(self) -> None:
         """Requests an immediate poll of the store. Rejected versions are retried."""
         if self._watcher is None:
-            logger.warning("the store is not looked at: no worker is ready")
+            logger.warning("cannot poll the store: no worker is ready")
             return
         self._polls += 1
         for one in self._names.values():
@@ -304,7 +304,7 @@ class RolloutCoordinator:
         workers what has changed."""
         rollout, reports = self._rollout, self._participants().values()
         is_prepared = rollout is not None and reports and all(map(rollout.is_prepared, reports))
-        if rollout is not None and is_prepared and self._followed.may_switch():
+        if rollout is not None and is_prepared and self._followed.request_switch():
             self._activate(rollout)
         if self._rollout is None:
             self._followed.drop_next()
@@ -326,7 +326,7 @@ class RolloutCoordinator:
             if candidate is None or candidate.number == one.number:
                 continue
             if self._followed.is_held(name):
-                self._fail(name, candidate.number, HELD, is_final=False)
+                self._fail(name, candidate.number, HELD_REASON, is_final=False)
                 continue
             one.failure = None
             version = replace(candidate, generation=next(self._generations))

@@ -57,11 +57,15 @@ class Operation(StrEnum):
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Percentages of the requests that name only the model, and of the other versions' batches to
-    compare. They apply once ``version`` serves; with version 0 to the version that serves now.
+class AliasSettings:
+    """Settings of the alias by which a version is served.
+
+    They apply once ``version`` serves; with version 0 to the version that serves now.
 
     Attributes:
+        traffic: percentage of the requests that name only the model.
+        shadow: percentage of the serving version's batches that are also looked up here, to compare
+            the results.
         at_seq: last delta that ``version`` may have; None: any.
     """
 
@@ -107,7 +111,7 @@ class Target:
     phase: TargetPhase
     wanted: int = 0
     failure: Failure | None = None
-    shares: Shares | None = None
+    shares: AliasSettings | None = None
     memory: str = ""
 
 
@@ -185,7 +189,7 @@ class StoreEntry:
     """
 
     wanted: int
-    shares: Shares = Shares(0)
+    shares: AliasSettings = AliasSettings(0)
     path: str = ""
     reason: str = ""
     is_final: bool = False
@@ -234,7 +238,7 @@ def _target(fields: dict[str, Any]) -> Target:
     return Target(
         phase=TargetPhase(fields.pop("phase")),
         failure=None if failure is None else Failure(**failure),
-        shares=None if shares is None else Shares(**shares),
+        shares=None if shares is None else AliasSettings(**shares),
         **fields,
     )
 
@@ -250,7 +254,10 @@ def report_from_bytes(message: bytes) -> Report | StartReport:
     names = fields.pop("names").items()
     if kind == StoreReport.__name__:
         return StoreReport(
-            {name: StoreEntry(shares=Shares(**one.pop("shares")), **one) for name, one in names},
+            {
+                name: StoreEntry(shares=AliasSettings(**one.pop("shares")), **one)
+                for name, one in names
+            },
             **fields,
         )
     status = {name: NameStatus(state=LoadState(one.pop("state")), **one) for name, one in names}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from embedserve.processes.rollout.messages import (
+    AliasSettings,
     Failure,
     LoadState,
     NameStatus,
-    Shares,
     Target,
     TargetPhase,
     WorkerStatus,
@@ -54,8 +54,8 @@ class ServedName:
     wanted: int = 0
     candidate: RolloutVersion | None = None
     failure: Failure | None = None
-    shares: Shares | None = None
-    found_shares: Shares | None = None
+    shares: AliasSettings | None = None
+    found_shares: AliasSettings | None = None
 
     @property
     def number(self) -> int:

@@ -16,8 +16,8 @@ from embedserve.config import ServeSettings
 from embedserve.processes.rollout.held_versions import HeldVersions
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
+    AliasSettings,
     Desired,
-    Shares,
     StoreEntry,
     StoreReport,
 )
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 SHARES_S_MAX = 10.0
 """Seconds that a start waits for the store to report the traffic shares. The watcher's first poll
 applies those that are followed later."""
-NOTHING_NEW = "looked at the store, as asked: nothing new%s"
+NOTHING_NEW = "polled the store on request: nothing new%s"
 
 
 class StoreWatcher:
@@ -116,7 +116,9 @@ class StoreWatcher:
         if entry.wanted not in (0, self._version_manager.number(name)):
             return True
         target = self._version_manager.target(name)
-        before = target.shares if target is not None and target.shares is not None else Shares(0)
+        before = (
+            target.shares if target is not None and target.shares is not None else AliasSettings(0)
+        )
         return replace(entry.shares, version=0) != replace(before, version=0)
 
     def _is_to_be_opened(self, name: str, number: int) -> bool:
@@ -155,7 +157,9 @@ async def apply_initial_shares(settings: ServeSettings, version_manager: Version
         async with asyncio.timeout(SHARES_S_MAX):
             entries = await run_in_daemon_thread("shares", resolve)
     except TimeoutError:
-        logger.warning("the store has not told the shares in %g s: they begin later", SHARES_S_MAX)
+        logger.warning(
+            "the store did not return the shares within %g s: they begin later", SHARES_S_MAX
+        )
         return
     except Exception:
         logger.exception("the shares cannot be read: they begin later")

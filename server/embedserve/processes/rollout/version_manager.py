@@ -25,10 +25,10 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.processes.holding import open_folder
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
+    AliasSettings,
     Desired,
     LoadState,
     NameStatus,
-    Shares,
     Target,
     TargetPhase,
     WorkerStatus,
@@ -195,7 +195,7 @@ class VersionManager:
         self._show_pending(name, target)
         self._update_metrics(name, target)
 
-    def apply_shares(self, name: str, shares: Shares) -> None:
+    def apply_shares(self, name: str, shares: AliasSettings) -> None:
         """Applies ``shares`` if their version serves. Until then the previous version keeps its
         own, permanently if the new version cannot be loaded."""
         if name in self.versions and shares.version in (0, self.number(name)):

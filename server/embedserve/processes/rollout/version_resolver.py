@@ -13,7 +13,7 @@ from embedserve.processes.model_loading import (
     load_named,
     make_resident_and_verify,
 )
-from embedserve.processes.rollout.messages import Shares, StoreEntry
+from embedserve.processes.rollout.messages import AliasSettings, StoreEntry
 from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import UnknownAliasError
 
@@ -77,10 +77,10 @@ class VersionResolver:
         store = self._opened_store()
         if not tag or tag.isdigit():
             number = store.resolve(model, tag or None)
-            return StoreEntry(number, Shares(number))
+            return StoreEntry(number, AliasSettings(number))
         alias = store.alias(model, tag)
         assert alias.version is not None  # the store rejects an alias without a version
-        shares = Shares(alias.version, alias.share, alias.shadow, alias.at_seq)
+        shares = AliasSettings(alias.version, alias.share, alias.shadow, alias.at_seq)
         return StoreEntry(alias.version, shares)
 
     def _log_fault(self, name: str, fault: str) -> None:
@@ -89,7 +89,7 @@ class VersionResolver:
         if fault and fault != before:
             logger.error("%s cannot be followed: %s", name, fault)
         elif before and not fault:
-            logger.info("%s cannot be followed: no more", name)
+            logger.info("%s can be followed again", name)
 
     def wanted_versions(self, model: str) -> WantedVersions:
         """Returns the versions of ``model`` that a shard is to hold; raises StoreError."""

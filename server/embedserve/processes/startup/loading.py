@@ -26,7 +26,7 @@ from embedserve_store.terminal.console import console
 from embedserve_store.terminal.stores import opened
 
 if TYPE_CHECKING:
-    from embedserve.deltas.status import FollowedModel
+    from embedserve.deltas.status import SharedDeltaState
     from embedserve.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def _status(what: str, is_shown: bool) -> contextlib.AbstractContextManager[obje
 def restore_all(
     settings: ServeSettings,
     versions: dict[str, ModelVersion],
-    deltas: Mapping[str, FollowedModel] = MappingProxyType({}),
+    deltas: Mapping[str, SharedDeltaState] = MappingProxyType({}),
     *,
     is_shown: bool = True,
 ) -> dict[str, Engine]:

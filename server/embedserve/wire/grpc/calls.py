@@ -219,7 +219,7 @@ class GrpcUnaryCall:
         """Does nothing: the call is answered as soon as its message is complete."""
 
 
-class BidiStream:
+class BidiCall:
     """A bidirectional streaming call. Subclasses process the messages in ``take``.
 
     Attributes:

@@ -17,7 +17,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
-from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, BidiStream
+from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, BidiCall
 from embedserve.wire.http2.stream import Stream
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class StreamedResponse(ResponseWriter):
             self.parts = (b"".join(parts),)  # a copy: it waits for earlier responses
 
 
-class EmbedStream(BidiStream):
+class EmbedStream(BidiCall):
     """Handler of an EmbedStream or ModelStreamInfer call.
 
     Attributes:

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from embedserve.errors import UnknownModelError
-from embedserve.wire.grpc.calls import BidiStream
+from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.http2.stream import Stream
 
@@ -55,7 +55,7 @@ def _service(message: bytes) -> str:
     return service
 
 
-class Watch(BidiStream):
+class Watch(BidiCall):
     """Handler of a Watch call: sends the status immediately and at each change.
 
     The call ends when the server drains.

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from embedserve.wire.grpc.calls import BidiStream
+from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.grpc_framing import WireError
 from embedserve.wire.http2.stream import Stream
 
 SERVICE_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 
 
-class ServerReflection(BidiStream):
+class ServerReflection(BidiCall):
     """Handler of a ServerReflectionInfo call."""
 
     def __init__(

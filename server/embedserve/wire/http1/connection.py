@@ -121,7 +121,7 @@ class Http1Connection(asyncio.Protocol):
     def hold(self, data: bytes) -> None:
         """Holds data received before the current response is written, and pauses reading."""
         self._held.append(data)
-        self._manager.has_grown(len(data))
+        self._manager.record_growth(len(data))
         self._pause_reading()
 
     def take_held(self) -> None:
@@ -164,7 +164,7 @@ class Http1Connection(asyncio.Protocol):
 
     def receive_body(self, data: bytes) -> None:
         self._streams[-1].append(data)
-        self._manager.has_grown(len(data))  # may abort this connection
+        self._manager.record_growth(len(data))  # may abort this connection
 
     def end_request(self) -> None:
         self._streams[-1].is_received = True

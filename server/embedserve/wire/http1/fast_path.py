@@ -95,7 +95,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             # Not rejected while a queue is full: the connection would have to end.
             self._missing_bytes = missing
             self._body.append(data[body_start:])
-            self._manager.has_grown(len(data))
+            self._manager.record_growth(len(data))
         else:
             self.request_pipeline.submit(context, data[body_start:missing])
 
@@ -118,7 +118,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             data = data[: self._missing_bytes]
         self._missing_bytes -= len(data)
         self._body.append(data)
-        self._manager.has_grown(len(data))
+        self._manager.record_growth(len(data))
         if self.transport.is_closing():
             return
         if not self._missing_bytes:

@@ -250,7 +250,7 @@ async def test_a_reload_that_finds_nothing_new_says_so(
 ) -> None:
     caplog.set_level(logging.INFO)
     operated = Operated(store, executor)
-    admin, nothing = operated.admin, "looked at the store, as asked: nothing new"
+    admin, nothing = operated.admin, "polled the store on request: nothing new"
     for times in (1, 2):
         admin.reload()
         await until(lambda: caplog.messages == [nothing] * times)  # noqa: B023

@@ -10,13 +10,13 @@ import pytest
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import (
     AdminCommand,
+    AliasSettings,
     Desired,
     Failure,
     LoadState,
     NameStatus,
     Operation,
     Report,
-    Shares,
     StartReport,
     StoreEntry,
     StoreReport,
@@ -159,7 +159,7 @@ class Workers:
     def may_listen(self) -> list[bool]:
         return [worker.desired.may_listen for worker in self.workers.values()]
 
-    def shares(self) -> list[Shares | None]:
+    def shares(self) -> list[AliasSettings | None]:
         return [worker.desired.names["shop"].shares for worker in self.workers.values()]
 
     def watchers(self) -> list[int]:
@@ -203,7 +203,7 @@ def test_all_prepare_and_then_all_switch(
     assert workers.adopted == [("shop", PATH)]
     workers.find(EIGHT)
     assert workers.told() == []
-    assert caplog.messages == ["shop is answered by version 8 from now on, no more by 7"]
+    assert caplog.messages == ["shop: switched to version 8 (before: 7)"]
 
 
 def test_where_one_cannot_none_does_and_it_is_said_once(
@@ -397,14 +397,16 @@ def test_another_looks_when_the_one_that_did_ends(workers: Workers) -> None:
 
 def test_messages_are_read_as_they_were_written() -> None:
     failure = Failure(2**31, "é\n" * 500, is_final=True, serial=3)
-    target = Target(8, "/" + "ö" * 2000, 2, TargetPhase.PREPARE, 9, failure, Shares(8, 10.0, 5.0))
+    target = Target(
+        8, "/" + "ö" * 2000, 2, TargetPhase.PREPARE, 9, failure, AliasSettings(8, 10.0, 5.0)
+    )
     names = {"shop": target, "films@1": Target(1, "", 0, TargetPhase.SERVE)}
     desired = Desired(names, True, 2, True, True, True)
     statuses = {"m": NameStatus(1, 2, LoadState.FAILED, "no\nroom")}
     reports: list[Report | StartReport] = [
         WorkerStatus(statuses),
         StartReport(WorkerStage.WARM, statuses, "why"),
-        StoreReport({"m": EIGHT, "n": StoreEntry(0, Shares(0)), "o": UNOPENED}, 2),
+        StoreReport({"m": EIGHT, "n": StoreEntry(0, AliasSettings(0)), "o": UNOPENED}, 2),
         AdminCommand(Operation.LOAD, "m@x", 8, PATH),
     ]
     messages = [desired_to_bytes(desired), *map(report_to_bytes, reports)]
@@ -498,13 +500,13 @@ def test_a_move_that_takes_for_ever_is_given_up(
     workers.find(EIGHT)
     workers.load(0)
     assert [*map(workers.coordinator.is_preparing, (0, 1))] == [False, True]
-    workers.coordinator.check_rollout()
+    workers.coordinator.advance_rollout()
     assert workers.failures() == [(8, "workers 1 have not loaded it in -1 s")] * 2
     assert not workers.coordinator.is_preparing(1)
     workers.kill(1)
     workers.find(StoreEntry(9, path="/store/shop/9"))
     workers.kill(0)
-    workers.coordinator.check_rollout()
+    workers.coordinator.advance_rollout()
     workers.start(0)
     assert workers.failures() == [(9, "no worker has run to load it in -1 s")]
 
@@ -576,7 +578,7 @@ def test_what_is_removed_while_it_is_loaded_does_not_come_back(workers: Workers)
 
 
 def test_shares_are_told_to_all_and_to_those_that_come(workers: Workers) -> None:
-    shares = Shares(7, 10.0, 5.0)
+    shares = AliasSettings(7, 10.0, 5.0)
     workers.find(StoreEntry(0, shares))
     workers.start(2)
     told = [one.desired.names["shop"].shares for one in workers.workers.values()]
@@ -585,7 +587,7 @@ def test_shares_are_told_to_all_and_to_those_that_come(workers: Workers) -> None
 
 def test_a_version_keeps_its_share_until_the_next_one_serves(workers: Workers) -> None:
     """Also in a worker that starts while the next one is loaded, or once that was refused."""
-    before, after = Shares(7, 10.0), Shares(8, 50.0)
+    before, after = AliasSettings(7, 10.0), AliasSettings(8, 50.0)
     workers.find(StoreEntry(7, before))
     found = StoreEntry(8, after, PATH)
     workers.find(found)
@@ -635,4 +637,4 @@ def test_a_reload_has_the_one_that_looks_poll_and_what_was_refused_tried_again(
     caplog.clear()
     nobody = Workers()
     nobody.coordinator.reload()
-    assert caplog.messages == ["the store is not looked at: no worker is ready"]
+    assert caplog.messages == ["cannot poll the store: no worker is ready"]

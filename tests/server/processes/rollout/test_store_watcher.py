@@ -29,11 +29,11 @@ from embedserve.processes import single_process
 from embedserve.processes.rollout import store_watcher
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
+    AliasSettings,
     Desired,
     LoadState,
     NameStatus,
     Report,
-    Shares,
     StoreEntry,
     StoreReport,
     Target,
@@ -190,8 +190,8 @@ async def test_the_latest_version_answers(
     assert await serving.look() == 2
     assert serving.attempts == [3, 2]
     assert caplog.messages == [
-        "shop is answered by version 3 from now on, no more by 1",
-        "shop is answered by version 2 from now on, no more by 3",
+        "shop: switched to version 3 (before: 1)",
+        "shop: switched to version 2 (before: 3)",
     ]
 
 
@@ -252,7 +252,7 @@ async def test_one_that_has_not_come_whole_is_waited_for(
     *said, moved = caplog.messages
     assert len(said) == len(set(said)) == 2  # no manifest, then no tables
     assert all(line.startswith("shop: version 2 stays out: ") for line in said)
-    assert moved.startswith("shop is answered by version 2")
+    assert moved.startswith("shop: switched to version 2")
     assert serving.shown() == (None, False)
 
 
@@ -362,8 +362,8 @@ async def test_a_store_that_goes_away_and_comes_back(
     gone, back, moved = caplog.messages
     assert gone.startswith("shop cannot be followed: ")
     assert "No such file" in gone
-    assert back == "shop cannot be followed: no more"
-    assert moved.startswith("shop is answered by version 2")
+    assert back == "shop can be followed again"
+    assert moved.startswith("shop: switched to version 2")
 
 
 async def test_an_alias_to_nothing_or_that_is_removed_changes_nothing(
@@ -435,7 +435,7 @@ async def test_one_that_takes_over_repeats_the_look_that_was_asked_for(
     targets = {"shop": Target(1, "", 0, TargetPhase.SERVE)}
     agent.apply(Desired(targets, watches_store=True, polls=1))
     await until(lambda: sent[-1] == StoreReport({}, answers=1))
-    assert sent[-2] == StoreReport({"shop": StoreEntry(1, Shares(1))})
+    assert sent[-2] == StoreReport({"shop": StoreEntry(1, AliasSettings(1))})
     serving.stop.set()
 
 
@@ -482,7 +482,9 @@ async def test_a_start_does_not_wait_for_shares_for_ever(
     monkeypatch.setattr(VersionResolver, "resolve", lambda *_: answers.wait() and {})
     await apply_initial_shares(serving.settings, serving.rollout)
     answers.set()
-    assert caplog.messages == ["the store has not told the shares in 0.05 s: they begin later"]
+    assert caplog.messages == [
+        "the store did not return the shares within 0.05 s: they begin later"
+    ]
 
 
 async def test_a_start_does_not_end_where_the_shares_cannot_be_read(

@@ -28,11 +28,11 @@ from embedserve.errors import UnknownModelError
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.model_info import ModelInfo
 from embedserve.processes.rollout.messages import (
+    AliasSettings,
     Desired,
     Failure,
     LoadState,
     NameStatus,
-    Shares,
     Target,
     TargetPhase,
     WorkerStatus,
@@ -410,7 +410,7 @@ async def canary(moving: Moving) -> Moving:
 
 
 def share(moving: Moving, version: int, traffic: float, shadow: float = 0.0) -> None:
-    moving.desire("shop@canary", shares=Shares(version, traffic, shadow))
+    moving.desire("shop@canary", shares=AliasSettings(version, traffic, shadow))
 
 
 def shares(moving: Moving) -> tuple[float, float]:

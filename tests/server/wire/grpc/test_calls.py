@@ -23,7 +23,7 @@ from embedserve.api.management import management_app
 from embedserve.config import Limits
 from embedserve.errors import DRAINING
 from embedserve.pipeline import UPLOAD_S_MAX, RequestOptions, RequestPipeline
-from embedserve.wire.grpc.calls import BidiStream
+from embedserve.wire.grpc.calls import BidiCall
 from embedserve.wire.grpc.embed_stream import DRAIN_STREAM_S, EmbedStream
 from embedserve.wire.grpc.grpc_framing import framed
 from embedserve.wire.grpc.service import SERVICE_NAME, GrpcService
@@ -371,7 +371,7 @@ async def test_bytes_that_are_no_check_are_refused(
     assert peer.status(3) == (0, "")
 
 
-class BrokenStream(BidiStream):
+class BrokenStream(BidiCall):
     """Fails at each message."""
 
     def take(self, message: bytes) -> None:

@@ -11,20 +11,20 @@ import pytest
 from server.deltas.followed import Followed
 
 from embedserve.config import ServeSettings
-from embedserve.deltas.followed_version import make_followed
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.delta_target import make_shared_state
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import NAME
-from embedserve.processes.rollout import followed_versions
+from embedserve.processes.rollout import delta_versions
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
-from embedserve.processes.rollout.followed_versions import STALL_S_MAX, FollowedVersions
+from embedserve.processes.rollout.delta_versions import STALL_S_MAX, DeltaVersions
 from embedserve.processes.rollout.messages import (
     AdminCommand,
+    AliasSettings,
     Desired,
     Failure,
     LoadState,
     NameStatus,
     Operation,
-    Shares,
     StoreEntry,
     StoreReport,
     Target,
@@ -44,8 +44,8 @@ class Server:
     def __init__(self, store: Path) -> None:
         self.training = Followed(store)
         settings = ServeSettings(str(store), deltas="follow", delta_memory=1 << 20)
-        one = make_followed(settings, self.training.models.load("m"))
-        self.followed = FollowedVersions(settings, {"m": one})
+        one = make_shared_state(settings, self.training.models.load("m"))
+        self.followed = DeltaVersions(settings, {"m": one})
         self.told = 0
         self.followed.tell = self._tell
         self.now_s = 0.0
@@ -74,7 +74,7 @@ class Server:
 
     def find(self, number: int, at_seq: int | None = None) -> None:
         path = str(self.training.deltas.parents[1] / str(number))
-        entry = StoreEntry(number, Shares(number, at_seq=at_seq), path)
+        entry = StoreEntry(number, AliasSettings(number, at_seq=at_seq), path)
         self.coordinator.on_report(0, StoreReport({"m": entry}))
 
     def prepared(self) -> None:
@@ -83,7 +83,7 @@ class Server:
         self.coordinator.on_report(0, WorkerStatus({"m": status}))
 
     @property
-    def next(self) -> FollowedModel:
+    def next(self) -> SharedDeltaState:
         return [*self.followed.models()][-1]
 
     @property
@@ -99,7 +99,7 @@ class Server:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made = Server(tmp_path / "store")
-    monkeypatch.setattr(followed_versions, "monotonic", lambda: made.now_s)
+    monkeypatch.setattr(delta_versions, "monotonic", lambda: made.now_s)
     yield made
     made.training.writer.close()
 
@@ -123,11 +123,11 @@ def test_all_switch_once_the_version_has_its_deltas(server: Server) -> None:
     ]
     server.prepared()
     assert [one.is_switching for one in server.followed.followed()] == [False, True]
-    server.coordinator.check_rollout()
+    server.coordinator.advance_rollout()
     assert server.target.phase is TargetPhase.PREPARE
     told, two = server.told, server.next
     two.caught_up.set(True)
-    server.coordinator.check_rollout()
+    server.coordinator.advance_rollout()
     assert (server.target.version, server.target.phase) == (2, TargetPhase.SERVE)
     assert server.followed.served == {"m": two}
     (following,) = server.followed.followed()
@@ -170,7 +170,7 @@ def test_a_held_model_stays_at_its_version(server: Server) -> None:
     server.find(2)
     assert len(server.followed.followed()) == 2
     hold.set(True)  # while it is prepared
-    server.coordinator.check_rollout()
+    server.coordinator.advance_rollout()
     assert (server.target.version, "its deltas are held" in server.reason) == (1, True)
     assert len(server.followed.followed()) == 1
 
@@ -185,9 +185,9 @@ def test_a_hold_that_comes_before_the_switch_prevents_it(server: Server) -> None
 
 def stall(server: Server, reason: str) -> None:
     server.next.status.stall(reason)
-    server.coordinator.check_rollout()
+    server.coordinator.advance_rollout()
     server.now_s += STALL_S_MAX + 1
-    server.coordinator.check_rollout()
+    server.coordinator.advance_rollout()
 
 
 def test_a_version_whose_line_is_damaged_stays_out(server: Server) -> None:
@@ -207,12 +207,12 @@ def test_a_stall_that_ends_in_time_is_none(server: Server) -> None:
     server.find(2)
     for _ in range(2):
         server.next.status.stall("its files are on their way")
-        server.coordinator.check_rollout()
+        server.coordinator.advance_rollout()
         server.now_s += STALL_S_MAX
-        server.coordinator.check_rollout()
+        server.coordinator.advance_rollout()
         now = server.next.status.read()
         server.next.status.write(replace(now, state="following", reason=""))
-        server.coordinator.check_rollout()
+        server.coordinator.advance_rollout()
     assert server.failure is None
 
 
@@ -226,7 +226,7 @@ def test_a_version_that_stalls_where_the_served_one_does_may_serve(server: Serve
 def test_a_version_without_room_for_its_changed_rows_stays_out(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followed_versions, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(delta_versions, "available_bytes", lambda: 1000)
     server.find(2)
     assert server.failure is not None
     assert "and 1000 bytes of memory are available" in server.failure.reason
@@ -256,7 +256,7 @@ def test_a_version_keeps_its_delta_until_the_next_one_serves(server: Server) -> 
     assert at_seqs(server) == {"1": 2, "2": None}
     server.prepared()
     server.next.caught_up.set(True)
-    server.coordinator.check_rollout()
+    server.coordinator.advance_rollout()
     assert (server.started_with, at_seqs(server)) == ([2], {"2": None})
     server.followed.prepare("m", RolloutVersion(1, str(server.training.deltas.parents[1] / "1")))
     assert at_seqs(server) == {"1": None, "2": None}  # it comes back without the delta that it had
@@ -269,14 +269,14 @@ def test_a_version_that_waits_for_another_keeps_its_delta(server: Server) -> Non
         server.coordinator.on_report(0, command)
     server.prepared()
     server.next.caught_up.set(True)
-    server.coordinator.check_rollout()
+    server.coordinator.advance_rollout()
     assert (server.started_with, at_seqs(server)) == ([2], {"2": 3, "3": 4})
 
 
 def test_a_server_starts_at_the_delta_of_its_alias(server: Server) -> None:
     opened = replace(server.training.models.load("m", 1), at_seq=2)
-    made = make_followed(ServeSettings("", deltas="follow", delta_memory=1 << 20), opened)
-    followed = FollowedVersions(ServeSettings(""), {"m": made})
+    made = make_shared_state(ServeSettings("", deltas="follow", delta_memory=1 << 20), opened)
+    followed = DeltaVersions(ServeSettings(""), {"m": made})
     assert [one.at_seq for one in followed.followed()] == [2]
     followed.set_at_seq("m", 1, None)
     assert [one.at_seq for one in followed.followed()] == [None]
@@ -304,10 +304,10 @@ def test_a_removed_name_is_followed_no_longer(server: Server) -> None:
 
 
 def test_without_deltas_a_version_gets_no_memory() -> None:
-    followed = FollowedVersions(ServeSettings(store=""), {})
+    followed = DeltaVersions(ServeSettings(store=""), {})
     version = RolloutVersion(2, "/store/m/2", 1)
     assert followed.prepare("m", version) is version
-    assert followed.may_switch()
+    assert followed.request_switch()
     assert followed.activate("m") is None
 
 

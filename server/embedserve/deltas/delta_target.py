@@ -10,7 +10,7 @@ import orjson
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.memory import memory_bytes
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.deltas.version_memory import VersionMemory
 from embedserve_store.errors import StoreError
 from embedserve_store.model_version import ModelVersion
@@ -22,7 +22,7 @@ BYTES_PER_ROW = 4
 
 
 @dataclass(frozen=True)
-class FollowedVersion:
+class DeltaTarget:
     """A version whose line the applier follows.
 
     Attributes:
@@ -50,17 +50,17 @@ class FollowedVersion:
         return self.name, self.generation
 
 
-def to_bytes(versions: Sequence[FollowedVersion]) -> bytes:
+def to_bytes(versions: Sequence[DeltaTarget]) -> bytes:
     return orjson.dumps(versions)
 
 
-def from_bytes(message: bytes) -> list[FollowedVersion]:
-    return [FollowedVersion(**fields) for fields in orjson.loads(message)]
+def from_bytes(message: bytes) -> list[DeltaTarget]:
+    return [DeltaTarget(**fields) for fields in orjson.loads(message)]
 
 
-def make_followed(
+def make_shared_state(
     settings: ServeSettings, version: ModelVersion, generation: int = 0
-) -> FollowedModel:
+) -> SharedDeltaState:
     """Returns ``version`` with new memory for its changed rows.
 
     Raises:
@@ -85,7 +85,7 @@ def make_followed(
 
 def open_followed(
     settings: ServeSettings, version: ModelVersion, memory: str, generation: int
-) -> FollowedModel:
+) -> SharedDeltaState:
     """Returns ``version`` with the memory that the supervisor has made.
 
     Raises:
@@ -111,10 +111,10 @@ def check_room(settings: ServeSettings, version: ModelVersion, available: int) -
 
 def _followed(
     settings: ServeSettings, version: ModelVersion, memory: VersionMemory
-) -> FollowedModel:
+) -> SharedDeltaState:
     room, undo = memory_bytes(settings, version), settings.delta_undo
     percent = settings.delta_new_ids_percent
-    return FollowedModel.of(
+    return SharedDeltaState.of(
         version,
         room,
         settings.workers,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shard_client.fake_shards import KEY, PART, PARTS, PRINT, Bench, model
 
+from embedserve.shard_client.part_client import PartOptions
 from embedserve.shard_client.part_stats import VersionKey
-from embedserve.shard_client.replicas import PartOptions
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     INTERNAL,
@@ -202,7 +202,7 @@ def test_lost_calls_need_no_budget_and_end_with_the_replicas() -> None:
         assert bench.calls == []
         bench.time.advance(10)
     assert bench.replies[0] == Reply(UNAVAILABLE, "part 1 of 4: killed", is_lost=True)
-    assert bench.part.stats.calls["unavailable"] == 90
+    assert bench.part.stats.ended["unavailable"] == 90
 
 
 def test_unavailable_is_retried_within_the_budget() -> None:
@@ -245,7 +245,7 @@ def test_an_overloaded_part_gets_few_calls_more_than_look_ups() -> None:
             bench.calls[0].answer(OVERLOADED)
         bench.answer_polls()
     stats = bench.part.stats
-    assert stats.calls["overloaded"] == 500
+    assert stats.ended["overloaded"] == 500
     assert 500 * 1.1 < stats.attempts <= 500 * 1.2 + 2 * BURST
     assert stats.attempts == 500 + stats.hedges + stats.retries
 
@@ -259,8 +259,8 @@ def test_a_request_that_is_too_large_is_not_retried() -> None:
     bench.calls[0].answer(too_large)
     assert bench.calls == []
     assert bench.replies[0] == too_large
-    assert bench.part.stats.calls["error"] == 1
-    assert bench.part.stats.calls["overloaded"] == 0
+    assert bench.part.stats.ended["error"] == 1
+    assert bench.part.stats.ended["overloaded"] == 0
 
 
 def test_other_statuses_are_the_callers() -> None:
@@ -269,7 +269,7 @@ def test_other_statuses_are_the_callers() -> None:
     bench.look_up()
     bench.calls[0].answer(Reply(INTERNAL, "bug"))
     assert bench.replies[0] == Reply(INTERNAL, "bug")
-    assert bench.part.stats.calls["error"] == 1
+    assert bench.part.stats.ended["error"] == 1
 
 
 # Hedges
@@ -400,7 +400,7 @@ def test_a_busy_router_takes_no_replica_for_silent() -> None:
         call.answer()
     bench.time.advance(1)
     stats = bench.part.stats
-    assert (stats.attempts, stats.hung, stats.hedges, stats.calls["ok"]) == (10, 0, 0, 10)
+    assert (stats.attempts, stats.hung, stats.hedges, stats.ended["ok"]) == (10, 0, 0, 10)
 
 
 def test_a_slow_replica_that_answers_others_is_not_hung() -> None:
@@ -464,7 +464,7 @@ def test_a_cancelled_look_up_has_no_reply() -> None:
     assert bench.calls == []
     bench.time.advance(1)
     assert bench.replies == {}
-    assert bench.part.stats.calls["cancelled"] == 1
+    assert bench.part.stats.ended["cancelled"] == 1
     assert bench.part.stats.in_flight == 0
 
 
@@ -484,7 +484,7 @@ def test_calls_and_bytes_are_counted() -> None:
     bench.calls[0].answer()
     assert stats.in_flight == 0
     assert (stats.bytes_sent, stats.bytes_received) == (102, 3)
-    assert stats.calls["ok"] == 3
+    assert stats.ended["ok"] == 3
 
 
 steps = st.lists(
@@ -542,4 +542,4 @@ def test_every_look_up_ends_once(steps: list[tuple[str, float]], seed: int) -> N
     assert set(bench.replies) == set(range(bench.looked_up)) - cancelled
     assert bench.part.stats.in_flight == 0
     assert bench.calls == []
-    assert sum(bench.part.stats.calls.values()) == bench.looked_up
+    assert sum(bench.part.stats.ended.values()) == bench.looked_up

@@ -11,8 +11,8 @@ from dataclasses import replace
 from time import monotonic
 
 from embedserve.config import ServeSettings
-from embedserve.deltas.followed_version import FollowedVersion, check_room, make_followed
-from embedserve.deltas.status import FollowedModel
+from embedserve.deltas.delta_target import DeltaTarget, check_room, make_shared_state
+from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes.holding import open_folder
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve_store import ModelVersion
@@ -22,10 +22,10 @@ from embedserve_store.memory.available_memory import available_bytes
 STALL_S_MAX = 30.0
 """Seconds for which no delta of a next version can be applied before it is rejected. Its files may
 be on their way, and an applier that ended starts again."""
-HELD = "its deltas are held, and a move would change the rows: end the hold first"
+HELD_REASON = "its deltas are held, and a move would change the rows: end the hold first"
 
 
-class FollowedVersions:
+class DeltaVersions:
     """Versions whose deltas a server follows, by served name; none without --deltas.
 
     Attributes:
@@ -33,25 +33,25 @@ class FollowedVersions:
         tell: tells the applier that other versions are followed. Set by the Applier.
     """
 
-    def __init__(self, settings: ServeSettings, served: dict[str, FollowedModel]) -> None:
+    def __init__(self, settings: ServeSettings, served: dict[str, SharedDeltaState]) -> None:
         self.served = served
         self.tell: Callable[[], None] = lambda: None
         self._settings = settings
         self._generations = dict.fromkeys(served, 0)
         at_seqs = {(name, _number(one)): one.live.version.at_seq for name, one in served.items()}
         self._at_seqs = {key: seq for key, seq in at_seqs.items() if seq is not None}
-        self._next: FollowedModel | None = None
+        self._next: SharedDeltaState | None = None
         self._next_name, self._next_generation = "", 0
         self._is_switching = False
         self._stalled_s: float | None = None
 
-    def models(self) -> Iterator[FollowedModel]:
+    def models(self) -> Iterator[SharedDeltaState]:
         """Yields what the processes share of each version."""
         yield from self.served.values()
         if self._next is not None:
             yield self._next
 
-    def followed(self) -> dict[FollowedVersion, FollowedModel]:
+    def followed(self) -> dict[DeltaTarget, SharedDeltaState]:
         """Returns the versions that the applier is to follow."""
         found = {
             self._described(name, self._generations[name], model): model
@@ -62,7 +62,7 @@ class FollowedVersions:
             found[replace(version, is_next=True, is_switching=self._is_switching)] = self._next
         return found
 
-    def take(self) -> dict[FollowedVersion, FollowedModel]:
+    def take(self) -> dict[DeltaTarget, SharedDeltaState]:
         """Returns ``followed``, and forgets it: in a forked process, so that its memory is given
         back once that process has no more use for it."""
         found = self.followed()
@@ -97,13 +97,13 @@ class FollowedVersions:
             return version
         opened = open_folder(version.path)
         check_room(self._settings, opened, available_bytes())
-        made = make_followed(self._settings, opened, version.generation)
+        made = make_shared_state(self._settings, opened, version.generation)
         self._next, self._next_name, self._next_generation = made, name, version.generation
         self._is_switching, self._stalled_s = False, None
         self.tell()
         return replace(version, memory=made.memory.path)
 
-    def may_switch(self) -> bool:
+    def request_switch(self) -> bool:
         """Returns whether the next version, which all workers have prepared, may serve: it has the
         deltas that the served version of its line has, and that is not held. True if it follows no
         deltas."""
@@ -128,7 +128,7 @@ class FollowedVersions:
         self._stalled_s = self._stalled_s or monotonic()
         return now.reason if monotonic() - self._stalled_s > STALL_S_MAX else ""
 
-    def _is_current(self, following: FollowedModel) -> bool:
+    def _is_current(self, following: SharedDeltaState) -> bool:
         """Returns whether a version has all deltas of the served version of its line."""
         served = self.served.get(self._next_name)
         if served is None or served.live.start.line != following.live.start.line:
@@ -161,11 +161,11 @@ class FollowedVersions:
             self._at_seqs = {key: seq for key, seq in self._at_seqs.items() if key[0] != name}
             self.tell()
 
-    def _described(self, name: str, generation: int, model: FollowedModel) -> FollowedVersion:
+    def _described(self, name: str, generation: int, model: SharedDeltaState) -> DeltaTarget:
         path = str(model.live.version.path)
         at_seq = self._at_seqs.get((name, _number(model)))
-        return FollowedVersion(name, path, model.memory.path, generation, at_seq)
+        return DeltaTarget(name, path, model.memory.path, generation, at_seq)
 
 
-def _number(model: FollowedModel) -> int:
+def _number(model: SharedDeltaState) -> int:
     return model.live.version.manifest.version

@@ -38,7 +38,7 @@ JOINED_BYTES_MAX = 64 << 10
 """Bytes of output up to which chunks are joined into one write."""
 
 
-class Http2Transport(asyncio.Protocol):
+class Http2Protocol(asyncio.Protocol):
     """An HTTP/2 connection over an asyncio transport."""
 
     __slots__ = (
@@ -83,11 +83,11 @@ class Http2Transport(asyncio.Protocol):
         connection.receive(data)
         if connection.has_more:
             # Yields to other connections before the rest is read.
-            self._manager.has_grown(len(data))
+            self._manager.record_growth(len(data))
             self._transport.pause_reading()
             self._loop.call_soon(self._continue_reading)
         elif connection.flow_control.held_bytes:
-            self._manager.has_grown(len(data))
+            self._manager.record_growth(len(data))
         sender = connection.frame_writer
         if not (sender.out or sender.ready or connection.is_over):
             self._is_flush_due = False

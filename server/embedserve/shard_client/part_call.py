@@ -1,6 +1,6 @@
-"""A look-up of one part: the calls of its replicas until one answers.
+"""A lookup of one part: the calls of its replicas until one answers.
 
-A look-up begins with one call. A slow call is hedged, a hung one is repeated elsewhere, and a
+A lookup begins with one call. A slow call is hedged, a hung one is repeated elsewhere, and a
 failed one is retried. The first answer wins, and the other calls are cancelled.
 """
 
@@ -31,13 +31,13 @@ from embedserve.shard_client.shard_connection import CallHandle, shown
 from embedserve.tracing.trace_context import sampled_traceparent
 
 if TYPE_CHECKING:
-    from embedserve.shard_client.replicas import PartClient
+    from embedserve.shard_client.part_client import PartClient
 
 RETRYABLE = (UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED)
 """Statuses after which another replica may answer, unless the request is too large for a shard."""
-HEDGE, HANG, END = range(3)
+HEDGE_DUE, HANG_DUE, END_DUE = range(3)
 """Deadlines of an attempt, in order."""
-FIRST, HEDGED, RETRIED, HUNG = "first", "hedge", "retry", "hung"
+BY_FIRST, BY_HEDGE, BY_RETRY, BY_HANG = "first", "hedge", "retry", "hung"
 """Reasons of an attempt, for traces."""
 
 
@@ -53,8 +53,8 @@ class Attempt:
     __slots__ = (
         "_end_s",
         "_handle",
-        "_look_up",
         "_next",
+        "_part_call",
         "_traced",
         "is_over",
         "replica",
@@ -62,31 +62,31 @@ class Attempt:
     )
 
     def __init__(
-        self, look_up: LookUp, replica: PartReplica, now_s: float, first: int, reason: str
+        self, part_call: PartCall, replica: PartReplica, now_s: float, next_due: int, reason: str
     ) -> None:
         """Calls the replica.
 
         Args:
-            look_up: look-up that the call is part of.
+            part_call: lookup that the call is part of.
             replica: replica with a connection.
             now_s: present time.
-            first: HEDGE if the call may be hedged, otherwise HANG.
+            next_due: HEDGE_DUE if the call may be hedged, otherwise HANG_DUE.
             reason: why the replica is called, for traces.
         """
-        part = look_up.part
+        part = part_call.part
         connection = replica.connection
         assert connection is not None
         self.is_over = False
         self.replica, self.start_s = replica, now_s
-        self._look_up, self._next = look_up, first
+        self._part_call, self._next = part_call, next_due
         timeout_s = part.options.call_timeout_s
-        if timeout_s > look_up.deadline_s - now_s:
-            timeout_s = look_up.deadline_s - now_s
+        if timeout_s > part_call.deadline_s - now_s:
+            timeout_s = part_call.deadline_s - now_s
         self._end_s = now_s + timeout_s
         self._traced: TracedCall | None = None
-        traceparent = b"" if look_up.calls is None else self._trace(look_up.calls, reason)
+        traceparent = b"" if part_call.calls is None else self._trace(part_call.calls, reason)
         self._handle: CallHandle = connection.call(
-            look_up.message, timeout_s, self._on_reply, traceparent
+            part_call.message, timeout_s, self._on_reply, traceparent
         )
         self._set_timer(now_s, now_s)
 
@@ -94,7 +94,7 @@ class Attempt:
         """Records the call in ``calls``. Returns its traceparent header; b"" if there is no room
         for it."""
         replica = shown(self.replica.address)
-        self._traced = traced = calls.begin(self._look_up.part.part, replica, reason)
+        self._traced = traced = calls.begin(self._part_call.part.part, replica, reason)
         return b"" if traced is None else sampled_traceparent(calls.trace.trace_id, traced.span_id)
 
     def cancel(self, status: int = CANCELLED) -> None:
@@ -106,11 +106,11 @@ class Attempt:
 
     def _set_timer(self, since_s: float, now_s: float) -> None:
         """Sets the timer for the next deadline, counted from ``since_s``."""
-        part = self._look_up.part
+        part = self._part_call.part
         due_s = self._end_s
-        if self._next == HEDGE:
+        if self._next == HEDGE_DUE:
             due_s = since_s + part.recent.hedge_s
-        elif self._next == HANG:
+        elif self._next == HANG_DUE:
             due_s = since_s + part.recent.hung_s
         part.timers.push(due_s if due_s < self._end_s else self._end_s, self, now_s)
 
@@ -118,14 +118,14 @@ class Attempt:
         """Handles the next deadline of the call."""
         if now_s >= self._end_s:
             self.cancel(DEADLINE_EXCEEDED)
-            self._look_up.on_timeout(self, now_s)
-        elif self._next == HEDGE:
-            self._next = HANG
+            self._part_call.on_timeout(self, now_s)
+        elif self._next == HEDGE_DUE:
+            self._next = HANG_DUE
             self._set_timer(self.start_s, now_s)
-            self._look_up.hedge(now_s)
+            self._part_call.hedge(now_s)
         else:
-            if self._look_up.on_hang(self, now_s):
-                self._next = END
+            if self._part_call.on_hang(self, now_s):
+                self._next = END_DUE
             self._set_timer(now_s, now_s)
 
     def is_silent(self, now_s: float) -> bool:
@@ -137,18 +137,18 @@ class Attempt:
         self.is_over = True
         if self._traced is not None:
             self._traced.end(status_name(reply.status), reply.message)
-        self._look_up.on_reply(self, reply)
+        self._part_call.on_reply(self, reply)
 
 
-class LookUp:
-    """A look-up. ``cancel`` ends it without a reply.
+class PartCall:
+    """A lookup of one part. ``cancel`` ends it without a reply.
 
     Attributes:
         part: part that is looked up.
         message: chunks of the request message.
-        deadline_s: time.monotonic() at which the look-up fails.
+        deadline_s: time.monotonic() at which the lookup fails.
         calls: record of the calls for traces; None if no request is traced.
-        is_over: whether the look-up has ended.
+        is_over: whether the lookup has ended.
     """
 
     __slots__ = (
@@ -190,7 +190,7 @@ class LookUp:
         self._start_s = 0.0
 
     def start(self, now_s: float) -> None:
-        """Makes the first call. A look-up that fails at once does so from the timer."""
+        """Makes the first call. A lookup that fails at once does so from the timer."""
         part = self.part
         self._start_s = now_s
         stats = part.stats
@@ -200,13 +200,13 @@ class LookUp:
         else:
             replica = part.choose(self._key)
             if replica is not None:
-                self._call(replica, now_s, HEDGE, FIRST)
+                self._call(replica, now_s, HEDGE_DUE, BY_FIRST)
                 return
             self._reply = Reply(UNAVAILABLE, part.why_unavailable(self._key))
         part.timers.push(now_s, self, now_s)
 
     def on_due(self, now_s: float) -> None:
-        """Fails a look-up that made no call."""
+        """Fails a lookup that made no call."""
         assert self._reply is not None
         self._finish(self._reply, now_s)
 
@@ -215,12 +215,12 @@ class LookUp:
         if not self.is_over:
             self._end(CANCELLED_OUTCOME, self.part.clock())
 
-    def _call(self, replica: PartReplica, now_s: float, first: int, reason: str) -> Attempt:
+    def _call(self, replica: PartReplica, now_s: float, next_due: int, reason: str) -> Attempt:
         stats = self.part.stats
         stats.attempts += 1
         stats.bytes_sent += self._nbytes
         self._tried.append(replica)
-        attempt = Attempt(self, replica, now_s, first, reason)
+        attempt = Attempt(self, replica, now_s, next_due, reason)
         self._attempts.append(attempt)
         return attempt
 
@@ -232,7 +232,7 @@ class LookUp:
         replica = part.choose(self._key, self._tried, is_optional=True)
         if replica is not None and part.hedges.try_take():
             part.stats.hedges += 1
-            self._hedge = self._call(replica, now_s, HANG, HEDGED)
+            self._hedge = self._call(replica, now_s, HANG_DUE, BY_HEDGE)
 
     def on_hang(self, attempt: Attempt, now_s: float) -> bool:
         """Calls another replica, as ``attempt`` hangs. Returns whether it did.
@@ -252,7 +252,7 @@ class LookUp:
             return False
         part.stats.hung += is_silent
         part.stats.retries += not is_silent
-        self._call(replica, now_s, HANG, HUNG if is_silent else RETRIED)
+        self._call(replica, now_s, HANG_DUE, BY_HANG if is_silent else BY_RETRY)
         return True
 
     def on_timeout(self, attempt: Attempt, now_s: float) -> None:
@@ -294,7 +294,7 @@ class LookUp:
             replica = part.choose(self._key, self._tried)
             if replica is not None and (reply.is_lost or part.retries.try_take()):
                 part.stats.retries += 1
-                self._call(replica, now_s, HANG, RETRIED)
+                self._call(replica, now_s, HANG_DUE, BY_RETRY)
                 return
         if not self._attempts:
             assert self._reply is not None
@@ -318,7 +318,7 @@ class LookUp:
             attempt.cancel()
             if outcome != CANCELLED_OUTCOME and now_s - attempt.start_s > part.recent.hedge_s:
                 part.recent.add(now_s - attempt.start_s)
-        self.message = ()  # timers keep the look-up for some time
+        self.message = ()  # timers keep the lookup for some time
         stats = part.stats
         stats.in_flight -= 1
         stats.seconds[outcome].observe(now_s - self._start_s)

@@ -1,7 +1,7 @@
-"""The replicas of one part of the tables, and look-ups that survive the loss of some of them.
+"""The replicas of one part of the tables, and lookups that survive the loss of some of them.
 
 docs/architecture.md describes the rules. Everything runs in callbacks of the event loop, with one
-timer for all look-ups of the part.
+timer for all lookups of the part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from time import monotonic
 
 from embedserve.call_trace import CallTrace
 from embedserve.shard_client.client_stream import OnReply
-from embedserve.shard_client.look_up import LookUp
+from embedserve.shard_client.part_call import PartCall
 from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.recent_latency import RecentLatency
 from embedserve.shard_client.replica import Connect, PartReplica, Served
@@ -33,19 +33,19 @@ from embedserve.shard_client.timer_queue import CallLater, TimerQueue
 logger = logging.getLogger(__name__)
 
 RETRY_SHARE = 0.1
-"""Retries allowed per look-up, beyond a burst."""
+"""Retries allowed per lookup, beyond a burst."""
 REASONS_MAX = 4
-"""Replicas named in the message of a look-up that no replica can answer."""
+"""Replicas named in the message of a lookup that no replica can answer."""
 
 
 @dataclass(frozen=True)
 class PartOptions:
-    """Options of the look-ups of every part.
+    """Options of the lookups of every part.
 
     Attributes:
         call_timeout_s: seconds that one call may take; then another replica is called.
         hedge_quantile: quantile of the latency beyond which a call is hedged.
-        hedge_share: hedges allowed per look-up, beyond a burst; 0: none.
+        hedge_share: hedges allowed per lookup, beyond a burst; 0: none.
     """
 
     call_timeout_s: float = 0.5
@@ -59,7 +59,7 @@ class PartClient:
     Attributes:
         part: number of the part.
         parts: number of parts.
-        options: options of the look-ups.
+        options: options of the lookups.
         stats: counts since the start.
         recent: recent latencies.
         hedges, retries: budgets of extra calls.
@@ -82,7 +82,7 @@ class PartClient:
             part: number of the part.
             parts: number of parts.
             connect: makes a connection, see ``connector``.
-            options: options of the look-ups.
+            options: options of the lookups.
             clock: monotonic clock, which also sets ``last_received_s`` of the connections.
             call_later: starts a timer; default: the running event loop's.
         """
@@ -127,7 +127,7 @@ class PartClient:
         self._count(key)
 
     def forget(self, key: VersionKey) -> None:
-        """Ends the use of a version; look-ups in flight continue."""
+        """Ends the use of a version; lookups in flight continue."""
         self._expected.pop(key, None)
         self._joined.pop(key, None)
         self.stats.replicas.pop(key, None)
@@ -201,7 +201,7 @@ class PartClient:
         candidates = healthy or others
         return _less_busy(candidates) if candidates else None
 
-    # Look-ups
+    # Lookups
 
     def look_up(
         self,
@@ -216,14 +216,14 @@ class PartClient:
         Args:
             key: version that must answer; ``expect`` names its fingerprint.
             message: chunks of the serialized EmbedRequest.
-            deadline_s: time.monotonic() at which the look-up fails with DEADLINE_EXCEEDED.
-            on_done: called exactly once with the reply, unless the look-up is cancelled, and never
+            deadline_s: time.monotonic() at which the lookup fails with DEADLINE_EXCEEDED.
+            on_done: called exactly once with the reply, unless the lookup is cancelled, and never
                 before ``look_up`` has returned.
             calls: record of the calls for traces; None if no request is traced.
         """
         self.hedges.earn()
         self.retries.earn()
-        look_up = LookUp(self, key, message, deadline_s, on_done, calls)
+        look_up = PartCall(self, key, message, deadline_s, on_done, calls)
         look_up.start(self.clock())
         return look_up
 
