@@ -382,7 +382,7 @@ class Batcher:
             else:
                 pending.complete(result)
         self.on_batch_done()
-        if self.shadow is not None and pieces[0].dtype == np.float32 and not errors:
+        if self.shadow is not None and pieces[0].dtype == np.float32 and batch.is_whole:
             self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
 
     def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:
