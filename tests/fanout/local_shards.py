@@ -7,12 +7,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 
 from embedserve.call_trace import CallTrace
+from embedserve.errors import EmbedServeError
 from embedserve.fanout.part_messages import DTYPES
-from embedserve.fanout.router_engine import RouterEngine, ServedPart
+from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine, ServedPart
+from embedserve.lookup_types import Batch
+from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import OK, Reply
 from embedserve_proto import embedding_pb2
 from embedserve_store import ModelStore, ModelVersion
@@ -30,6 +34,7 @@ class LocalShards:
         asked: parts that were asked, in order.
         dtypes: dtype of the values of each answer, in order.
         traced: records of calls of the last batch, by part.
+        missing: parts that batches were answered without, in order.
     """
 
     traces_calls = True
@@ -41,6 +46,7 @@ class LocalShards:
         self.asked: list[int] = []
         self.dtypes: list[str] = []
         self.traced: dict[int, CallTrace | None] = {}
+        self.missing: list[int] = []
         self.versions: list[ModelVersion] = [
             ModelStore(store, holds=Part(part, parts)).load(model) for part in range(parts)
         ]
@@ -58,6 +64,9 @@ class LocalShards:
         reply = self.replies.get(served.part) or self._answer(served, b"".join(message))
         assert self.loop is not None
         self.loop.call_soon(on_done, reply)
+
+    def count_missing(self, served: ServedPart) -> None:
+        self.missing.append(served.part)
 
     def _answer(self, served: ServedPart, message: bytes) -> Reply:
         request = embedding_pb2.EmbedRequest.FromString(message)
@@ -104,7 +113,11 @@ def _in_order(
 
 @contextmanager
 def routed(
-    shards: LocalShards, store: Path, model: str, partial_dtype: str = "float32"
+    shards: LocalShards,
+    store: Path,
+    model: str,
+    partial_dtype: str = "float32",
+    on_missing: MissingPolicy = FAIL_ALL,
 ) -> Iterator[RouterEngine]:
     """Yields a router's engine, whose event loop runs in a thread."""
     loop = shards.loop = asyncio.new_event_loop()
@@ -112,8 +125,35 @@ def routed(
     thread.start()
     try:
         version = ModelStore(store, holds=NO_ROWS).load(model)
-        yield RouterEngine(version, shards, partial_dtype)
+        yield RouterEngine(version, shards, partial_dtype, on_missing)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def batch_of(
+    engine: RouterEngine,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    weights: np.ndarray | None = None,
+    sizes: Sequence[int] = (),
+    calls: CallTrace | None = None,
+) -> tuple[Batch, np.ndarray | EmbedServeError]:
+    """Returns a batch of ``ids`` after its lookup, and how that ended. Without ``sizes`` it has one
+    request."""
+    examples = lengths.size // len(engine.manifest.features)
+    batch = Batch(ids, lengths, weights, list(sizes) or [examples], examples, calls=calls)
+    ends: list[np.ndarray | EmbedServeError] = []
+    loop = engine._shards.loop
+    assert loop is not None
+    is_done = threading.Event()
+
+    def end(values: np.ndarray | EmbedServeError) -> None:
+        ends.append(values)
+        is_done.set()
+
+    loop.call_soon_threadsafe(engine.begin, batch, perf_counter() + 60, end)
+    assert is_done.wait(60)
+    assert len(ends) == 1
+    return batch, ends[0]

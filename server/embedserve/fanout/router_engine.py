@@ -36,6 +36,7 @@ from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.lookup_types import Batch
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     OK,
@@ -57,6 +58,8 @@ BATCHES_MAX = 8
 GOLDENS_S_MAX = 30.0
 """Seconds for the goldens of a version, which are looked up once before it serves."""
 
+FAIL_ALL = MissingPolicy()
+"""Policy without zeros: a part without a replica fails the requests for its rows."""
 Finish = Callable[[np.ndarray | EmbedServeError], None]
 
 
@@ -90,6 +93,8 @@ class PartCaller(Protocol):
         calls: CallTrace | None,
     ) -> object: ...
 
+    def count_missing(self, served: ServedPart) -> None: ...
+
 
 def served_parts(version: ModelVersion) -> list[ServedPart]:
     """Returns what the shards of each part of ``version`` have to serve."""
@@ -121,7 +126,11 @@ class RouterEngine:
     batches_max = BATCHES_MAX
 
     def __init__(
-        self, version: ModelVersion, shards: PartCaller, partial_dtype: str = "float32"
+        self,
+        version: ModelVersion,
+        shards: PartCaller,
+        partial_dtype: str = "float32",
+        on_missing: MissingPolicy = FAIL_ALL,
     ) -> None:
         """
         Args:
@@ -129,6 +138,8 @@ class RouterEngine:
             shards: caller of its parts.
             partial_dtype: dtype in which shards send their values for batches, one of
                 part_messages.DTYPES. Those for ``lookup``, and so for the goldens, are float32.
+            on_missing: tables whose rows batches may lack. Values of ``lookup``, and so of the
+                goldens, lack none.
         """
         manifest, hosts = version.manifest, version.plan.hosts
         assert hosts is not None  # a store opened without rows has checked it
@@ -146,6 +157,10 @@ class RouterEngine:
         self.parts = served_parts(version)
         self._exact = self._messages_of("float32")
         self._messages = self._messages_of(partial_dtype)
+        fails = {one.feature for one in manifest.columns if on_missing.fails(one.table.name)}
+        features = range(len(manifest.features))
+        self._required = np.array([feature in fails for feature in features])
+        self._all_required = np.ones_like(self._required)
         self.fingerprint = manifest.fingerprint
         self.part: Part | None = None
         self.spare_rows = None
@@ -160,14 +175,19 @@ class RouterEngine:
 
     def begin(self, batch: Batch, deadline_s: float, finish: Finish) -> None:
         """Begins the lookup of ``batch``; see batching.lookup_engine.RemoteLookups."""
-        self._begin(batch, deadline_s, finish, self._messages)
+        self._begin(batch, deadline_s, finish, self._messages, self._required)
 
     def _begin(
-        self, batch: Batch, deadline_s: float, finish: Finish, messages: Sequence[PartMessages]
+        self,
+        batch: Batch,
+        deadline_s: float,
+        finish: Finish,
+        messages: Sequence[PartMessages],
+        required: np.ndarray,
     ) -> None:
-        pending = self._divide(batch.ids, batch.lengths, batch.weights)
+        pending = self._divide(batch)
         lookups = pending.lookups()
-        fanout = _Fanout(self, batch, pending, lookups, messages, finish)
+        fanout = _Fanout(self, batch, pending, lookups, messages, required, finish)
         if not lookups:
             asyncio.get_running_loop().call_soon(fanout.end)
             return
@@ -179,18 +199,17 @@ class RouterEngine:
             self._shards.look_up(served, message, until_s, on_reply, batch.calls)
         pending.prepare()
 
-    def _divide(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
-    ) -> PooledBatch | UnpooledBatch:
+    def _divide(self, batch: Batch) -> PooledBatch | UnpooledBatch:
         if self._columns is None:
-            return UnpooledBatch(self._partition, ids, lengths)
-        divided = self._partition.divide(ids, lengths, weights)
+            return UnpooledBatch(self._partition, batch.ids, batch.lengths, batch.skipped)
+        divided = self._partition.divide(batch.ids, batch.lengths, batch.weights)
         return PooledBatch(self._partition, self._columns, divided)
 
     def read_reply(
         self, lookup: PartLookup, messages: PartMessages, reply: Reply
     ) -> np.ndarray | EmbedServeError:
-        """Returns the values of ``reply`` to ``lookup``, or the error for the callers."""
+        """Returns the values of ``reply`` to ``lookup``, or the error for the callers: a
+        NotReadyError if no replica is available."""
         served = self.parts[lookup.part]
         who = f"part {served.part} of {served.parts} of {served.model!r} version {served.version}"
         if reply.status == OK:
@@ -213,6 +232,10 @@ class RouterEngine:
         if reply.status == DEADLINE_EXCEEDED:
             return DeadlineExceededError(f"{who} has not answered in time")
         return EngineError(f"the lookup in {who} failed; the server's log says why")
+
+    def count_missing(self, part: int) -> None:
+        """Counts a batch that is answered without ``part``."""
+        self._shards.count_missing(self.parts[part])
 
     def log_failure(self, batch: Batch) -> None:
         """Logs the unexpected error that is being handled, with a rate limit."""
@@ -251,7 +274,8 @@ class RouterEngine:
 
         def begin() -> None:
             try:
-                self._begin(batch, perf_counter() + GOLDENS_S_MAX, end, self._exact)
+                deadline_s = perf_counter() + GOLDENS_S_MAX
+                self._begin(batch, deadline_s, end, self._exact, self._all_required)
             except Exception as error:
                 answer.set_exception(error)
 
@@ -300,14 +324,21 @@ class _Fanout:
         pending: PooledBatch | UnpooledBatch,
         lookups: Sequence[PartLookup],
         messages: Sequence[PartMessages],
+        required: np.ndarray,
         finish: Finish,
     ) -> None:
+        """
+        Args:
+            required: bool [features], whether examples fail if a part with their ids is missing.
+        """
         self._engine = engine
         self._batch = batch
         self._pending = pending
         self._lookups = lookups
         self._messages = messages
+        self._required = required
         self._finish = finish
+        self._missing: np.ndarray | None = None  # ids of missing parts, int [features, examples]
         self._values: list[np.ndarray | None] = [None] * len(lookups)
         self._left = len(lookups)
 
@@ -316,20 +347,42 @@ class _Fanout:
         lookup = self._lookups[index]
         values = self._engine.read_reply(lookup, self._messages[lookup.part], reply)
         if isinstance(values, EmbedServeError):
-            examples = self._pending.examples_on(lookup.part)
-            self._batch.failures = [*self._batch.failures, (examples, values)]
+            self._fail(lookup.part, values)
             values = np.zeros(lookup.shape, np.float32)
         self._values[index] = values
         self._left -= 1
         if not self._left:
             self.end()
 
+    def _fail(self, part: int, error: EmbedServeError) -> None:
+        """Notes which examples fail without ``part``, and what the others lack."""
+        counts = self._pending.count_ids_on(part)
+        is_missing = isinstance(error, NotReadyError)
+        fails = (counts[self._required] if is_missing else counts).any(axis=0)
+        if fails.any():
+            failed = (np.flatnonzero(fails), error)
+            self._batch.failures = [*self._batch.failures, failed]
+        if counts[:, ~fails].any():
+            self._missing = counts if self._missing is None else self._missing + counts
+            self._engine.count_missing(part)
+
+    def _found_lengths(self) -> np.ndarray:
+        """Returns the lengths of the batch without the ids of missing parts, which are counted by
+        request."""
+        batch, missing = self._batch, self._missing
+        if missing is None:
+            return batch.lengths
+        starts = np.cumsum([0, *batch.sizes[:-1]])
+        batch.missing_counts = np.add.reduceat(missing, starts, axis=1, dtype=np.int64).T
+        lengths: np.ndarray = batch.lengths - missing.reshape(-1)
+        return lengths
+
     def end(self) -> None:
         """Adds what the parts returned, and finishes the batch."""
         result: np.ndarray | EmbedServeError
         try:
             summed = self._pending.merge([one for one in self._values if one is not None])
-            result = self._engine.finish_values(summed, self._batch.lengths)
+            result = self._engine.finish_values(summed, self._found_lengths())
         except Exception:
             self._engine.log_failure(self._batch)
             result = EngineError(FAILED)

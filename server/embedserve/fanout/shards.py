@@ -23,6 +23,7 @@ from embedserve.config import ServeSettings
 from embedserve.fanout.credentials import ShardCredentials
 from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
 from embedserve.file_reloader import poll_all
+from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.discovery import PART, DnsShards, discover, parse_shards
 from embedserve.shard_client.part_stats import PartStats, VersionKey
@@ -56,8 +57,8 @@ class Shards:
     def __init__(self, settings: ServeSettings) -> None:
         """
         Raises:
-            ValueError: ``settings.shards`` does not say where addresses come from, or a certificate
-                or the token cannot be used.
+            ValueError: ``settings.shards`` does not say where addresses come from,
+                ``settings.on_missing`` is invalid, or a certificate or the token cannot be used.
             OSError: a file of them cannot be read.
         """
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -68,6 +69,7 @@ class Shards:
         )
         self._credentials = ShardCredentials(settings)
         self._partial_dtype = settings.partial_dtype
+        self._on_missing = MissingPolicy.parse(settings.on_missing)
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
         self._tasks: list[asyncio.Task[None]] = []
         self._engines: list[ref[RouterEngine]] = []
@@ -118,7 +120,7 @@ class Shards:
         return engines
 
     def _engine(self, version: ModelVersion) -> RouterEngine:
-        return RouterEngine(version, self, self._partial_dtype)
+        return RouterEngine(version, self, self._partial_dtype, self._on_missing)
 
     async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:
         async with self._running():
@@ -189,6 +191,10 @@ class Shards:
         client = self._clients[served.parts][served.part]
         key = VersionKey(served.model, served.version)
         client.look_up(key, message, deadline_s, on_done, calls)
+
+    def count_missing(self, served: ServedPart) -> None:
+        """Counts a batch that is answered without ``served``."""
+        self._clients[served.parts][served.part].stats.missing += 1
 
     def _expect(self, parts: Sequence[ServedPart]) -> None:
         """Lets replicas join for a version.

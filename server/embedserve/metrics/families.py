@@ -154,6 +154,9 @@ FAMILIES = (
     Family("embedserve_shard_bytes", COUNTER, ("part", "direction"), "bytes",
            "Bytes of the messages of calls to a part: sent, of every call of a replica, and "
            "received, of the responses that were used."),
+    Family("embedserve_missing_parts", COUNTER, ("part",), "batches",
+           "Batches that were answered without a part, because no replica of it was available "
+           "(--on-missing zeros)."),
     Family("embedserve_shard_replicas", GAUGE, ("part", "model", "version", "state"), "replicas",
            "Replicas of a part that may be called for a version: the smallest number over the "
            "ready workers. The state is served, or next for a version that the store names and "

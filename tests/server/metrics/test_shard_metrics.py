@@ -57,7 +57,9 @@ class Routers:
 
 
 def counted(hedges: int = 0, **seconds: float) -> PartStats:
-    stats = PartStats(hedges=hedges, retries=2, hung=3, bytes_sent=100, bytes_received=10)
+    stats = PartStats(
+        hedges=hedges, retries=2, hung=3, bytes_sent=100, bytes_received=10, missing=4
+    )
     for outcome, took_s in seconds.items():
         stats.seconds[outcome].observe(took_s)
     return stats
@@ -83,12 +85,14 @@ def test_calls_of_all_workers_are_added() -> None:
         "hung 0": 9,
         "bytes 0 sent": 300,
         "bytes 0 received": 30,
+        "embedserve_missing_parts 0": 12,
         "calls 1 ok": 0,
         "hedges 1": 0,
         "retries 1": 2,
         "hung 1": 3,
         "bytes 1 sent": 100,
         "bytes 1 received": 10,
+        "embedserve_missing_parts 1": 4,
     }
 
 
