@@ -148,6 +148,7 @@ class Batch:
             several servers answer. Their values are not to be used.
         missing_counts: int64 [requests, F] number of ids whose rows no server could look up, where
             the values may lack them; None if there are none.
+        missing_parts: parts of the tables whose rows the values may lack.
         calls: record of the calls of other servers; None if no request of the batch is traced.
     """
 
@@ -162,6 +163,7 @@ class Batch:
     view: tuple[int, int] | None = None
     failures: Sequence[tuple[np.ndarray, EmbedServeError]] = ()
     missing_counts: np.ndarray | None = None
+    missing_parts: Sequence[int] = ()
     calls: CallTrace | None = None
 
     @property

@@ -34,7 +34,6 @@ class LocalShards:
         asked: parts that were asked, in order.
         dtypes: dtype of the values of each answer, in order.
         traced: records of calls of the last batch, by part.
-        missing: parts that batches were answered without, in order.
     """
 
     traces_calls = True
@@ -46,7 +45,6 @@ class LocalShards:
         self.asked: list[int] = []
         self.dtypes: list[str] = []
         self.traced: dict[int, CallTrace | None] = {}
-        self.missing: list[int] = []
         self.versions: list[ModelVersion] = [
             ModelStore(store, holds=Part(part, parts)).load(model) for part in range(parts)
         ]
@@ -64,9 +62,6 @@ class LocalShards:
         reply = self.replies.get(served.part) or self._answer(served, b"".join(message))
         assert self.loop is not None
         self.loop.call_soon(on_done, reply)
-
-    def count_missing(self, served: ServedPart) -> None:
-        self.missing.append(served.part)
 
     def _answer(self, served: ServedPart, message: bytes) -> Reply:
         request = embedding_pb2.EmbedRequest.FromString(message)

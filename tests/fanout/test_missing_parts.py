@@ -77,7 +77,7 @@ def test_it_answers_as_if_the_ids_had_not_been_sent(
     assert not batch.is_whole
     assert batch.missing_counts is not None
     assert batch.missing_counts.tolist() == (MISSING if parts == [1] else [[4, 3], [1, 2]])
-    assert shards.missing == [part for part in parts if part < 2]  # no id is on part 2
+    assert batch.missing_parts == [part for part in parts if part < 2]  # no id is on part 2
 
 
 def test_nothing_is_said_where_nothing_is_missing(store: Path) -> None:
@@ -86,7 +86,7 @@ def test_nothing_is_said_where_nothing_is_missing(store: Path) -> None:
         shards.replies[2] = GONE
         batch, _ = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
     assert batch.is_whole
-    assert shards.missing == []
+    assert batch.missing_parts == ()
 
 
 def test_tables_may_differ(store: Path) -> None:
@@ -103,10 +103,10 @@ def test_tables_may_differ(store: Path) -> None:
         assert np.array_equal(values[2], expected[2])
         assert batch.missing_counts is not None
         assert batch.missing_counts[1].tolist() == MISSING[1]
-        assert shards.missing == [1]
+        assert batch.missing_parts == [1]
         users = batch_of(engine, np.array([10]), np.array([1, 0], np.int32))[0]
         assert users.missing_counts is None
-        assert shards.missing == [1]
+        assert users.missing_parts == ()
 
 
 def other_version(response: embedding_pb2.EmbedResponse) -> None:
@@ -149,7 +149,6 @@ def test_goldens_lack_nothing(store: Path) -> None:
             engine.warm_up()
         with pytest.raises(NotReadyError):
             engine.lookup(IDS, LENGTHS)
-    assert shards.missing == []
 
 
 def test_missing_rows_of_an_unpooled_model_are_zeros(tmp_path: Path) -> None:

@@ -320,11 +320,7 @@ class Batcher:
         batch: Batch,
     ) -> None:
         examples, ids = batch.batch_size, batch.ids.size
-        self._counts.batch_examples.observe(examples)
-        self._counts.batch_ids.observe(ids)
-        self._counts.lookups.observe(batch)
-        if batch.unknown_counts is not None:
-            self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
+        self._counts.observe_batch(batch)
         work_bytes = examples * self._work_per_example + ids * self._work_per_id
         if work_bytes <= self._inline_bytes_max:
             self._finish(taken, batch, [self._lookups.run(batch)])
@@ -363,6 +359,8 @@ class Batcher:
                 self._fail(taken, values)
                 return
             pieces.append(values)
+        if batch.missing_parts:
+            self._counts.count_missing(batch.missing_parts)
         try:
             requests = [pending.request for pending in taken]
             results = self._lookups.split(requests, batch, pieces)

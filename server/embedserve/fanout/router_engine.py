@@ -93,8 +93,6 @@ class PartCaller(Protocol):
         calls: CallTrace | None,
     ) -> object: ...
 
-    def count_missing(self, served: ServedPart) -> None: ...
-
 
 def served_parts(version: ModelVersion) -> list[ServedPart]:
     """Returns what the shards of each part of ``version`` have to serve."""
@@ -233,10 +231,6 @@ class RouterEngine:
             return DeadlineExceededError(f"{who} has not answered in time")
         return EngineError(f"the lookup in {who} failed; the server's log says why")
 
-    def count_missing(self, part: int) -> None:
-        """Counts a batch that is answered without ``part``."""
-        self._shards.count_missing(self.parts[part])
-
     def log_failure(self, batch: Batch) -> None:
         """Logs the unexpected error that is being handled, with a rate limit."""
         kind = f"adding what the parts of {self.manifest.model!r} returned fails"
@@ -364,7 +358,7 @@ class _Fanout:
             self._batch.failures = [*self._batch.failures, failed]
         if counts[:, ~fails].any():
             self._missing = counts if self._missing is None else self._missing + counts
-            self._engine.count_missing(part)
+            self._batch.missing_parts = [*self._batch.missing_parts, part]
 
     def _found_lengths(self) -> np.ndarray:
         """Returns the lengths of the batch without the ids of missing parts, which are counted by

@@ -192,10 +192,6 @@ class Shards:
         key = VersionKey(served.model, served.version)
         client.look_up(key, message, deadline_s, on_done, calls)
 
-    def count_missing(self, served: ServedPart) -> None:
-        """Counts a batch that is answered without ``served``."""
-        self._clients[served.parts][served.part].stats.missing += 1
-
     def _expect(self, parts: Sequence[ServedPart]) -> None:
         """Lets replicas join for a version.
 

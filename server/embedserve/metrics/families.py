@@ -154,9 +154,6 @@ FAMILIES = (
     Family("embedserve_shard_bytes", COUNTER, ("part", "direction"), "bytes",
            "Bytes of the messages of calls to a part: sent, of every call of a replica, and "
            "received, of the responses that were used."),
-    Family("embedserve_missing_parts", COUNTER, ("part",), "batches",
-           "Batches that were answered without a part, because no replica of it was available "
-           "(--on-missing zeros)."),
     Family("embedserve_shard_replicas", GAUGE, ("part", "model", "version", "state"), "replicas",
            "Replicas of a part that may be called for a version: the smallest number over the "
            "ready workers. The state is served, or next for a version that the store names and "
@@ -169,6 +166,9 @@ FAMILIES = (
            "Ids in a batch."),
     Family("embedserve_lookup_seconds", HISTOGRAM, VERSION, "seconds",
            "Seconds of the lookup of a batch."),
+    Family("embedserve_missing_parts", COUNTER, (*VERSION, "part"), "batches",
+           "Batches that a router answered without a part, because no replica of it was available "
+           "(--on-missing zeros)."),
     Family("embedserve_unknown_ids", COUNTER, (*VERSION, "feature"), "ids",
            "Ids without a row that were skipped or looked up as the default row, by feature."),
     Family("embedserve_model_version", GAUGE, NAME, "",

@@ -25,7 +25,6 @@ COUNTS = (
     ("embedserve_shard_hung", ()),
     ("embedserve_shard_bytes", ("sent",)),
     ("embedserve_shard_bytes", ("received",)),
-    ("embedserve_missing_parts", ()),
 )
 """Family and further labels of each counter of a part, in the order of the cells."""
 _WIDTHS = (len(SHARD_OUTCOMES), histogram_cells(SECONDS_BUCKETS), len(COUNTS))
@@ -71,7 +70,6 @@ class PartCounts(Protocol):
         retries: calls of replicas after one that failed.
         hung: calls of replicas because another was silent.
         bytes_sent, bytes_received: bytes of messages.
-        missing: batches that were answered without the part.
     """
 
     hedges: int
@@ -79,7 +77,6 @@ class PartCounts(Protocol):
     hung: int
     bytes_sent: int
     bytes_received: int
-    missing: int
 
     @property
     def seconds(self) -> Mapping[str, CallSeconds]:
@@ -199,7 +196,7 @@ def _cells_of(counts: PartCounts) -> Cells:
     calls = np.array([one.counts for one in seconds], np.float64)
     total_s = sum(one.total_s for one in seconds)
     messages = (counts.bytes_sent, counts.bytes_received)
-    extra = (counts.hedges, counts.retries, counts.hung, *messages, counts.missing)
+    extra = (counts.hedges, counts.retries, counts.hung, *messages)
     cells: Cells = np.concatenate([calls.sum(axis=1), calls.sum(axis=0), [total_s], extra])
     return cells
 

@@ -88,7 +88,6 @@ class PartStats:
         hung: calls elsewhere because a replica was silent.
         bytes_sent: bytes of request messages, of every attempt.
         bytes_received: bytes of response messages that were used.
-        missing: batches that were answered without the part.
         replicas: number of replicas that have joined, by version.
     """
 
@@ -101,7 +100,6 @@ class PartStats:
     hung: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    missing: int = 0
     replicas: dict[VersionKey, int] = field(default_factory=dict)
 
     @property
