@@ -28,9 +28,7 @@ class UnpooledBatch:
             skipped: positions of ids whose rows nobody reads; None if there are none.
         """
         self._partition = partition
-        self._is_known = np.ones(ids.size, bool)
-        if skipped is not None:
-            self._is_known[skipped] = False
+        self._skipped = skipped
         self._lengths = lengths.reshape(len(partition.manifest.features), -1)
         distinct, self._inverse = [], []
         for rows in np.split(ids, self._lengths.sum(axis=1, dtype=np.int64).cumsum()[:-1]):
@@ -83,12 +81,15 @@ class UnpooledBatch:
         return to_float32(np.concatenate(of_keys))
 
     def count_ids_on(self, part: int) -> np.ndarray:
-        """Returns the numbers of ids on ``part``, int [features, examples]."""
+        """Returns the numbers of ids on ``part``, int [features, examples], without skipped ids."""
         features, examples = self._lengths.shape
-        is_there = []
+        pieces = []
         for counts, inverse in zip(self._counts.T, self._inverse, strict=True):
             parts = np.repeat(np.arange(counts.size), counts)  # of each distinct row
-            is_there.append(parts[inverse] == part)
+            pieces.append(parts[inverse] == part)
+        is_there = np.concatenate(pieces)
+        if self._skipped is not None:
+            is_there[self._skipped] = False
         bags = np.repeat(np.arange(features * examples), self._lengths.reshape(-1))
-        found = bags[np.concatenate(is_there) & self._is_known]
-        return np.bincount(found, minlength=features * examples).reshape(features, -1)
+        counts = np.bincount(bags[is_there], minlength=features * examples)
+        return counts.reshape(features, -1)
