@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n embedserve_proto/embedding.proto\x12\rembedserve.v1\"\xbb\x02\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x0b\n\x03ids\x18\x03 \x03(\x03\x12\x0f\n\x07lengths\x18\x04 \x03(\x05\x12\x0f\n\x07weights\x18\x05 \x03(\x02\x12\x11\n\tids_bytes\x18\x06 \x01(\x0c\x12\x15\n\rlengths_bytes\x18\x07 \x01(\x0c\x12\x15\n\rweights_bytes\x18\x08 \x01(\x0c\x12\x13\n\x0bstring_keys\x18\t \x03(\t\x12\x12\n\nstring_ids\x18\n \x03(\t\x12\x30\n\x0coutput_dtype\x18\x0b \x01(\x0e\x32\x1a.embedserve.v1.OutputDType\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x13\n\x0boutput_keys\x18\r \x03(\t\x12\x11\n\x07min_seq\x18\x0e \x01(\x03H\x00\x42\n\n\x08\x61\x63\x63\x65pted\"\xef\x02\n\rEmbedResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0c\n\x04keys\x18\x03 \x03(\t\x12\x16\n\x0elength_per_key\x18\x04 \x03(\x05\x12\x12\n\nbatch_size\x18\x05 \x01(\x05\x12\x0e\n\x06values\x18\x06 \x01(\x0c\x12#\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x14.embedserve.v1.Error\x12\x41\n\x0bunknown_ids\x18\x08 \x03(\x0b\x32,.embedserve.v1.EmbedResponse.UnknownIdsEntry\x12\x0f\n\x07lengths\x18\t \x03(\x05\x12\x30\n\x0coutput_dtype\x18\n \x01(\x0e\x32\x1a.embedserve.v1.OutputDType\x12\r\n\x03seq\x18\x0b \x01(\x03H\x00\x1a\x31\n\x0fUnknownIdsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x07\n\x05\x64\x65lta\"5\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\"Q\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.embedserve.v1.Model\x12\x15\n\rdefault_model\x18\x02 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xe7\x01\n\x05Model\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12\x0c\n\x04keys\x18\x04 \x03(\t\x12\x16\n\x0elength_per_key\x18\x05 \x03(\x05\x12$\n\x06tables\x18\x06 \x03(\x0b\x32\x14.embedserve.v1.Table\x12\x10\n\x08unpooled\x18\x07 \x01(\x08\x12\r\n\x05\x61lias\x18\x08 \x01(\t\x12\r\n\x05share\x18\t \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x0c\n\x04part\x18\x0b \x01(\x05\x12\r\n\x05parts\x18\x0c \x01(\x05\"\xac\x01\n\x05Table\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0enum_embeddings\x18\x02 \x01(\x03\x12\x15\n\rembedding_dim\x18\x03 \x01(\x05\x12\x0f\n\x07pooling\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\x12\x10\n\x08sharding\x18\x07 \x01(\t\x12\"\n\x03ids\x18\x08 \x01(\x0b\x32\x15.embedserve.v1.IdRule\"\x91\x01\n\x06IdRule\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0f\n\x07id_type\x18\x02 \x01(\t\x12\x0f\n\x07\x65ntries\x18\x03 \x01(\x03\x12\x0f\n\x07modulus\x18\x04 \x01(\x03\x12\x0e\n\x06offset\x18\x05 \x01(\x03\x12\x0f\n\x07unknown\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x66\x61ult_row\x18\x07 \x01(\x03\x12\x10\n\x08\x65xamples\x18\x08 \x03(\t*\'\n\x0bOutputDType\x12\x0b\n\x07\x46LOAT32\x10\x00\x12\x0b\n\x07\x46LOAT16\x10\x01\x32\xb9\x02\n\x10\x45mbeddingService\x12\x42\n\x05\x45mbed\x12\x1b.embedserve.v1.EmbedRequest\x1a\x1c.embedserve.v1.EmbedResponse\x12L\n\x0b\x45mbedStream\x12\x1b.embedserve.v1.EmbedRequest\x1a\x1c.embedserve.v1.EmbedResponse(\x01\x30\x01\x12Q\n\nListModels\x12 .embedserve.v1.ListModelsRequest\x1a!.embedserve.v1.ListModelsResponse\x12@\n\x08GetModel\x12\x1e.embedserve.v1.GetModelRequest\x1a\x14.embedserve.v1.ModelB\x18Z\x16\x65mbedserve/embeddingpbb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n embedserve_proto/embedding.proto\x12\rembedserve.v1\"\xbb\x02\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x0b\n\x03ids\x18\x03 \x03(\x03\x12\x0f\n\x07lengths\x18\x04 \x03(\x05\x12\x0f\n\x07weights\x18\x05 \x03(\x02\x12\x11\n\tids_bytes\x18\x06 \x01(\x0c\x12\x15\n\rlengths_bytes\x18\x07 \x01(\x0c\x12\x15\n\rweights_bytes\x18\x08 \x01(\x0c\x12\x13\n\x0bstring_keys\x18\t \x03(\t\x12\x12\n\nstring_ids\x18\n \x03(\t\x12\x30\n\x0coutput_dtype\x18\x0b \x01(\x0e\x32\x1a.embedserve.v1.OutputDType\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x13\n\x0boutput_keys\x18\r \x03(\t\x12\x11\n\x07min_seq\x18\x0e \x01(\x03H\x00\x42\n\n\x08\x61\x63\x63\x65pted\"\xe5\x03\n\rEmbedResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0c\n\x04keys\x18\x03 \x03(\t\x12\x16\n\x0elength_per_key\x18\x04 \x03(\x05\x12\x12\n\nbatch_size\x18\x05 \x01(\x05\x12\x0e\n\x06values\x18\x06 \x01(\x0c\x12#\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x14.embedserve.v1.Error\x12\x41\n\x0bunknown_ids\x18\x08 \x03(\x0b\x32,.embedserve.v1.EmbedResponse.UnknownIdsEntry\x12\x0f\n\x07lengths\x18\t \x03(\x05\x12\x30\n\x0coutput_dtype\x18\n \x01(\x0e\x32\x1a.embedserve.v1.OutputDType\x12\r\n\x03seq\x18\x0b \x01(\x03H\x00\x12\x41\n\x0bmissing_ids\x18\x0c \x03(\x0b\x32,.embedserve.v1.EmbedResponse.MissingIdsEntry\x1a\x31\n\x0fUnknownIdsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x31\n\x0fMissingIdsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x07\n\x05\x64\x65lta\"5\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\"Q\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.embedserve.v1.Model\x12\x15\n\rdefault_model\x18\x02 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xe7\x01\n\x05Model\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x10\n\x08\x66\x65\x61tures\x18\x03 \x03(\t\x12\x0c\n\x04keys\x18\x04 \x03(\t\x12\x16\n\x0elength_per_key\x18\x05 \x03(\x05\x12$\n\x06tables\x18\x06 \x03(\x0b\x32\x14.embedserve.v1.Table\x12\x10\n\x08unpooled\x18\x07 \x01(\x08\x12\r\n\x05\x61lias\x18\x08 \x01(\t\x12\r\n\x05share\x18\t \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\n \x01(\t\x12\x0c\n\x04part\x18\x0b \x01(\x05\x12\r\n\x05parts\x18\x0c \x01(\x05\"\xac\x01\n\x05Table\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0enum_embeddings\x18\x02 \x01(\x03\x12\x15\n\rembedding_dim\x18\x03 \x01(\x05\x12\x0f\n\x07pooling\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x06 \x03(\t\x12\x10\n\x08sharding\x18\x07 \x01(\t\x12\"\n\x03ids\x18\x08 \x01(\x0b\x32\x15.embedserve.v1.IdRule\"\x91\x01\n\x06IdRule\x12\x0c\n\x04rule\x18\x01 \x01(\t\x12\x0f\n\x07id_type\x18\x02 \x01(\t\x12\x0f\n\x07\x65ntries\x18\x03 \x01(\x03\x12\x0f\n\x07modulus\x18\x04 \x01(\x03\x12\x0e\n\x06offset\x18\x05 \x01(\x03\x12\x0f\n\x07unknown\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x66\x61ult_row\x18\x07 \x01(\x03\x12\x10\n\x08\x65xamples\x18\x08 \x03(\t*\'\n\x0bOutputDType\x12\x0b\n\x07\x46LOAT32\x10\x00\x12\x0b\n\x07\x46LOAT16\x10\x01\x32\xb9\x02\n\x10\x45mbeddingService\x12\x42\n\x05\x45mbed\x12\x1b.embedserve.v1.EmbedRequest\x1a\x1c.embedserve.v1.EmbedResponse\x12L\n\x0b\x45mbedStream\x12\x1b.embedserve.v1.EmbedRequest\x1a\x1c.embedserve.v1.EmbedResponse(\x01\x30\x01\x12Q\n\nListModels\x12 .embedserve.v1.ListModelsRequest\x1a!.embedserve.v1.ListModelsResponse\x12@\n\x08GetModel\x12\x1e.embedserve.v1.GetModelRequest\x1a\x14.embedserve.v1.ModelB\x18Z\x16\x65mbedserve/embeddingpbb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,28 +34,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\026embedserve/embeddingpb'
   _globals['_EMBEDRESPONSE_UNKNOWNIDSENTRY']._loaded_options = None
   _globals['_EMBEDRESPONSE_UNKNOWNIDSENTRY']._serialized_options = b'8\001'
-  _globals['_OUTPUTDTYPE']._serialized_start=1489
-  _globals['_OUTPUTDTYPE']._serialized_end=1528
+  _globals['_EMBEDRESPONSE_MISSINGIDSENTRY']._loaded_options = None
+  _globals['_EMBEDRESPONSE_MISSINGIDSENTRY']._serialized_options = b'8\001'
+  _globals['_OUTPUTDTYPE']._serialized_start=1607
+  _globals['_OUTPUTDTYPE']._serialized_end=1646
   _globals['_EMBEDREQUEST']._serialized_start=52
   _globals['_EMBEDREQUEST']._serialized_end=367
   _globals['_EMBEDRESPONSE']._serialized_start=370
-  _globals['_EMBEDRESPONSE']._serialized_end=737
-  _globals['_EMBEDRESPONSE_UNKNOWNIDSENTRY']._serialized_start=679
-  _globals['_EMBEDRESPONSE_UNKNOWNIDSENTRY']._serialized_end=728
-  _globals['_ERROR']._serialized_start=739
-  _globals['_ERROR']._serialized_end=792
-  _globals['_LISTMODELSREQUEST']._serialized_start=794
-  _globals['_LISTMODELSREQUEST']._serialized_end=813
-  _globals['_LISTMODELSRESPONSE']._serialized_start=815
-  _globals['_LISTMODELSRESPONSE']._serialized_end=896
-  _globals['_GETMODELREQUEST']._serialized_start=898
-  _globals['_GETMODELREQUEST']._serialized_end=930
-  _globals['_MODEL']._serialized_start=933
-  _globals['_MODEL']._serialized_end=1164
-  _globals['_TABLE']._serialized_start=1167
-  _globals['_TABLE']._serialized_end=1339
-  _globals['_IDRULE']._serialized_start=1342
-  _globals['_IDRULE']._serialized_end=1487
-  _globals['_EMBEDDINGSERVICE']._serialized_start=1531
-  _globals['_EMBEDDINGSERVICE']._serialized_end=1844
+  _globals['_EMBEDRESPONSE']._serialized_end=855
+  _globals['_EMBEDRESPONSE_UNKNOWNIDSENTRY']._serialized_start=746
+  _globals['_EMBEDRESPONSE_UNKNOWNIDSENTRY']._serialized_end=795
+  _globals['_EMBEDRESPONSE_MISSINGIDSENTRY']._serialized_start=797
+  _globals['_EMBEDRESPONSE_MISSINGIDSENTRY']._serialized_end=846
+  _globals['_ERROR']._serialized_start=857
+  _globals['_ERROR']._serialized_end=910
+  _globals['_LISTMODELSREQUEST']._serialized_start=912
+  _globals['_LISTMODELSREQUEST']._serialized_end=931
+  _globals['_LISTMODELSRESPONSE']._serialized_start=933
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1014
+  _globals['_GETMODELREQUEST']._serialized_start=1016
+  _globals['_GETMODELREQUEST']._serialized_end=1048
+  _globals['_MODEL']._serialized_start=1051
+  _globals['_MODEL']._serialized_end=1282
+  _globals['_TABLE']._serialized_start=1285
+  _globals['_TABLE']._serialized_end=1457
+  _globals['_IDRULE']._serialized_start=1460
+  _globals['_IDRULE']._serialized_end=1605
+  _globals['_EMBEDDINGSERVICE']._serialized_start=1649
+  _globals['_EMBEDDINGSERVICE']._serialized_end=1962
 # @@protoc_insertion_point(module_scope)

@@ -47,8 +47,15 @@ class EmbedRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ids: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ..., ids_bytes: _Optional[bytes] = ..., lengths_bytes: _Optional[bytes] = ..., weights_bytes: _Optional[bytes] = ..., string_keys: _Optional[_Iterable[str]] = ..., string_ids: _Optional[_Iterable[str]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ..., version: _Optional[str] = ..., output_keys: _Optional[_Iterable[str]] = ..., min_seq: _Optional[int] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
-    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error", "unknown_ids", "lengths", "output_dtype", "seq")
+    __slots__ = ("model", "version", "keys", "length_per_key", "batch_size", "values", "error", "unknown_ids", "lengths", "output_dtype", "seq", "missing_ids")
     class UnknownIdsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class MissingIdsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +73,7 @@ class EmbedResponse(_message.Message):
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
+    MISSING_IDS_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: int
     keys: _containers.RepeatedScalarFieldContainer[str]
@@ -77,7 +85,8 @@ class EmbedResponse(_message.Message):
     lengths: _containers.RepeatedScalarFieldContainer[int]
     output_dtype: OutputDType
     seq: int
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., unknown_ids: _Optional[_Mapping[str, int]] = ..., lengths: _Optional[_Iterable[int]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ..., seq: _Optional[int] = ...) -> None: ...
+    missing_ids: _containers.ScalarMap[str, int]
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., length_per_key: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., unknown_ids: _Optional[_Mapping[str, int]] = ..., lengths: _Optional[_Iterable[int]] = ..., output_dtype: _Optional[_Union[OutputDType, str]] = ..., seq: _Optional[int] = ..., missing_ids: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "field")

@@ -236,6 +236,12 @@ class ServeSettings:
         "smallest of those that are whole on one part, up to this sum. 0: none.",
         min=0,
     )
+    on_missing: tuple[str, ...] = setting(
+        (),
+        "Answer of a router for rows of a part without a replica. fail: the request fails; zeros: "
+        "the response lacks these rows, and counts them by feature. TABLE=fail or TABLE=zeros: for "
+        "one table. Repeatable. Default: fail.",
+    )
     shard_ca: str = setting(
         "",
         "PEM file with the CAs of the shards' certificates; a router then connects over TLS. "
@@ -373,8 +379,6 @@ class ServeSettings:
         return self.workers > 1 or self.deltas != "none"
 
 
-UDS_MODE_MAX = 0o777
-UDS_MODE_DIGITS_MAX = 4
 CHOICES = {
     "deltas": ("none", "follow"),
     "follow": ("none", "alias", "latest"),
@@ -394,13 +398,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def uds_mode(settings: ServeSettings) -> int:
-    """Returns the mode of the Unix socket files. Raises ValueError for an invalid mode."""
-    mode = settings.uds_mode
-    if not mode or len(mode) > UDS_MODE_DIGITS_MAX or mode.strip("01234567"):
-        raise ValueError(f"uds_mode is {mode!r}, expected octal digits such as 600")
-    if int(mode, 8) > UDS_MODE_MAX:
-        raise ValueError(f"uds_mode is {mode!r}, expected {UDS_MODE_MAX:o} at most")
-    return int(mode, 8)

@@ -113,6 +113,8 @@ class LookupResult:
             them all.
         output: response options of the request.
         seq: seq of the last delta in the rows; None for a version that follows no deltas.
+        missing_ids: number of ids whose rows no server could look up, by feature; ``values`` lack
+            them. None if there are none.
     """
 
     model: ModelInfo
@@ -122,6 +124,7 @@ class LookupResult:
     extra_chunks: Sequence[np.ndarray] = ()
     output: OutputOptions | None = None
     seq: int | None = None
+    missing_ids: Mapping[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -143,6 +146,9 @@ class Batch:
             version whose rows never change.
         failures: indices of examples that could not be looked up, and the reason, for a lookup that
             several servers answer. Their values are not to be used.
+        missing_counts: int64 [requests, F] number of ids whose rows no server could look up, where
+            the values may lack them; None if there are none.
+        missing_parts: parts of the tables whose rows the values may lack.
         calls: record of the calls of other servers; None if no request of the batch is traced.
     """
 
@@ -156,4 +162,11 @@ class Batch:
     skipped: np.ndarray | None = None
     view: tuple[int, int] | None = None
     failures: Sequence[tuple[np.ndarray, EmbedServeError]] = ()
+    missing_counts: np.ndarray | None = None
+    missing_parts: Sequence[int] = ()
     calls: CallTrace | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every example was looked up, with all its rows."""
+        return not self.failures and self.missing_counts is None

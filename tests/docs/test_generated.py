@@ -14,7 +14,7 @@ from documents import ROOT
 from prometheus_client import Metric
 from server.fake_deltas import followed
 from server.fake_models import ruled_info
-from server.fake_parts import FakeParts
+from server.fake_parts import FakeParts, in_parts
 from typer.main import get_group
 
 from embedserve.commands.cli import app
@@ -81,9 +81,11 @@ def families_with_samples() -> list[Metric]:
     model = ruled_info()
     status = DeltaStatus(LinePosition(7, 0, "0" * 64))
     deltas = replace(followed(status), notify=SharedFlag())
-    served = replace(model, plan=over_two_ranks(model.tables), deltas=deltas)
+    shards = FakeParts([(0, PartStats())], {("ruled", model.version): [2]})
+    plan = over_two_ranks(model.tables)
+    served = in_parts(replace(model, plan=plan, deltas=deltas), shards, parts=1)
     metrics = Metrics([served], parts=1)
-    metrics.shards.source = FakeParts([(0, PartStats())], {("ruled", served.version): [2]})
+    metrics.shards.source = shards
     metrics.models["ruled"].version.shadow.begin(1)
     metrics.protocols["rest"].count_answered(0.001, 100)
     metrics.protocols["grpc"].count_rejected("INTERNAL", "why", 0.001)

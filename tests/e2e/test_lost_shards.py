@@ -12,7 +12,9 @@ import httpx
 import pytest
 from e2e.parts_cluster import (
     BOTH_PARTS,
+    DIM,
     PARTS,
+    STEP,
     WAIT_S_MAX,
     Load,
     cluster,
@@ -20,6 +22,7 @@ from e2e.parts_cluster import (
     replicas,
     shard_metrics,
 )
+from running_servers import Running
 from stalling_proxy import stalling_proxy
 
 ANY_BYTES = 1 << 62
@@ -131,11 +134,12 @@ def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> No
     with cluster(store, tmp_path) as one:
         one.start_shards()
         router = one.start_router()
-        url = f"{router.http}/embed"
+        lenient = one.start_router("--on-missing", "user=zeros")
 
-        def ask(row: int) -> httpx.Response:
-            return httpx.post(url, json={"features": {"user": [[row]]}}, timeout=60)
+        def ask(*rows: int, of: Running = router) -> httpx.Response:
+            return httpx.post(f"{of.http}/embed", json={"features": {"user": [rows]}}, timeout=60)
 
+        assert "missing_ids" not in ask(3, 97, of=lenient).json()
         assert ask(97).status_code == 200
         one.shards[1, 0].process.kill()
         one.shards[1, 0].process.wait()
@@ -146,6 +150,14 @@ def test_without_a_replica_only_requests_for_its_rows_fail(tmp_path: Path) -> No
             response.json()["error"]["message"] == "part 1 of 2 of 'm' version 1 is not available"
         )
         assert ask(3).status_code == 200
+        lacking = ask(3, 97, 98, of=lenient).json()
+        assert lacking["missing_ids"] == {"user": 2}
+        assert lacking["values"] == [[STEP + 3.0] * DIM]
+        assert "missing_ids" not in ask(3, of=lenient).json()
+        exported = httpx.get(f"{lenient.http}/metrics", timeout=60).text
+        without = 'embedserve_missing_parts_total{alias="",model="m",part="%d",version="1"} %d.0'
+        assert without % (0, 0) in exported
+        assert without % (1, 1) in exported
         assert replicas(router) == [1, 0]
         metrics = shard_metrics(router)
         assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (1, 1)

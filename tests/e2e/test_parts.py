@@ -308,6 +308,11 @@ def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> No
         (("--partial-dtype", "float16"), "this server is no router"),
         (("--local-bytes", "0"), "local_bytes is 0, but this server is no router"),
         (("--shards", "file:x", "--partial-dtype", "int8"), "partial_dtype is 'int8'"),
+        (("--on-missing", "zeros"), "this server is no router"),
+        (
+            ("--shards", "file:x", "--on-missing", "usr=zeros"),
+            "names table 'usr', but 'm' has user",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(

@@ -7,13 +7,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 
 from embedserve.call_trace import CallTrace
+from embedserve.errors import EmbedServeError
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.part_messages import DTYPES
-from embedserve.fanout.router_engine import RouterEngine, ServedPart
+from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine, ServedPart
+from embedserve.lookup_types import Batch
+from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import OK, Reply
 from embedserve_proto import embedding_pb2
 from embedserve_store import ModelStore, ModelVersion
@@ -128,6 +132,7 @@ def routed(
     store: Path,
     model: str,
     partial_dtype: str = "float32",
+    on_missing: MissingPolicy = FAIL_ALL,
     local: LocalTables = NO_ROWS,
     inline_bytes_max: int = 1 << 20,
 ) -> Iterator[RouterEngine]:
@@ -138,8 +143,35 @@ def routed(
     try:
         version = ModelStore(store, holds=local).load(model)
         parts = LocalParts(inline_bytes_max)
-        yield RouterEngine(version, shards, partial_dtype, parts.open(version))
+        yield RouterEngine(version, shards, partial_dtype, on_missing, parts.open(version))
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def batch_of(
+    engine: RouterEngine,
+    ids: np.ndarray,
+    lengths: np.ndarray,
+    weights: np.ndarray | None = None,
+    sizes: Sequence[int] = (),
+    calls: CallTrace | None = None,
+) -> tuple[Batch, np.ndarray | EmbedServeError]:
+    """Returns a batch of ``ids`` after its lookup, and how that ended. Without ``sizes`` it has one
+    request."""
+    examples = lengths.size // len(engine.manifest.features)
+    batch = Batch(ids, lengths, weights, list(sizes) or [examples], examples, calls=calls)
+    ends: list[np.ndarray | EmbedServeError] = []
+    loop = engine._shards.loop
+    assert loop is not None
+    is_done = threading.Event()
+
+    def end(values: np.ndarray | EmbedServeError) -> None:
+        ends.append(values)
+        is_done.set()
+
+    loop.call_soon_threadsafe(engine.begin, batch, perf_counter() + 60, end)
+    assert is_done.wait(60)
+    assert len(ends) == 1
+    return batch, ends[0]

@@ -177,7 +177,7 @@ def test_rows_of_parts_are_the_rows_of_whole_tables(counts: list[list[int]], see
 
 
 @pytest.mark.parametrize("tables", [POOLED, UNPOOLED])
-def test_the_examples_on_a_part_are_those_with_an_id_there(tables: list[TableSpec]) -> None:
+def test_the_ids_on_a_part_are_counted_by_feature_and_example(tables: list[TableSpec]) -> None:
     one = divided(tables, HOSTS)
     partition = Partition(one.manifest, HOSTS)
     # history, candidate, genres, user; two examples
@@ -189,9 +189,19 @@ def test_the_examples_on_a_part_are_those_with_an_id_there(tables: list[TableSpe
     else:
         found = UnpooledBatch(partition, ids, lengths)
     assert [lookup.part for lookup in found.lookups()] == [0, 2]
-    assert found.examples_on(0).tolist() == [0]
-    assert found.examples_on(1).tolist() == []
-    assert found.examples_on(2).tolist() == [1]
+    counts = [found.count_ids_on(part).tolist() for part in range(3)]
+    nothing = [[0, 0]] * 4
+    assert counts == [[[1, 0], *nothing[1:]], nothing, [[0, 0], [0, 1], *nothing[2:]]]
+
+
+def test_skipped_ids_are_on_no_part() -> None:
+    one = divided(UNPOOLED, HOSTS)
+    lengths = np.array([2, 1, 0, 1, 0, 0, 0, 0], np.int32)
+    found = UnpooledBatch(
+        Partition(one.manifest, HOSTS), np.array([0, 19, 0, 40]), lengths, np.array([0, 2])
+    )
+    assert found.count_ids_on(0).tolist() == [[1, 0], [0, 0], [0, 0], [0, 0]]
+    assert found.count_ids_on(2).tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
 
 
 def test_the_same_batch_has_the_same_bits_in_any_order_of_answers() -> None:

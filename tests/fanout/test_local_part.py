@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fanout.local_shards import LocalShards, routed
-from fanout.test_router_engine import batch_of
+from fanout.local_shards import LocalShards, batch_of, routed
 from lookup_cases import check_lookup
 from pooled import collection
 from torchrec import PoolingType

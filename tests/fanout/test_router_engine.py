@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import pytest
 import torch
-from fanout.local_shards import LocalShards, routed
+from fanout.local_shards import LocalShards, batch_of, routed
 from lookup_cases import check_lookup, pooled_source, unpooled_source
 from pooled import collection
 from torchrec import PoolingType
@@ -25,7 +23,6 @@ from embedserve.errors import (
     RequestTooLargeError,
 )
 from embedserve.fanout.router_engine import RouterEngine
-from embedserve.lookup_types import Batch
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     INTERNAL,
@@ -87,30 +84,6 @@ IDS, LENGTHS = np.array([0, 10, 11, 20]), np.array([1, 2, 1], np.int32)
 """Example 0 is on part 0, example 1 on part 1, example 2 on part 2."""
 
 
-def batch_of(
-    engine: RouterEngine,
-    ids: np.ndarray = IDS,
-    lengths: np.ndarray = LENGTHS,
-    calls: CallTrace | None = None,
-) -> tuple[Batch, np.ndarray | EmbedServeError]:
-    """Returns a batch of ``ids`` after its lookup, and how that ended."""
-    examples = lengths.size // len(engine.manifest.features)
-    batch = Batch(ids, lengths, None, [examples], examples, calls=calls)
-    ends: list[np.ndarray | EmbedServeError] = []
-    loop = engine._shards.loop
-    assert loop is not None
-    is_done = threading.Event()
-
-    def end(values: np.ndarray | EmbedServeError) -> None:
-        ends.append(values)
-        is_done.set()
-
-    loop.call_soon_threadsafe(engine.begin, batch, perf_counter() + 60, end)
-    assert is_done.wait(60)
-    assert len(ends) == 1
-    return batch, ends[0]
-
-
 @pytest.mark.parametrize(
     ("reply", "kind", "words"),
     [
@@ -134,7 +107,7 @@ def test_only_the_examples_of_a_part_that_fails_fail(
 ) -> None:
     expected = engine.lookup(IDS, LENGTHS)
     shards.replies[1] = reply
-    batch, values = batch_of(engine)
+    batch, values = batch_of(engine, IDS, LENGTHS)
     [(examples, error)] = batch.failures
     assert examples.tolist() == [1]
     assert type(error) is kind
@@ -175,7 +148,7 @@ def test_a_part_that_fails_leaves_the_rounded_values_of_the_others(
     with routed(shards, store, "m", "float16") as engine:
         expected = engine.lookup(IDS, LENGTHS)
         shards.replies[1] = Reply(UNAVAILABLE)
-        batch, values = batch_of(engine)
+        batch, values = batch_of(engine, IDS, LENGTHS)
     [(examples, _)] = batch.failures
     assert examples.tolist() == [1]
     assert isinstance(values, np.ndarray)
@@ -206,7 +179,7 @@ def test_a_wrong_answer_is_no_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     shards.changes[2] = change  # type: ignore[assignment]
-    batch, _ = batch_of(engine)
+    batch, _ = batch_of(engine, IDS, LENGTHS)
     [(examples, error)] = batch.failures
     assert examples.tolist() == [2]
     assert type(error) is EngineError
@@ -217,9 +190,9 @@ def test_the_calls_to_all_parts_are_recorded_for_the_batch(
     engine: RouterEngine, shards: LocalShards
 ) -> None:
     calls = CallTrace(TraceContext("a" * 32, "", True))
-    batch_of(engine, calls=calls)
+    batch_of(engine, IDS, LENGTHS, calls=calls)
     assert shards.traced == dict.fromkeys(range(PARTS), calls)
-    batch_of(engine)
+    batch_of(engine, IDS, LENGTHS)
     assert shards.traced == dict.fromkeys(range(PARTS))
 
 

@@ -146,7 +146,8 @@ class Json(Format):
             }
             lengths = [lengths[key] for key in keys]
         unknown, seq = told.get("unknown_ids", {}), told.get("seq")
-        return Vectors(told["model"], str(told["version"]), by_key, unknown, lengths, seq)
+        missing = told.get("missing_ids", {})
+        return Vectors(told["model"], str(told["version"]), by_key, unknown, lengths, seq, missing)
 
 
 def message_of(request: Request) -> pb.EmbedRequest:
@@ -174,7 +175,8 @@ def vectors_of(message: pb.EmbedResponse) -> Vectors:
     else:
         by_key = split_by_key(values.reshape(message.batch_size, -1), keys, dims)
     unknown, seq = dict(message.unknown_ids), message.seq if message.HasField("seq") else None
-    return Vectors(message.model, str(message.version), by_key, unknown, lengths, seq)
+    missing = dict(message.missing_ids)
+    return Vectors(message.model, str(message.version), by_key, unknown, lengths, seq, missing)
 
 
 class Protobuf(Format):
@@ -226,7 +228,8 @@ class Arrow(Format):
             by_key = {key: arrow_streams.vectors(table[key]) for key in keys}
             lengths = [[len(bag) for bag in table[key].to_pylist()] for key in keys]
         unknown, seq = told.get("unknown_ids", {}), told.get("seq")
-        return Vectors(told["model"], str(told["version"]), by_key, unknown, lengths, seq)
+        missing = told.get("missing_ids", {})
+        return Vectors(told["model"], str(told["version"]), by_key, unknown, lengths, seq, missing)
 
 
 class Grpc(Format):
@@ -302,8 +305,18 @@ def asked(request: Request) -> Asked:
 def inferred(answered: Answered) -> Vectors:
     parameters = dict(answered.parameters)
     seq = parameters.pop("seq", None)
-    unknown = {name.removeprefix("unknown_ids."): int(count) for name, count in parameters.items()}
-    return Vectors(answered.model, answered.version, answered.outputs, unknown, seq=seq)
+    counts: dict[str, dict[str, int]] = {"unknown_ids": {}, "missing_ids": {}}
+    for name, count in parameters.items():
+        kind, _, feature = name.partition(".")
+        counts[kind][feature] = int(count)
+    return Vectors(
+        answered.model,
+        answered.version,
+        answered.outputs,
+        counts["unknown_ids"],
+        seq=seq,
+        missing_ids=counts["missing_ids"],
+    )
 
 
 class Infer(Format):
@@ -411,7 +424,12 @@ class Predict(Grpc):
             for key, dim in self.dims.items()
         }
         seq = raw.headers.get("x-embedding-seq")
-        return Vectors(None, None, by_key, seq=None if seq is None else int(seq))
+        entries = raw.headers.get("x-embedding-missing-ids")
+        counts = [one.split("=") for one in entries.split(",")] if entries else []
+        missing = {unquote(feature): int(count) for feature, count in counts}
+        return Vectors(
+            None, None, by_key, seq=None if seq is None else int(seq), missing_ids=missing
+        )
 
 
 ROOM = 1 << 16

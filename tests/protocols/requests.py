@@ -62,6 +62,7 @@ class Vectors:
         unknown_ids: counts by feature; None where the protocol does not tell them.
         lengths: ids of each bag by key, of an unpooled model; None where the protocol has none.
         seq: seq of the last delta in the rows; None where the version follows no deltas.
+        missing_ids: counts of ids whose rows no server could look up, by feature.
     """
 
     model: str | None
@@ -70,6 +71,7 @@ class Vectors:
     unknown_ids: Mapping[str, int] | None = None
     lengths: Sequence[Sequence[int]] | None = None
     seq: int | None = None
+    missing_ids: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,15 @@ class Response:
     vectors: Vectors | None = None
 
 
+NOTHING: Mapping[str, int] = {}
+
+
 def check_vectors(
-    response: Response, engine: FakeEngine, request: Request, seq: int | None = None
+    response: Response,
+    engine: FakeEngine,
+    request: Request,
+    seq: int | None = None,
+    missing_ids: Mapping[str, int] = NOTHING,
 ) -> None:
     """Compares with the oracle: every key, bit by bit, and all that the protocol tells."""
     assert response.code == "OK", response
@@ -106,6 +115,7 @@ def check_vectors(
         assert vectors.by_key[key].dtype == expected[key].dtype
         assert np.array_equal(vectors.by_key[key], expected[key]), key
     assert vectors.seq == seq
+    assert vectors.missing_ids == missing_ids
     if vectors.model is not None:
         assert (vectors.model, vectors.version) == (info.name, str(info.version))
     if vectors.unknown_ids is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from embedserve.model_info import ModelInfo
 from embedserve.shard_client.part_stats import PartStats
+from embedserve_store.plans.host_plan import HostPlan
 
 
 @dataclass
@@ -31,3 +33,9 @@ class FakeParts:
             {"part": part, "replicas": count, "why": "" if count else f"part {part} is lost"}
             for part, count in enumerate(self.replicas(model, version))
         ]
+
+
+def in_parts(model: ModelInfo, shards: FakeParts, parts: int = 2) -> ModelInfo:
+    """Returns ``model`` as a router serves it. All rows are on the last part."""
+    rows = {one.name: (*[0] * parts, one.num_embeddings) for one in model.tables}
+    return replace(model, plan=replace(model.plan, hosts=HostPlan(parts, rows)), shards=shards)

@@ -119,10 +119,15 @@ class AnswerReader:
                 f"bytes, not {batch_size} in {expected_bytes}"
             )
         values = np.frombuffer(message.values, dtype=dtype).reshape(rows, width)
-        unknown_ids = dict(message.unknown_ids)
-        seq = message.seq if message.HasField("seq") else None
         return EmbedResult(
-            values, layout, message.model, message.version, unknown_ids, lengths, seq
+            values,
+            layout,
+            message.model,
+            message.version,
+            dict(message.unknown_ids),
+            lengths,
+            message.seq if message.HasField("seq") else None,
+            dict(message.missing_ids),
         )
 
     def outcome(

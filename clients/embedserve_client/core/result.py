@@ -80,6 +80,8 @@ class EmbedResult:
             None.
         seq: sequence number (seq) of the last delta in the rows, 0 before the first; None if the
             version follows no deltas.
+        missing_ids: number of ids whose rows no server could look up, by feature; the vectors lack
+            them. Only features that have any; empty unless a router has --on-missing zeros.
     """
 
     values: Vectors
@@ -89,6 +91,7 @@ class EmbedResult:
     unknown_ids: dict[str, int] = field(default_factory=dict)
     lengths: NDArray[np.int32] | None = None
     seq: int | None = None
+    missing_ids: dict[str, int] = field(default_factory=dict)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -117,8 +120,14 @@ class EmbedResult:
         head = f"{self.model} version {self.version}{seq}: {examples}, {self.values.dtype.name}"
         width = max(map(len, self.keys), default=0)
         lines = [f"  {key:{width}}  {_short(self[key])}" for key in self.keys]
-        unknown = ", ".join(f"{count} of {key}" for key, count in self.unknown_ids.items())
-        return "\n".join([head, *lines, *([f"  ids without a row: {unknown}"] if unknown else [])])
+        for words, counts in (
+            ("ids without a row", self.unknown_ids),
+            ("ids that could not be looked up", self.missing_ids),
+        ):
+            if counts:
+                shown = ", ".join(f"{count} of {feature}" for feature, count in counts.items())
+                lines.append(f"  {words}: {shown}")
+        return "\n".join([head, *lines])
 
     def __getitem__(self, key: str) -> Any:
         """Returns the vectors of one key: a view [batch_size, width of the key], or JaggedVectors

@@ -155,6 +155,7 @@ class SharedMemory:
             answer.unknown_ids,
             lengths,
             answer.seq,
+            answer.missing_ids,
         )
 
     def _learn(self, model: str | None, answer: EmbedResult, turn: int) -> None:

@@ -31,6 +31,8 @@ BYTE_SIZE = "shared_memory_byte_size"
 """Names of the parameters that locate a tensor in shared memory."""
 UNKNOWN_IDS = "unknown_ids."
 """Prefix of the response parameters that count unknown ids."""
+MISSING_IDS = "missing_ids."
+"""Prefix of the response parameters that count ids whose rows no server could look up."""
 SEQ = "seq"
 """Response parameter with the seq of the rows."""
 DATATYPES = {"float32": "FP32", "float16": "FP16"}
@@ -122,6 +124,7 @@ class Answer:
     outputs: list[Output]
     dtype: np.dtype[Any]
     unknown_ids: dict[str, int]
+    missing_ids: dict[str, int]
     seq: int | None
 
 
@@ -223,14 +226,17 @@ def answer_of(
     if not all(is_placed for _, _, _, is_placed in told):
         raise ValueError("an output is not in shared memory")
     numbers = dict(parameters)
-    unknown_ids = {
-        name.removeprefix(UNKNOWN_IDS): int(number)
-        for name, number in numbers.items()
-        if name.startswith(UNKNOWN_IDS)
-    }
+    unknown_ids, missing_ids = (
+        {
+            name.removeprefix(prefix): int(number)
+            for name, number in numbers.items()
+            if name.startswith(prefix)
+        }
+        for prefix in (UNKNOWN_IDS, MISSING_IDS)
+    )
     shapes: list[Any] = [(name, (*shape,)) for name, shape, _, _ in told]
     seq = int(numbers[SEQ]) if SEQ in numbers else None
-    return Answer(model, int(version), shapes, _DTYPES[datatype], unknown_ids, seq)
+    return Answer(model, int(version), shapes, _DTYPES[datatype], unknown_ids, missing_ids, seq)
 
 
 @contextmanager

@@ -112,6 +112,12 @@ SCHEMAS: Schema = {
                 "description": "Number of ids without a row, by feature; absent if there are none.",
                 "additionalProperties": {"type": "integer"},
             },
+            "missing_ids": {
+                "type": "object",
+                "description": "Number of ids whose rows no server could look up, by feature; the "
+                "values lack them. Absent if there are none.",
+                "additionalProperties": {"type": "integer"},
+            },
             "values": {
                 "anyOf": [
                     {
@@ -169,8 +175,9 @@ SCHEMAS: Schema = {
             "outputs": {"type": "array", "items": _TENSOR},
             "parameters": _PARAMETERS
             | {
-                "description": "unknown_ids.F: number of ids of feature F without a row. seq: "
-                "sequence number of the last delta in the rows, if the version follows deltas."
+                "description": "unknown_ids.F: number of ids of feature F without a row. "
+                "missing_ids.F: the same of ids whose rows no server could look up. seq: sequence "
+                "number of the last delta in the rows, if the version follows deltas."
             },
         },
     },

@@ -322,11 +322,7 @@ class Batcher:
         batch: Batch,
     ) -> None:
         examples, ids = batch.batch_size, batch.ids.size
-        self._counts.batch_examples.observe(examples)
-        self._counts.batch_ids.observe(ids)
-        self._counts.lookups.observe(batch)
-        if batch.unknown_counts is not None:
-            self._counts.unknown_ids += batch.unknown_counts.sum(axis=0)
+        self._counts.observe_batch(batch)
         work_bytes = examples * self._work_per_example + ids * self._work_per_id
         if work_bytes <= self._inline_bytes_max:
             self._finish(taken, batch, [self._lookups.run(batch)])
@@ -365,6 +361,8 @@ class Batcher:
                 self._fail(taken, values)
                 return
             pieces.append(values)
+        if batch.missing_parts:
+            self._counts.count_missing(batch.missing_parts)
         try:
             requests = [pending.request for pending in taken]
             results = self._lookups.split(requests, batch, pieces)
@@ -384,7 +382,7 @@ class Batcher:
             else:
                 pending.complete(result)
         self.on_batch_done()
-        if self.shadow is not None and pieces[0].dtype == np.float32 and not errors:
+        if self.shadow is not None and pieces[0].dtype == np.float32 and batch.is_whole:
             self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
 
     def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:

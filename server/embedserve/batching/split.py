@@ -80,10 +80,17 @@ def split(
             result.seq = batch.view[1]
     if batch.unknown_counts is not None:
         for result, counts in zip(results, batch.unknown_counts.tolist(), strict=True):
-            if any(counts):
-                named = zip(model.features, counts, strict=True)
-                result.unknown_ids = {feature: count for feature, count in named if count}
+            result.unknown_ids = _by_feature(counts, model)
+    if batch.missing_counts is not None:
+        for result, counts in zip(results, batch.missing_counts.tolist(), strict=True):
+            result.missing_ids = _by_feature(counts, model)
     return results
+
+
+def _by_feature(counts: Sequence[int], model: ModelInfo) -> dict[str, int] | None:
+    """Returns the ``counts`` that are not 0, by feature; None if all are."""
+    named = zip(model.features, counts, strict=True)
+    return {feature: count for feature, count in named if count} or None
 
 
 def errors_by_request(batch: Batch) -> dict[int, EmbedServeError]:

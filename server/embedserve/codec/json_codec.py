@@ -268,7 +268,7 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     if size > INLINE_VALUES_MAX:
         return None
     is_whole = not more and lengths is None and result.unknown_ids is None
-    if is_whole and values.dtype is _FLOAT32:
+    if is_whole and result.missing_ids is None and values.dtype is _FLOAT32:
         # Most responses are encoded as one chunk here: the chunks of encode_result cost a quarter
         # more.
         start, end = result.model.json_start, _end(result)
@@ -282,7 +282,8 @@ def encode_result(result: LookupResult) -> bytes:
     """Returns {"model", "version", "keys", "length_per_key", "values": [B][sum(length_per_key)]}.
 
     An unpooled response has "lengths": {key: [B]} and "values": {key: [n][dim]}. Where ids had no
-    row, "unknown_ids" counts them by feature.
+    row, "unknown_ids" counts them by feature. "missing_ids" counts ids whose rows no server could
+    look up.
 
     Numbers have the fewest digits that read back as the same float32. If float16 was requested,
     they read back as the same float16, and "output_dtype" says so.
@@ -308,6 +309,8 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes]:
         head = b"}"
     if result.unknown_ids is not None:
         head += b',"unknown_ids":' + orjson.dumps(result.unknown_ids)
+    if result.missing_ids is not None:
+        head += b',"missing_ids":' + orjson.dumps(result.missing_ids)
     head += b',"values":'
     if result.lengths is None:
         yield from _rows(head, (result.values, *result.extra_chunks))

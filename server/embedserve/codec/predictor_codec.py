@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from urllib.parse import quote
 
 import numpy as np
 
@@ -71,6 +72,10 @@ NOT_READ = frozenset({"float_features", "embedding_features"})
 
 SEQ_HEADER = b"x-embedding-seq"
 """Trailing metadata with the seq of the rows."""
+MISSING_IDS_HEADER = b"x-embedding-missing-ids"
+"""Trailing metadata with the numbers of ids whose rows no server could look up."""
+MISSING_IDS_BYTES_MAX = 4096
+"""Bytes of that metadata: grpcio accepts 8 KiB for all metadata of a response."""
 MIN_SEQ_HEADER = b"x-min-seq"
 """Metadata with the min_seq of a request."""
 _FORM, _OUTPUT = ResponseOptions(), OutputOptions()
@@ -311,8 +316,27 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
 
 
 def response_headers(result: LookupResult) -> list[tuple[bytes, bytes]]:
-    """Returns the seq of the rows as a header, as a PredictionResponse has no field for it."""
-    return [] if result.seq is None else [(SEQ_HEADER, b"%d" % result.seq)]
+    """Returns the seq of the rows and the counts of missing ids as headers, as a PredictionResponse
+    has no field for them."""
+    headers = [] if result.seq is None else [(SEQ_HEADER, b"%d" % result.seq)]
+    if result.missing_ids is not None:
+        headers.append((MISSING_IDS_HEADER, _header_counts(result.missing_ids)))
+    return headers
+
+
+def _header_counts(counts: Mapping[str, int]) -> bytes:
+    """Returns ``counts`` as FEATURE=COUNT,… with percent-encoded names. Counts that have no room
+    are left out; the last entry is then "*"."""
+    entries: list[bytes] = []
+    room = MISSING_IDS_BYTES_MAX - len(b",*")
+    for feature, count in counts.items():
+        entry = f"{quote(feature, safe='')}={count}".encode()
+        room -= len(entry) + 1
+        if room < 0:
+            entries.append(b"*")
+            break
+        entries.append(entry)
+    return b",".join(entries)
 
 
 def _starts(result: LookupResult) -> tuple[Sequence[bytes], Sequence[OutputTensor]]:

@@ -32,12 +32,13 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     None where encoding would take long, which it never does for pooled values.
 
     A protobuf message is the concatenation of its fields. The fields that all responses of a model
-    share are therefore encoded once. Lengths and unknown_ids, which few responses have, follow
-    them, and seq, which changes many times a second.
+    share are therefore encoded once. Lengths, unknown_ids and missing_ids, which few responses
+    have, follow them, and seq, which changes many times a second.
     """
     values, lengths, model = result.values, result.lengths, result.model
     is_plain = values.dtype is _FLOAT32 or values.dtype is _FLOAT16
-    if result.extra_chunks or lengths is not None or result.unknown_ids or not is_plain:
+    is_plain = is_plain and not result.unknown_ids and not result.missing_ids
+    if result.extra_chunks or lengths is not None or not is_plain:
         is_long = lengths is not None and lengths.size > INLINE_LENGTHS_MAX
         return None if is_long else with_size([*encode_pieces(result)])
     size = values.nbytes
@@ -65,6 +66,8 @@ def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
             yield embedding_pb2.EmbedResponse(lengths=some).SerializeToString()
     if result.unknown_ids:
         yield embedding_pb2.EmbedResponse(unknown_ids=result.unknown_ids).SerializeToString()
+    if result.missing_ids:
+        yield embedding_pb2.EmbedResponse(missing_ids=result.missing_ids).SerializeToString()
     if result.seq is not None:
         yield SEQ_TAG + varint(result.seq)
 

@@ -46,7 +46,7 @@ def serve(**values: Any) -> None:
     """
     values.pop("config")
     limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
-    several = ("model", "allowed_host", "trusted_proxy")
+    several = ("model", "allowed_host", "trusted_proxy", "on_missing")
     values |= {name: tuple(values[name] or ()) for name in several}
     settings = ServeSettings(**values, limits=limits)
     with cli_errors():

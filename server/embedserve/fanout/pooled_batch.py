@@ -144,6 +144,7 @@ class PooledBatch:
         result: np.ndarray = summed.numpy().reshape(shape)
         return result
 
-    def examples_on(self, part: int) -> np.ndarray:
-        """Returns the indices of the examples that have ids on ``part``."""
-        return np.unique(self._bag_examples[self._bag_parts == part])
+    def count_ids_on(self, part: int) -> np.ndarray:
+        """Returns the numbers of ids on ``part``, int [features, examples]."""
+        counts: np.ndarray = self._divided.lengths[part]
+        return counts

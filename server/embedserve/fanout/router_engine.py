@@ -19,7 +19,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from embedserve.batching.lookup_engine import RemoteLookups
-from embedserve.batching.lookup_executor import FAILED
 from embedserve.call_trace import CallTrace
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.engine.pooled_values import divide_means, to_float16
@@ -31,6 +30,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
+from embedserve.fanout.batch_fanout import BatchFanout, Finish
 from embedserve.fanout.local_part import LocalPart
 from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
 from embedserve.fanout.partition import Partition, PartLookup
@@ -38,6 +38,7 @@ from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.lookup_types import Batch
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     OK,
@@ -60,7 +61,8 @@ BATCHES_MAX = 8
 GOLDENS_S_MAX = 30.0
 """Seconds for the goldens of a version, which are looked up once before it serves."""
 
-Finish = Callable[[np.ndarray | EmbedServeError], None]
+FAIL_ALL = MissingPolicy()
+"""Policy without zeros: a part without a replica fails the requests for its rows."""
 
 
 class ServedPart(NamedTuple):
@@ -128,6 +130,7 @@ class RouterEngine:
         version: ModelVersion,
         shards: PartCaller,
         partial_dtype: str = "float32",
+        on_missing: MissingPolicy = FAIL_ALL,
         local: LocalPart | None = None,
     ) -> None:
         """
@@ -136,6 +139,8 @@ class RouterEngine:
             shards: caller of its parts.
             partial_dtype: dtype in which shards send their values for batches, one of
                 part_messages.DTYPES. Those for ``lookup``, and so for the goldens, are float32.
+            on_missing: tables whose rows batches may lack. Values of ``lookup``, and so of the
+                goldens, lack none.
             local: the tables of ``version`` that are looked up in this process; None for none.
         """
         manifest, hosts = version.manifest, version.plan.hosts
@@ -157,6 +162,10 @@ class RouterEngine:
         self.parts = served_parts(version)
         self._exact = self._messages_of("float32")
         self._messages = self._messages_of(partial_dtype)
+        fails = {one.feature for one in manifest.columns if on_missing.fails(one.table.name)}
+        features = range(len(manifest.features))
+        self._required = np.array([feature in fails for feature in features])
+        self._all_required = np.ones_like(self._required)
         self.fingerprint = manifest.fingerprint
         self.part: Part | None = None
         self.spare_rows = None
@@ -184,14 +193,19 @@ class RouterEngine:
 
     def begin(self, batch: Batch, deadline_s: float, finish: Finish) -> None:
         """Begins the lookup of ``batch``; see batching.lookup_engine.RemoteLookups."""
-        self._begin(batch, deadline_s, finish, self._messages)
+        self._begin(batch, deadline_s, finish, self._messages, self._required)
 
     def _begin(
-        self, batch: Batch, deadline_s: float, finish: Finish, messages: Sequence[PartMessages]
+        self,
+        batch: Batch,
+        deadline_s: float,
+        finish: Finish,
+        messages: Sequence[PartMessages],
+        required: np.ndarray,
     ) -> None:
-        pending = self._divide(batch.ids, batch.lengths, batch.weights)
+        pending = self._divide(batch)
         lookups = pending.lookups()
-        fanout = _Fanout(self, batch, pending, lookups, messages, finish)
+        fanout = BatchFanout(self, batch, pending, lookups, messages, required, finish)
         if not lookups:
             asyncio.get_running_loop().call_soon(fanout.end)
             return
@@ -207,18 +221,17 @@ class RouterEngine:
         if local:
             local.look_up(last, partial(fanout.take, len(lookups) - 1))
 
-    def _divide(
-        self, ids: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
-    ) -> PooledBatch | UnpooledBatch:
+    def _divide(self, batch: Batch) -> PooledBatch | UnpooledBatch:
         if self._columns is None:
-            return UnpooledBatch(self._partition, ids, lengths)
-        divided = self._partition.divide(ids, lengths, weights)
+            return UnpooledBatch(self._partition, batch.ids, batch.lengths, batch.skipped)
+        divided = self._partition.divide(batch.ids, batch.lengths, batch.weights)
         return PooledBatch(self._partition, self._columns, divided)
 
     def read_reply(
         self, lookup: PartLookup, messages: PartMessages, reply: Reply
     ) -> np.ndarray | EmbedServeError:
-        """Returns the values of ``reply`` to ``lookup``, or the error for the callers."""
+        """Returns the values of ``reply`` to ``lookup``, or the error for the callers: a
+        NotReadyError if no replica is available."""
         served = self.parts[lookup.part]
         who = f"part {served.part} of {served.parts} of {served.model!r} version {served.version}"
         if reply.status == OK:
@@ -279,7 +292,8 @@ class RouterEngine:
 
         def begin() -> None:
             try:
-                self._begin(batch, perf_counter() + GOLDENS_S_MAX, end, self._exact)
+                deadline_s = perf_counter() + GOLDENS_S_MAX
+                self._begin(batch, deadline_s, end, self._exact, self._all_required)
             except Exception as error:
                 answer.set_exception(error)
 
@@ -318,54 +332,3 @@ class RouterEngine:
         """Raises StoreError if the rows in this process have changed. The shards check theirs."""
         if self._local is not None:
             self._local.check()
-
-
-class _Fanout:
-    """The calls of one batch."""
-
-    def __init__(
-        self,
-        engine: RouterEngine,
-        batch: Batch,
-        pending: PooledBatch | UnpooledBatch,
-        lookups: Sequence[PartLookup],
-        messages: Sequence[PartMessages],
-        finish: Finish,
-    ) -> None:
-        self._engine = engine
-        self._batch = batch
-        self._pending = pending
-        self._lookups = lookups
-        self._messages = messages
-        self._finish = finish
-        self._values: list[np.ndarray | None] = [None] * len(lookups)
-        self._left = len(lookups)
-
-    def on_reply(self, index: int, reply: Reply) -> None:
-        """Takes the reply to the lookup at ``index``."""
-        lookup = self._lookups[index]
-        self.take(index, self._engine.read_reply(lookup, self._messages[lookup.part], reply))
-
-    def take(self, index: int, values: np.ndarray | EmbedServeError) -> None:
-        """Takes the values of the lookup at ``index``, or why there are none; the last ones end the
-        batch."""
-        lookup = self._lookups[index]
-        if isinstance(values, EmbedServeError):
-            examples = self._pending.examples_on(lookup.part)
-            self._batch.failures = [*self._batch.failures, (examples, values)]
-            values = np.zeros(lookup.shape, np.float32)
-        self._values[index] = values
-        self._left -= 1
-        if not self._left:
-            self.end()
-
-    def end(self) -> None:
-        """Adds what the parts returned, and finishes the batch."""
-        result: np.ndarray | EmbedServeError
-        try:
-            summed = self._pending.merge([one for one in self._values if one is not None])
-            result = self._engine.finish_values(summed, self._batch.lengths)
-        except Exception:
-            self._engine.log_failure(self._batch)
-            result = EngineError(FAILED)
-        self._finish(result)

@@ -24,6 +24,7 @@ from embedserve.fanout.credentials import ShardCredentials
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
 from embedserve.file_reloader import poll_all
+from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.discovery import PART, DnsShards, discover, parse_shards
 from embedserve.shard_client.part_client import PartClient, PartOptions
@@ -57,8 +58,8 @@ class Shards:
     def __init__(self, settings: ServeSettings) -> None:
         """
         Raises:
-            ValueError: ``settings.shards`` does not say where addresses come from, or a certificate
-                or the token cannot be used.
+            ValueError: ``settings.shards`` does not say where addresses come from,
+                ``settings.on_missing`` is invalid, or a certificate or the token cannot be used.
             OSError: a file of them cannot be read.
         """
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -71,6 +72,7 @@ class Shards:
         self._partial_dtype = settings.partial_dtype
         self._local_bytes = settings.local_bytes
         self._local = LocalParts(settings.limits.inline_bytes_max)
+        self._on_missing = MissingPolicy.parse(settings.on_missing)
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
         self._tasks: list[asyncio.Task[None]] = []
         self._engines: list[ref[RouterEngine]] = []
@@ -125,7 +127,8 @@ class Shards:
         return engines
 
     def _engine(self, version: ModelVersion) -> RouterEngine:
-        return RouterEngine(version, self, self._partial_dtype, self._local.open(version))
+        local = self._local.open(version)
+        return RouterEngine(version, self, self._partial_dtype, self._on_missing, local)
 
     async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:
         async with self._running():

@@ -15,8 +15,20 @@ from embedserve.fanout.partition import Partition, PartLookup
 class UnpooledBatch:
     """A batch that is looked up in the parts of an unpooled model."""
 
-    def __init__(self, partition: Partition, ids: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        ids: np.ndarray,
+        lengths: np.ndarray,
+        skipped: np.ndarray | None = None,
+    ) -> None:
+        """
+        Args:
+            ids, lengths: as Engine.lookup takes them.
+            skipped: positions of ids whose rows nobody reads; None if there are none.
+        """
         self._partition = partition
+        self._skipped = skipped
         self._lengths = lengths.reshape(len(partition.manifest.features), -1)
         distinct, self._inverse = [], []
         for rows in np.split(ids, self._lengths.sum(axis=1, dtype=np.int64).cumsum()[:-1]):
@@ -68,13 +80,16 @@ class UnpooledBatch:
         ]
         return to_float32(np.concatenate(of_keys))
 
-    def examples_on(self, part: int) -> np.ndarray:
-        """Returns the indices of the examples that have ids on ``part``."""
-        found = []
-        for counts, inverse, lengths in zip(
-            self._counts.T, self._inverse, self._lengths, strict=True
-        ):
+    def count_ids_on(self, part: int) -> np.ndarray:
+        """Returns the numbers of ids on ``part``, int [features, examples], without skipped ids."""
+        features, examples = self._lengths.shape
+        pieces = []
+        for counts, inverse in zip(self._counts.T, self._inverse, strict=True):
             parts = np.repeat(np.arange(counts.size), counts)  # of each distinct row
-            examples = np.repeat(np.arange(lengths.size), lengths)
-            found.append(examples[parts[inverse] == part])
-        return np.unique(np.concatenate(found))
+            pieces.append(parts[inverse] == part)
+        is_there = np.concatenate(pieces)
+        if self._skipped is not None:
+            is_there[self._skipped] = False
+        bags = np.repeat(np.arange(features * examples), self._lengths.reshape(-1))
+        counts = np.bincount(bags[is_there], minlength=features * examples)
+        return counts.reshape(features, -1)

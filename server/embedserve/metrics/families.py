@@ -166,6 +166,9 @@ FAMILIES = (
            "Ids in a batch."),
     Family("embedserve_lookup_seconds", HISTOGRAM, VERSION, "seconds",
            "Seconds of the lookup of a batch."),
+    Family("embedserve_missing_parts", COUNTER, (*VERSION, "part"), "batches",
+           "Batches that a router answered without a part, because no replica of it was available "
+           "(--on-missing zeros)."),
     Family("embedserve_unknown_ids", COUNTER, (*VERSION, "feature"), "ids",
            "Ids without a row that were skipped or looked up as the default row, by feature."),
     Family("embedserve_model_version", GAUGE, NAME, "",

@@ -8,6 +8,7 @@ from time import perf_counter
 
 import numpy as np
 
+from embedserve.lookup_types import Batch
 from embedserve.metrics.delta_metrics import delta_samples
 from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import (
@@ -50,6 +51,9 @@ VERSION_BUCKETS = {
     "embedserve_lookup_seconds": LOOKUP_SECONDS_BUCKETS,
 }
 """Bucket bounds of the histograms of a version, by family; VersionMetrics names the histograms."""
+PARTS_COUNTED_MAX = 1024
+"""Parts of a version whose absence is counted; further parts are not. Memory that is never written
+costs nothing."""
 NAMES_SPARE = 16
 """Entries reserved for names that are first served after the start."""
 
@@ -74,7 +78,14 @@ def version_cells(columns_max: int) -> int:
     """Returns the number of cells of one version, without its key."""
     buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
     shadow = 1 + shadow_cells(columns_max)
-    return columns_max + lookup_cells(columns_max) + shadow + REQUEST_CELLS + buckets
+    of_rows = columns_max + PARTS_COUNTED_MAX + lookup_cells(columns_max)
+    return of_rows + shadow + REQUEST_CELLS + buckets
+
+
+def _parts_of(model: ModelInfo) -> int:
+    """Returns the number of parts that are counted of a router's ``model``; 0 for any other."""
+    hosts = model.plan.hosts
+    return 0 if model.shards is None or hosts is None else min(hosts.parts, PARTS_COUNTED_MAX)
 
 
 class VersionMetrics:
@@ -83,6 +94,8 @@ class VersionMetrics:
     Attributes:
         model: the version.
         unknown_ids: int64 [F], ids without a row, counted by this process.
+        missing_parts: int64 [parts], batches that a router answered without a part, counted by this
+            process.
         lookups: access counts of the version's tables.
         shadow: comparison with another version, if this version runs as its shadow.
         requests: requests routed to this version, by outcome, and their latencies.
@@ -96,6 +109,9 @@ class VersionMetrics:
         counters.claim(model.version)
         self._unknown = counters.allocate(columns_max)
         self._unknown_before = self._unknown.own[: len(model.features)].copy()
+        self.missing_parts = np.zeros(_parts_of(model), np.int64)
+        self._missing = counters.allocate(PARTS_COUNTED_MAX)
+        self._missing_before = self._missing.own[: self.missing_parts.size].copy()
         self.lookups = LookupMetrics(model, counters, columns_max)
         self.shadow = ShadowMetrics(model, counters, columns_max)
         self.requests = RequestMetrics(counters)
@@ -106,6 +122,20 @@ class VersionMetrics:
         self.batch_examples = self._histograms["embedserve_batch_examples"]
         self.batch_ids = self._histograms["embedserve_batch_ids"]
         self.lookup_seconds = self._histograms["embedserve_lookup_seconds"]
+
+    def observe_batch(self, batch: Batch) -> None:
+        """Counts a batch that is to be looked up."""
+        self.batch_examples.observe(batch.batch_size)
+        self.batch_ids.observe(batch.ids.size)
+        self.lookups.observe(batch)
+        if batch.unknown_counts is not None:
+            self.unknown_ids += batch.unknown_counts.sum(axis=0)
+
+    def count_missing(self, parts: Iterable[int]) -> None:
+        """Counts a batch that was answered without ``parts``."""
+        for part in parts:
+            if part < self.missing_parts.size:
+                self.missing_parts[part] += 1
 
     def bound(self) -> None:
         """Flushes what is pending once it is much; called for every batch that is taken.
@@ -121,6 +151,7 @@ class VersionMetrics:
 
     def flush(self) -> None:
         self._unknown.own[: self.unknown_ids.size] = self._unknown_before + self.unknown_ids
+        self._missing.own[: self.missing_parts.size] = self._missing_before + self.missing_parts
         self.lookups.flush(self.unknown_ids)
         self.requests.flush()
         for one in self._histograms.values():
@@ -140,6 +171,9 @@ class VersionMetrics:
             yield family, labels, histogram.samples()
         for i in np.flatnonzero(~model.rejects_unknown):
             yield "embedserve_unknown_ids", [*labels, model.features[i]], float(unknown_ids[i])
+        missing = self._missing.total()[: self.missing_parts.size].tolist()
+        for part, batches in enumerate(missing):
+            yield "embedserve_missing_parts", [*labels, str(part)], batches
         for rank, nbytes in enumerate(model.bytes_per_rank):
             yield "embedserve_table_bytes", [*labels, str(rank)], nbytes
         yield from self.lookups.samples(labels, unknown_ids)

@@ -148,6 +148,13 @@ def test_unknown_ids_are_a_dict_and_empty_if_there_were_none() -> None:
     assert reader.read(answer([[1, 2]]), 1).unknown_ids == {}
 
 
+def test_missing_ids_are_a_dict_and_empty_if_there_were_none() -> None:
+    reader = AnswerReader()
+
+    assert reader.read(answer([[1, 2]], missing_ids={"user": 3}), 1).missing_ids == {"user": 3}
+    assert reader.read(answer([[1, 2]]), 1).missing_ids == {}
+
+
 @pytest.mark.parametrize("seq", [0, 1234, 2**63 - 1])
 def test_the_seq_is_that_of_the_answer_and_none_if_there_is_none(seq: int) -> None:
     reader = AnswerReader()

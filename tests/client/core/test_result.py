@@ -1,5 +1,7 @@
 """Views per key, and the way to TorchRec."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,17 @@ def test_printed_it_says_what_was_unknown_and_leaves_out_the_rest() -> None:
     )
     assert str(EmbedResult(np.zeros((0, 8), np.float32), layout, "shop", 7)) == (
         "shop version 7: 0 examples, float32\n  user   0 x 6\n  movie  0 x 2"
+    )
+
+
+def test_printed_it_says_what_is_missing() -> None:
+    one = EmbedResult(VALUES, Layout(("movie",), (3,)), "shop", 7, {"movie": 1})
+    lacking = replace(one, missing_ids={"user": 2, "movie": 1})
+
+    unknown = "  ids without a row: 1 of movie"
+    assert str(one).endswith(unknown)
+    assert str(lacking).endswith(
+        f"{unknown}\n  ids that could not be looked up: 2 of user, 1 of movie"
     )
 
 

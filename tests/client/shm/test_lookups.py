@@ -68,7 +68,7 @@ def protocol(request: pytest.FixtureRequest) -> Any:
     return PROTOCOLS[request.param]
 
 
-def inferred(call: Any, version: int = 1, width: int = WIDTH, seq: int | None = None) -> Any:
+def inferred(call: Any, version: int = 1, width: int = WIDTH, **parameters: int) -> Any:
     """The answer to an inference, which has written nothing but its first number."""
     protocol = protocol_of(call)
     (output,) = protocol.asked(call)["outputs"]
@@ -80,7 +80,6 @@ def inferred(call: Any, version: int = 1, width: int = WIDTH, seq: int | None = 
     shape = [EXAMPLES, width]
     placed = {"shared_memory_region": place["shared_memory_region"]}
     answered = {"name": "pooled", "datatype": "FP32", "shape": shape, "parameters": placed}
-    parameters = {} if seq is None else {"seq": seq}
     answer = {"model_name": "shop", "model_version": str(version), "outputs": [answered]}
     return protocol.answered(call, answer | {"parameters": parameters})
 
@@ -118,9 +117,20 @@ def test_the_first_registers_a_region_and_the_next_uses_it(calls: Calls, protoco
 
 def test_the_seq_is_a_parameter(calls: Calls) -> None:
     learn(calls)
-    for seq in (0, None, 1234):
+    for seq in (0, 1234):
         steps = lookup(calls)
         assert ended(steps, inferred(next(steps), seq=seq)).seq == seq
+    steps = lookup(calls)
+    assert ended(steps, inferred(next(steps))).seq is None
+
+
+def test_counts_of_ids_are_parameters(calls: Calls) -> None:
+    learn(calls)
+    counts = {"missing_ids.user": 3, "unknown_ids.movie": 4}
+    for name, of_name in (("missing_ids", {"user": 3}), ("unknown_ids", {"movie": 4})):
+        for parameters, expected in ((counts, of_name), ({}, {})):
+            steps = lookup(calls)
+            assert getattr(ended(steps, inferred(next(steps), **parameters)), name) == expected
 
 
 def test_a_name_is_asked_for_as_it_was_given(calls: Calls) -> None:

@@ -14,6 +14,7 @@ from server.pending_requests import FutureRequest, Waiting, submit
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
+from embedserve.batching.shadow import Shadow
 from embedserve.config import Limits
 from embedserve.errors import EmbedServeError, EngineError, NotReadyError
 from embedserve.lookup_types import Batch
@@ -57,6 +58,16 @@ def batcher(engine: FakeEngine, servers: OtherServers) -> Iterator[Batcher]:
     with ThreadPoolExecutor(1) as executor:
         executor.shutdown()  # nothing may run in it
         yield Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
+
+
+class OfferedBatches(Shadow):
+    """A shadow that counts the batches that it could compare."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def offer(self, *_: object) -> None:
+        self.count += 1
 
 
 class TracedRequest(FutureRequest):
@@ -125,6 +136,32 @@ async def test_only_requests_with_examples_that_failed_are_rejected(
     with pytest.raises(NotReadyError, match="part 1"):
         await waiting[2]
     assert np.array_equal((await waiting[3]).values, engine.expected(two))
+
+
+async def test_only_requests_that_lack_rows_say_so(
+    engine: FakeEngine, batcher: Batcher, servers: OtherServers
+) -> None:
+    """And no shadow compares their batch."""
+    shadow = batcher.shadow = OfferedBatches()
+    await begin(batcher, engine, servers)
+    waiting = [submit(batcher, engine.request(USER)) for _ in range(3)]
+    servers.begun[0][2](answer(engine, servers.begun[0][0]))
+    await until(lambda: len(servers.begun) == servers.batches_max + 1)
+    assert shadow.count == 1
+    batch, _, finish = servers.begun[-1]
+    batch.missing_counts = np.array([[0, 0, 0], [1, 0, 2], [0, 3, 0]])
+    batch.failures = [(np.array([2]), NotReadyError("part 0 is not available"))]
+    finish(answer(engine, batch))
+    assert (await waiting[0]).missing_ids is None
+    first, _, last = engine.model.features
+    assert (await waiting[1]).missing_ids == {first: 1, last: 2}
+    with pytest.raises(NotReadyError):
+        await waiting[2]
+    running = servers.begun[1:-1]
+    running[0][0].missing_counts = np.array([[1, 0, 0]])
+    for batch, _, finish in running:
+        finish(answer(engine, batch))
+    assert shadow.count == 2
 
 
 async def test_an_error_ends_the_whole_batch(

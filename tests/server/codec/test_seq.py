@@ -1,4 +1,5 @@
-"""The seq of a result is in its response in every format; without one, responses are as before."""
+"""The seq of a result and its counts of missing ids are in its response in every format; without
+them, responses are as before."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from embedserve_proto import embedding_pb2, open_inference_pb2
 SEQS = (0, 1, 127, 128, 1234, 2**53 + 1, 2**63 - 1)
 LENGTHS = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 1], [2, 0, 1]], np.int32)
 UNKNOWN = {"tag": 3}
+MISSING = ({"user": 1}, {"user": 2**40, "tag": 7})
 SEQS_MANY = 3000
 
 
@@ -157,6 +159,75 @@ def test_without_a_seq_the_bytes_stay(name: str) -> None:
         for seq in SEQS:
             encoded(codec, replace(result, seq=seq))
         assert encoded(codec, result) == encoded(codec, fresh)
+
+
+def infer_missing(parameters: Any) -> dict[str, Any]:
+    """Removes the counts of missing ids from ``parameters``, and returns them."""
+    names = [name for name in parameters if name.startswith("missing_ids.")]
+    counts = {name.removeprefix("missing_ids."): parameters[name] for name in names}
+    counts = {name: getattr(one, "int64_param", one) for name, one in counts.items()}
+    for name in names:
+        del parameters[name]
+    return counts
+
+
+def missing_of(name: str, response: bytes) -> tuple[object, dict[str, int]]:
+    """Returns (the response without its counts of missing ids, the counts)."""
+    if name == "protobuf":
+        message = embedding_pb2.EmbedResponse.FromString(response)
+        counts = dict(message.missing_ids)
+        message.ClearField("missing_ids")
+        return message, counts
+    if name.startswith("arrow"):
+        table = read_answer(response)
+        said = said_in(table)
+        counts = said.pop("missing_ids", {})
+        return (said, table.to_pydict()), counts
+    if name == "infer message":
+        answer = open_inference_pb2.ModelInferResponse.FromString(response)
+        return answer, infer_missing(answer.parameters)
+    if name == "infer streamed":
+        streamed = open_inference_pb2.ModelStreamInferResponse.FromString(response)
+        return streamed, infer_missing(streamed.infer_response.parameters)
+    head, end = json.JSONDecoder().raw_decode(response.decode("latin-1"))
+    if name == "json":
+        counts = head.pop("missing_ids", {})
+    else:
+        counts = infer_missing(head.setdefault("parameters", {}))
+    return (head, response[end:]), counts
+
+
+@each_format
+def test_missing_ids_are_counted_and_nothing_else_changes(name: str) -> None:
+    codec, format_options, read_seq = FORMATS[name]
+    options = options_of(format_options)
+    for fresh, result in zip(results(options), results(options), strict=True):
+        plain, nothing = missing_of(name, encoded(codec, fresh))
+        assert nothing == {}
+        for missing in MISSING:
+            marked = replace(result, missing_ids=missing)
+            assert missing_of(name, encoded(codec, marked)) == (plain, missing)
+            at_seq = encoded(codec, replace(marked, seq=1234))
+            assert missing_of(name, at_seq)[1] == missing
+            assert read_seq(at_seq)[1] == 1234
+        assert encoded(codec, result) == encoded(codec, fresh)
+
+
+def test_a_prediction_counts_missing_ids_in_a_trailer() -> None:
+    codec = CODECS.predict
+    assert codec.response_headers is not None
+    name = b"x-embedding-missing-ids"
+    for result in results(None):
+        plain = encoded(codec, result)
+        marked = replace(result, missing_ids={"user": 1, "a,b=\u00e4\n": 7})
+        assert encoded(codec, marked) == plain
+        assert codec.response_headers(marked) == [(name, b"user=1,a%2Cb%3D%C3%A4%0A=7")]
+    many = {f"feature{i}": 1 for i in range(1000)}
+    [(_, value)] = codec.response_headers(replace(result, missing_ids=many))
+    assert 4000 < len(value) <= 4096
+    *shown, last = value.split(b",")
+    assert last == b"*"
+    assert shown == [b"feature%d=1" % i for i in range(len(shown))]
 
 
 def test_a_prediction_stays_and_its_seq_is_a_trailer() -> None:

@@ -18,7 +18,7 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
 from server.fake_models import ruled_info
-from server.fake_parts import FakeParts
+from server.fake_parts import FakeParts, in_parts
 from server.live import make_pipeline
 from server.raw_http import http_client
 
@@ -272,9 +272,10 @@ def test_the_replacement_counts_on() -> None:
 
 def test_every_sample_has_the_labels_of_its_row() -> None:
     """prometheus_client drops values of labels that it has no names for."""
-    models = [model_info(), replace(ruled_info(), served_name="ruled@canary")]
-    metrics = Metrics(models, parts=1)
-    metrics.shards.source = FakeParts(joined={("shop", 7): [2]})
+    shards = FakeParts(joined={("shop", 7): [2]})
+    shop = in_parts(model_info(), shards, parts=1)
+    metrics = Metrics([shop, replace(ruled_info(), served_name="ruled@canary")], parts=1)
+    metrics.shards.source = shards
     metrics.protocols["rest"].count_answered(0.02, 100)
     metrics.models["shop"].version.shadow.begin(6)
     rows = {row.name: row for row in FAMILIES}

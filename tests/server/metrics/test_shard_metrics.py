@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from server.fake_models import model_info
-from server.fake_parts import FakeParts
+from server.fake_parts import FakeParts, in_parts
 
 from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
@@ -173,13 +173,31 @@ def test_the_versions_that_serve_and_that_the_store_names_are_shown() -> None:
     assert shown() == served
 
 
+def test_batches_that_lack_a_part_are_counted_by_version_and_part() -> None:
+    """Of all workers, also of those that were replaced."""
+    model = in_parts(model_info(), FakeParts())
+    slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
+    workers = [Metrics([model], WorkerCounters(slots, worker)) for worker in range(2)]
+    for metrics, parts in zip(workers, ([0, 1], [1, 2]), strict=True):  # 2: of no such part
+        metrics.models["shop"].version.count_missing(parts)
+        metrics.flush()
+    workers[1] = Metrics([model], WorkerCounters(slots, 1))
+    workers[1].models["shop"].version.count_missing([1])
+    workers[1].flush()
+    (family,) = [one for one in workers[0].collect() if one.name == "embedserve_missing_parts"]
+    labels = ("model", "version", "part")
+    counts = {tuple(one.labels[name] for name in labels): one.value for one in family.samples}
+    version = str(model.version)
+    assert counts == {("shop", version, "0"): 1, ("shop", version, "1"): 3}
+
+
 def test_a_server_that_is_no_router_has_no_cells_and_no_series() -> None:
     model = model_info()
     assert CounterRoom.of([model], is_router=False) == CounterRoom(1, COLUMNS_MIN, 0)
     more = cells_per_worker(1, 10, 3) - cells_per_worker(1, 10)
     assert more == shard_cells(3, 1 + NAMES_SPARE) > 0
     names = {family.name for family in Metrics([model]).collect() if family.samples}
-    assert not [name for name in names if "shard" in name]
+    assert not [name for name in names if "shard" in name or "missing" in name]
 
 
 def test_the_outcomes_are_those_of_the_client() -> None:

@@ -168,7 +168,7 @@ def _start(result: LookupResult, body: _BodyBuffers) -> bytes:
     with the model, by the number of examples, the dtype, the layout and whether there is a seq. The
     seq itself, which changes many times a second, is written into a copy."""
     key = made = None
-    if result.lengths is None and result.unknown_ids is None:
+    if result.lengths is None and result.unknown_ids is None and result.missing_ids is None:
         layout = _is_by_key(result), result.seq is not None
         key = ("arrow", body.nodes[0][0], result.values.itemsize, *layout)
         made = result.model.response_prefix_cache.get(key)
@@ -224,6 +224,8 @@ def _schema(result: LookupResult) -> Fields:
     }
     if result.unknown_ids:
         said = {**said, "unknown_ids": result.unknown_ids}
+    if result.missing_ids:
+        said = {**said, "missing_ids": result.missing_ids}
     if result.seq is not None:
         said = {**said, "seq": _SEQ_ROOM}
     return {

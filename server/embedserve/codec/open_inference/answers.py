@@ -36,6 +36,8 @@ SEQ = "seq"
 """Parameter of a response with the seq of its rows."""
 UNKNOWN_IDS = "unknown_ids."
 """Prefix of the parameters of a response that count unknown ids."""
+MISSING_IDS = "missing_ids."
+"""Prefix of the parameters of a response that count ids whose rows no server could look up."""
 PLACES_MAX = 64
 """Outputs of a request in shared memory. Their locations stay in memory while the request waits."""
 
@@ -178,9 +180,11 @@ def response_options_of(result: LookupResult) -> tuple[ResponseOptions, OutputOp
 
 
 def parameters_of(result: LookupResult) -> dict[str, int]:
-    """Returns the parameters of the response: counts of unknown ids, and the seq of its rows."""
-    unknown = result.unknown_ids or {}
+    """Returns the parameters of the response: counts of unknown and of missing ids, and the seq of
+    its rows."""
+    unknown, missing = result.unknown_ids or {}, result.missing_ids or {}
     parameters = {UNKNOWN_IDS + feature: count for feature, count in unknown.items()}
+    parameters |= {MISSING_IDS + feature: count for feature, count in missing.items()}
     if result.seq is not None:
         parameters[SEQ] = result.seq
     return parameters

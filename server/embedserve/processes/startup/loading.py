@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
+from embedserve.on_missing import MissingPolicy
 from embedserve.processes.holding import holding_of, open_folder, wanted_versions
 from embedserve.processes.model_loading import check_names, load_named, restore_one
 from embedserve_store import ModelStore, ModelVersion, StoreError
@@ -60,7 +61,11 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
             )
         if settings.part:
             return _loaded_parts(store, wanted, settings)
-        return _loaded(store, wanted, default)
+        versions = _loaded(store, wanted, default)
+    MissingPolicy.parse(settings.on_missing).check_tables(
+        {name: [table.name for table in one.manifest.tables] for name, one in versions.items()}
+    )
+    return versions
 
 
 def _loaded_parts(

@@ -1,0 +1,172 @@
+"""A router may answer without a part that no replica serves: it says what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fanout.local_shards import LocalShards, batch_of, routed
+from lookup_cases import unpooled_source
+from pooled import collection
+from torchrec import PoolingType
+
+from embedserve.errors import NotReadyError
+from embedserve.fanout.router_engine import RouterEngine
+from embedserve.on_missing import MissingPolicy
+from embedserve.shard_client.reply import (
+    DEADLINE_EXCEEDED,
+    INTERNAL,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    Reply,
+)
+from embedserve_proto import embedding_pb2
+from embedserve_store import StoreError, publish
+
+PARTS, ROWS, FEATURES = 3, 30, 2
+ZEROS, GONE = MissingPolicy("zeros"), Reply(UNAVAILABLE, "no replica")
+USER_FAILS = MissingPolicy("zeros", {"user": "fail"})
+# Rows 0 to 9 are on part 0, 10 to 19 on part 1, 20 to 29 on part 2. Requests of two and one
+# examples: of user, whose vectors are sums, [0, 10, 11], [12], [5]; of item, whose vectors are
+# means, [2, 13, 4], [], [14, 15].
+IDS = np.array([0, 10, 11, 12, 5, 2, 13, 4, 14, 15])
+LENGTHS = np.array([3, 1, 1, 3, 0, 2], np.int32)
+SIZES = (2, 1)
+WEIGHTS = np.linspace(0.5, 2, IDS.size, dtype=np.float32)
+MISSING = [[3, 1], [0, 2]]
+"""Ids of part 1 by request and feature."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tables, each over three parts."""
+    torch.manual_seed(0)
+    tables = [
+        ("user", ROWS, 4, ["user"], PoolingType.SUM),
+        ("item", ROWS, 8, ["item"], PoolingType.MEAN),
+    ]
+    folder = tmp_path_factory.mktemp("store")
+    publish(collection(tables), folder, model="m", hosts=PARTS)
+    return folder
+
+
+def without(engine: RouterEngine, parts: list[int], weights: np.ndarray | None) -> np.ndarray:
+    """Returns the values of the batch without the ids of ``parts``."""
+    is_there = ~np.isin(IDS // 10, parts)
+    bags = np.repeat(np.arange(LENGTHS.size), LENGTHS)[is_there]
+    lengths = np.bincount(bags, minlength=LENGTHS.size).astype(np.int32)
+    return engine.lookup(IDS[is_there], lengths, None if weights is None else weights[is_there])
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+@pytest.mark.parametrize("parts", [[1], [0, 1], [0, 1, 2]])
+def test_it_answers_as_if_the_ids_had_not_been_sent(
+    store: Path, parts: list[int], weights: np.ndarray | None
+) -> None:
+    """So a mean is that of the ids that were found."""
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", on_missing=ZEROS) as engine:
+        expected = without(engine, parts, weights)
+        shards.replies = dict.fromkeys(parts, GONE)
+        batch, values = batch_of(engine, IDS, LENGTHS, weights, SIZES)
+    assert isinstance(values, np.ndarray)
+    np.testing.assert_array_equal(values, expected)
+    assert not batch.failures
+    assert not batch.is_whole
+    assert batch.missing_counts is not None
+    assert batch.missing_counts.tolist() == (MISSING if parts == [1] else [[4, 3], [1, 2]])
+    assert batch.missing_parts == [part for part in parts if part < 2]  # no id is on part 2
+
+
+def test_nothing_is_said_where_nothing_is_missing(store: Path) -> None:
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", on_missing=ZEROS) as engine:
+        shards.replies[2] = GONE
+        batch, _ = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
+    assert batch.is_whole
+    assert batch.missing_parts == ()
+
+
+def test_tables_may_differ(store: Path) -> None:
+    """A request fails if rows of one are missing that fails, whatever else it lacks."""
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", on_missing=USER_FAILS) as engine:
+        expected = without(engine, [1], None)
+        shards.replies[1] = GONE
+        batch, values = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
+        [(examples, error)] = batch.failures
+        assert examples.tolist() == [0, 1]
+        assert type(error) is NotReadyError
+        assert isinstance(values, np.ndarray)
+        assert np.array_equal(values[2], expected[2])
+        assert batch.missing_counts is not None
+        assert batch.missing_counts[1].tolist() == MISSING[1]
+        assert batch.missing_parts == [1]
+        users = batch_of(engine, np.array([10]), np.array([1, 0], np.int32))[0]
+        assert users.missing_counts is None
+        assert users.missing_parts == ()
+
+
+def other_version(response: embedding_pb2.EmbedResponse) -> None:
+    response.version = 2
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(DEADLINE_EXCEEDED),
+        Reply(RESOURCE_EXHAUSTED, "", b"", 7),
+        Reply(RESOURCE_EXHAUSTED, "the message has 9 bytes, the limit is 8"),
+        Reply(INTERNAL),
+        None,
+    ],
+)
+def test_only_a_part_without_a_replica_is_missing(store: Path, reply: Reply | None) -> None:
+    """One that is late, overloaded or wrong is an error as ever."""
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", on_missing=ZEROS) as engine:
+        if reply is None:
+            shards.changes[1] = other_version
+        else:
+            shards.replies[1] = reply
+        shards.replies[0] = GONE
+        batch, _ = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
+    [(examples, error)] = batch.failures
+    assert examples.tolist() == [0, 1, 2]
+    assert type(error) is not NotReadyError
+    assert batch.missing_counts is not None
+    assert batch.missing_counts.tolist() == [[1, 2], [1, 0]]
+
+
+def test_goldens_lack_nothing(store: Path) -> None:
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", on_missing=ZEROS) as engine:
+        engine.warm_up()
+        shards.replies[1] = GONE
+        with pytest.raises(StoreError, match="part 1 of 3 of 'm' version 1 is not available"):
+            engine.warm_up()
+        with pytest.raises(NotReadyError):
+            engine.lookup(IDS, LENGTHS)
+
+
+def test_missing_rows_of_an_unpooled_model_are_zeros(tmp_path: Path) -> None:
+    publish(unpooled_source(), tmp_path, model="m", hosts=PARTS)
+    shards = LocalShards(tmp_path, "m", PARTS)
+    with routed(shards, tmp_path, "m", on_missing=ZEROS) as engine:
+        rows = np.array(engine.manifest.rows_per_feature)
+        ids = np.stack([np.zeros_like(rows), rows - 1], axis=1).reshape(-1)
+        lengths = np.full(rows.size, 2, np.int32)
+        expected = engine.lookup(ids, lengths)
+        shards.replies[PARTS - 1] = GONE
+        batch, values = batch_of(engine, ids, lengths)
+    assert isinstance(values, np.ndarray)
+    assert batch.missing_counts is not None
+    assert batch.missing_counts.any()
+    is_missing = ~values.any(axis=1)
+    assert is_missing.any()
+    assert not is_missing.all()
+    assert np.array_equal(values[~is_missing], expected[~is_missing])
+    keys = [one.feature for one in engine.manifest.columns]
+    assert is_missing.sum() == batch.missing_counts[0, keys].sum()
