@@ -373,8 +373,6 @@ class ServeSettings:
         return self.workers > 1 or self.deltas != "none"
 
 
-UDS_MODE_MAX = 0o777
-UDS_MODE_DIGITS_MAX = 4
 CHOICES = {
     "deltas": ("none", "follow"),
     "follow": ("none", "alias", "latest"),
@@ -394,13 +392,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def uds_mode(settings: ServeSettings) -> int:
-    """Returns the mode of the Unix socket files. Raises ValueError for an invalid mode."""
-    mode = settings.uds_mode
-    if not mode or len(mode) > UDS_MODE_DIGITS_MAX or mode.strip("01234567"):
-        raise ValueError(f"uds_mode is {mode!r}, expected octal digits such as 600")
-    if int(mode, 8) > UDS_MODE_MAX:
-        raise ValueError(f"uds_mode is {mode!r}, expected {UDS_MODE_MAX:o} at most")
-    return int(mode, 8)

@@ -8,7 +8,7 @@ import os
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from embedserve.config import CHOICES, ServeSettings, is_loopback, uds_mode
+from embedserve.config import CHOICES, ServeSettings, is_loopback
 from embedserve_store.deltas.notify.channel_url import read_channel_url
 from embedserve_store.errors import StoreError
 from embedserve_store.parts.part import Part
@@ -19,6 +19,8 @@ UDS_PATH_BYTES_MAX = 107
 HANG_S_MIN = 2.0
 """Smallest worker_hang_s in seconds, unless it is 0. Workers send a heartbeat every half second; a
 shorter limit would replace workers of a busy host."""
+UDS_MODE_MAX = 0o777
+UDS_MODE_DIGITS_MAX = 4
 OPENTELEMETRY = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 DELTA_POLL_S_MIN = 0.01
 ROUTER_SETTINGS = {
@@ -51,6 +53,16 @@ def check_settings(settings: ServeSettings) -> None:
     _check_traces(settings)
     _check_unix_sockets(settings)
     check_device(settings, settings.devices)
+
+
+def uds_mode(settings: ServeSettings) -> int:
+    """Returns the mode of the Unix socket files. Raises ValueError for an invalid mode."""
+    mode = settings.uds_mode
+    if not mode or len(mode) > UDS_MODE_DIGITS_MAX or mode.strip("01234567"):
+        raise ValueError(f"uds_mode is {mode!r}, expected octal digits such as 600")
+    if int(mode, 8) > UDS_MODE_MAX:
+        raise ValueError(f"uds_mode is {mode!r}, expected {UDS_MODE_MAX:o} at most")
+    return int(mode, 8)
 
 
 def why_fixed(settings: ServeSettings, device_type: str) -> str:

@@ -36,8 +36,8 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from embedserve.config import ServeSettings, uds_mode
-from embedserve.config_checks import check_settings
+from embedserve.config import ServeSettings
+from embedserve.config_checks import check_settings, uds_mode
 from embedserve.deltas.delta_target import make_shared_state
 from embedserve.metrics.metrics import CounterRoom, cells_per_worker
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
