@@ -208,8 +208,9 @@ class ServeSettings:
     shards: str = setting(
         "",
         "Shards of a router, which holds no rows and looks them up there: dns:NAME:PORT, where "
-        "{part} in NAME is the number of a part, or file:PATH, a JSON file of addresses by part "
-        "that is reloaded on change. Default: this server has the rows.",
+        "{part} in NAME is the number of a part; file:PATH, a JSON file of addresses by part "
+        "that is reloaded on change; or ray:NAME, shards of embedserve cluster --backend ray in "
+        "the Ray cluster of this host. Default: this server has the rows.",
     )
     shard_timeout_ms: float = setting(
         500.0,

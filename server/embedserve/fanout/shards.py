@@ -24,7 +24,7 @@ from embedserve.fanout.credentials import ShardCredentials
 from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
 from embedserve.file_reloader import poll_all
 from embedserve.shard_client.client_stream import OnReply
-from embedserve.shard_client.discovery import PART, DnsShards, discover, parse_shards
+from embedserve.shard_client.discovery import PART, DnsShards, RayShards, discover, parse_shards
 from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.replica import Connect
 from embedserve.shard_client.replicas import PartClient, PartOptions
@@ -62,7 +62,9 @@ class Shards:
         """
         self.loop: asyncio.AbstractEventLoop | None = None
         self.traces_calls = bool(settings.otlp_endpoint)
-        self._source = parse_shards(settings.shards)
+        source = parse_shards(settings.shards)
+        assert not isinstance(source, RayShards)  # processes.serve replaces them by a file
+        self._source = source
         self._options = PartOptions(
             call_timeout_s=settings.shard_timeout_ms / 1000, hedge_share=settings.hedge_share
         )
