@@ -207,9 +207,9 @@ class ServeSettings:
     )
     shards: str = setting(
         "",
-        "Shards of a router, which looks rows up there: dns:NAME-{part}:PORT, "
-        "where {part} is the number of a part, or file:PATH, a JSON file of addresses by part "
-        "that is reloaded on change. Default: this server has the rows.",
+        "Shards of a router, which looks rows up there: dns:NAME-{part}:PORT, with the number of "
+        "a part; file:PATH, a JSON file of addresses by part, reloaded on change; or ray:NAME, "
+        "shards of embedserve cluster --backend ray. Default: this server has the rows.",
     )
     shard_timeout_ms: float = setting(
         500.0,

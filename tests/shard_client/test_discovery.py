@@ -17,6 +17,7 @@ from embedserve.shard_client.discovery import (
     DnsDiscovery,
     DnsShards,
     FileShards,
+    RayShards,
     discover,
     parse_address,
     parse_shards,
@@ -31,6 +32,7 @@ DNS = DnsShards("dlrm-{part}", 8001)
 def test_sources_are_parsed() -> None:
     assert parse_shards("dns:dlrm-{part}.ns.svc:8001") == DnsShards("dlrm-{part}.ns.svc", 8001)
     assert parse_shards("file:/etc/shards.json") == FileShards("/etc/shards.json")
+    assert parse_shards("ray:shop") == RayShards("shop")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,8 @@ def test_sources_are_parsed() -> None:
     [
         ("", "expected dns:NAME"),
         ("file:", "expected dns:NAME"),
-        ("ray:x", "expected dns:NAME"),
+        ("ray:", "expected dns:NAME"),
+        ("etcd:x", "file:PATH or ray:NAME"),
         ("dns:dlrm:8001", "lacks {part}"),
         ("dns:dlrm-{part}", "is not HOST:PORT"),
         ("dns:dlrm-{part}:", "has no port from 1 to 65535"),

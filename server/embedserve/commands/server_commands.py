@@ -80,11 +80,29 @@ def cluster(
             help="Folder for versions pulled from a remote store. Default: ~/.cache/embedserve.",
         ),
     ] = "",
+    backend: Annotated[
+        str, typer.Option(help="Where the shards run: local, this host; ray, a Ray cluster.")
+    ] = "local",
+    name: Annotated[
+        str, typer.Option(help="Name of the shards in Ray, for serve --shards ray:NAME.")
+    ] = "embedserve",
+    ray_address: Annotated[
+        str,
+        typer.Option(
+            envvar="RAY_ADDRESS",
+            help="HOST:PORT of Ray's head node; auto: the cluster that this host is a node of.",
+        ),
+    ] = "auto",
+    shard_memory: Annotated[
+        str,
+        typer.Option(help="Memory that each shard reserves in Ray, such as 400GB. Default: none."),
+    ] = "",
 ) -> None:
-    """Serve models in parts from this host alone: a router, and shards on free loopback ports.
+    """Serve models in parts: a router on this host, and shards here or in a Ray cluster.
 
-    For a try, and to test a store; where hosts share the parts, serve --part and serve --shards are
-    run by themselves. A process that ends is started again. Variables of serve have no effect.
+    Shards on this host use free loopback ports; that is for a try, and to test a store. Without
+    Ray, shards on several hosts are run by themselves, with serve --part and serve --shards. A
+    process that ends is started again. Variables of serve have no effect.
     """
     with cli_errors():
         check_engine()
@@ -92,7 +110,17 @@ def cluster(
 
         run_cluster(
             ClusterSettings(
-                store, tuple(model or ()), replicas, http_port, grpc_port, follow, cache
+                store,
+                tuple(model or ()),
+                replicas,
+                http_port,
+                grpc_port,
+                follow,
+                cache,
+                backend,
+                name,
+                ray_address,
+                shard_memory,
             )
         )
 

@@ -26,7 +26,7 @@ from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_par
 from embedserve.file_reloader import poll_all
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.client_stream import OnReply
-from embedserve.shard_client.discovery import PART, DnsShards, discover, parse_shards
+from embedserve.shard_client.discovery import PART, DnsShards, RayShards, discover, parse_shards
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.replica import Connect
@@ -64,7 +64,9 @@ class Shards:
         """
         self.loop: asyncio.AbstractEventLoop | None = None
         self.traces_calls = bool(settings.otlp_endpoint)
-        self._source = parse_shards(settings.shards)
+        source = parse_shards(settings.shards)
+        assert not isinstance(source, RayShards)  # processes.serve replaces them by a file
+        self._source = source
         self._options = PartOptions(
             call_timeout_s=settings.shard_timeout_ms / 1000, hedge_share=settings.hedge_share
         )

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import IO
@@ -32,24 +32,35 @@ class Child:
     """A process of the cluster, which is started again when it ends.
 
     Attributes:
-        address: HOST:PORT of its gRPC port since the last start; "" for the router.
+        address: HOST:PORT of its gRPC port since the last start; "" if it is no shard.
         was_ready: whether it was ready once, since the cluster was started.
         restart_at_s: time at which it may start.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], *, is_shard: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        shard_host: str = "",
+        is_piped: bool = False,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
         """
         Args:
-            name: prefix of its output.
+            name: name in log lines.
             arguments: command line without the ports of a shard.
-            is_shard: whether it gets other ports at each start, and its output a prefix.
+            shard_host: for a shard, the address of its ports, which are others at each start.
+            is_piped: whether ``start`` returns its stderr, so that its lines get a prefix.
+            environment: its environment, before settings of `serve` are removed.
         """
         self.name = name
         self.address = ""
         self.was_ready = False
         self.restart_at_s = 0.0
         self.process: subprocess.Popen[bytes] | None = None
-        self._arguments, self._is_shard = arguments, is_shard
+        self._arguments, self._shard_host = arguments, shard_host
+        self._is_piped, self._environment = is_piped, environment
         self._ready_s: float | None = None
         self._failures = 0
 
@@ -60,23 +71,25 @@ class Child:
             notify_address: path of the socket that it reports to.
         """
         arguments = list(self._arguments)
-        if self._is_shard:
-            http_port, grpc_port = _free_port(), _free_port()
-            self.address = f"{HOST}:{grpc_port}"
+        host = self._shard_host
+        if host:
+            http_port, grpc_port = _free_port(host), _free_port(host)
+            shown = f"[{host}]" if ":" in host else host
+            self.address = f"{shown}:{grpc_port}"
             arguments += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         parent = os.getpid()
         self._ready_s = None
         self.process = subprocess.Popen(
             arguments,
-            env=_child_environment() | {"NOTIFY_SOCKET": notify_address},
+            env=_child_environment(self._environment) | {"NOTIFY_SOCKET": notify_address},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if self._is_shard else None,
-            stderr=subprocess.PIPE if self._is_shard else None,
+            stdout=subprocess.DEVNULL if host else None,
+            stderr=subprocess.PIPE if self._is_piped else None,
             process_group=0,  # Ctrl-C reaches this process alone, which stops the router first
-            preexec_fn=lambda: _end_with(parent),
+            preexec_fn=lambda: end_with(parent),
         )
-        if self._is_shard:
-            say(f"{self.name} starts as process {self.process.pid}, http://{HOST}:{http_port}")
+        if host:
+            say(f"{self.name} starts as process {self.process.pid}, http://{shown}:{http_port}")
         return self.process.stderr
 
     def receive(self, sock: socket.socket, _: object) -> None:
@@ -103,23 +116,24 @@ class Child:
             self.process.send_signal(number)
 
 
-def _child_environment() -> dict[str, str]:
+def _child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment without settings of `serve`, which are not for all children."""
     names = [one.name for kind in (ServeSettings, Limits) for one in fields(kind)]
     settings = {f"EMBEDSERVE_{name.upper()}" for name in (*names, "config")}
-    return {name: value for name, value in os.environ.items() if name not in settings}
+    return {name: value for name, value in environment.items() if name not in settings}
 
 
-def _free_port() -> int:
-    """Returns a port that nobody listens on."""
+def _free_port(host: str) -> int:
+    """Returns a port of ``host`` that nobody listens on."""
     while True:
         port = random.choice(SHARD_PORTS)
-        with socket.socket() as sock, suppress(OSError):
-            sock.bind((HOST, port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as sock, suppress(OSError):
+            sock.bind((host, port))
             return port
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """Lets this process end when the one that started it does."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it has ended before

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,13 +28,24 @@ from embedserve.model_names import split_name
 from embedserve.processes.cluster_child import HOST, Child
 from embedserve.processes.forked import described
 from embedserve.processes.model_loading import check_names, load_named
+from embedserve.processes.ray_backend.connection import (
+    AUTO,
+    PYTHON,
+    check_address,
+    check_installed,
+    check_shards_name,
+)
+from embedserve.processes.ray_backend.placement import PlacementSettings
 from embedserve.processes.signals import wake_on_signals
 from embedserve.processes.startup.ports import claim_ports
+from embedserve.shard_client.discovery import write_shards
 from embedserve_store import StoreError
 from embedserve_store.parts.part import LocalTables
 from embedserve_store.terminal.console import say
+from embedserve_store.terminal.sizes import parse_bytes
 from embedserve_store.terminal.stores import opened
 
+LOCAL, RAY = "local", "ray"
 POLL_S = 1.0
 """Seconds between two checks of the children, if no signal or output comes before."""
 STOP_S_MAX = 15.0
@@ -57,6 +68,10 @@ class ClusterSettings:
     grpc_port: int = 8001
     follow: str = "none"
     cache: str = ""
+    backend: str = LOCAL
+    name: str = "embedserve"
+    ray_address: str = AUTO
+    shard_memory: str = ""
 
 
 class LocalCluster:
@@ -185,27 +200,41 @@ def run_cluster(settings: ClusterSettings) -> None:
         ValueError: a setting is invalid.
     """
     check_settings(ServeSettings(settings.store, follow=settings.follow))
+    _check_backend(settings)
     parts = read_parts(settings)
     claim_ports(HOST, settings.http_port, settings.grpc_port).close()  # reports a port in use now
     with tempfile.TemporaryDirectory(prefix="embedserve-cluster-") as folder:
         path = Path(folder) / "shards.json"
-        shards = {
-            part: [_shard(settings, part, parts, replica) for replica in range(settings.replicas)]
+        router = Child("router", _router_arguments(settings, path))
+        if settings.backend == RAY:
+            placement = Child("the process that places shards", _placed(settings, parts, path))
+            LocalCluster([placement], router, lambda: None).run(Path(folder))
+            return
+        shards = [
+            [_shard(settings, part, parts, replica) for replica in range(settings.replicas)]
             for part in range(parts)
-        }
+        ]
 
         def write_addresses() -> None:
-            found = {
-                part: [shard.address for shard in replicas if shard.address]
-                for part, replicas in shards.items()
-            }
-            written = path.with_suffix(".new")
-            written.write_text(json.dumps(found))
-            written.replace(path)
+            found = [[one.address for one in replicas if one.address] for replicas in shards]
+            write_shards(path, found)
 
-        router = Child("router", _router_arguments(settings, path), is_shard=False)
-        all_shards = [*chain.from_iterable(shards.values())]
-        LocalCluster(all_shards, router, write_addresses).run(Path(folder))
+        LocalCluster([*chain.from_iterable(shards)], router, write_addresses).run(Path(folder))
+
+
+def _check_backend(settings: ClusterSettings) -> None:
+    """Raises ValueError if the backend cannot be used, and OSError if Ray cannot be reached."""
+    if settings.backend not in (LOCAL, RAY):
+        raise ValueError(f"backend is {settings.backend!r}, expected {LOCAL} or {RAY}")
+    if settings.backend == RAY:
+        check_shards_name(settings.name)
+        check_installed()
+        check_address(settings.ray_address)
+    elif settings.shard_memory:
+        raise ValueError(
+            f"shard_memory is {settings.shard_memory!r}, but backend is {LOCAL}: only Ray reserves "
+            "memory"
+        )
 
 
 def read_parts(settings: ClusterSettings) -> int:
@@ -229,22 +258,42 @@ def read_parts(settings: ClusterSettings) -> int:
 
 def _shard(settings: ClusterSettings, part: int, parts: int, replica: int) -> Child:
     name = f"part {part}" if settings.replicas == 1 else f"part {part} replica {replica}"
+    arguments = [sys.executable, *_shard_arguments(settings, part, parts)]
+    return Child(name, arguments, shard_host=HOST, is_piped=True)
+
+
+def _placed(settings: ClusterSettings, parts: int, path: Path) -> list[str]:
+    """Returns the command of the process that places the shards in Ray."""
+    memory = settings.shard_memory
+    placed = PlacementSettings(
+        settings.name,
+        settings.ray_address,
+        str(path),
+        [_shard_arguments(settings, part, parts) for part in range(parts)],
+        settings.replicas,
+        parse_bytes(memory) if memory else 0,
+    )
+    return [*PYTHON, "place", json.dumps(asdict(placed))]
+
+
+def _shard_arguments(settings: ClusterSettings, part: int, parts: int) -> list[str]:
     # Without an alias, which may move: a shard holds the versions that any alias names.
     names = [one if split_name(one)[1].isdigit() else split_name(one)[0] for one in settings.models]
     follow = "none" if settings.follow == "none" else "latest"
     own = ["--part", f"{part}/{parts}", "--devices", "cpu", "--follow", follow]
-    return Child(name, _serve_arguments(settings, list(dict.fromkeys(names)), own))
+    return _serve_arguments(settings, list(dict.fromkeys(names)), own)
 
 
 def _router_arguments(settings: ClusterSettings, addresses: Path) -> list[str]:
     ports = ["--http-port", str(settings.http_port), "--grpc-port", str(settings.grpc_port)]
     own = ["--shards", f"file:{addresses}", "--follow", settings.follow, *ports]
-    return _serve_arguments(settings, settings.models, own)
+    return [sys.executable, *_serve_arguments(settings, settings.models, own)]
 
 
 def _serve_arguments(settings: ClusterSettings, names: Sequence[str], own: list[str]) -> list[str]:
+    """Returns the arguments of Python that run `serve`."""
     # Warnings of imported packages would appear once for each child.
-    arguments = [sys.executable, "-W", "ignore", "-m", "embedserve", "serve", settings.store]
+    arguments = ["-W", "ignore", "-m", "embedserve", "serve", settings.store]
     for name in names:
         arguments += ["--model", name]
     return [*arguments, *own, *(["--cache", settings.cache] if settings.cache else [])]

@@ -103,13 +103,23 @@ def serve(settings: ServeSettings) -> None:
     # SIGHUP polls the store; while models load it must not end the process, its default action.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with sigterm_interrupts():  # until models are loaded; PID 1 of a container needs it
+        # Until models are loaded, SIGTERM interrupts; PID 1 of a container needs it.
+        with sigterm_interrupts(), _with_addresses(settings) as settings:
             if settings.is_supervised:
                 _serve_workers(settings, start_s, notify)
             else:
                 _serve_alone(settings, start_s, notify)
     except Terminated:
         logger.info("stopped before the models were loaded")
+
+
+def _with_addresses(settings: ServeSettings) -> contextlib.AbstractContextManager[ServeSettings]:
+    """Returns a context that yields the settings, with a file of addresses for shards in Ray."""
+    if not settings.shards.startswith("ray:"):
+        return contextlib.nullcontext(settings)
+    from embedserve.processes.ray_backend.address_follower import following_ray
+
+    return following_ray(settings)
 
 
 def notifier() -> Notify:

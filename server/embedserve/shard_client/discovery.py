@@ -1,6 +1,7 @@
 """Discovery of shards: the addresses of each part's replicas, from DNS or from a file.
 
-``--shards`` names the source: ``dns:NAME-{part}:PORT`` or ``file:PATH``. Addresses that were found
+``--shards`` names the source: ``dns:NAME-{part}:PORT``, ``file:PATH``, or ``ray:NAME``, for which
+another process writes a file (processes/ray_backend/address_follower.py). Addresses that were found
 once stay in use while a source fails.
 """
 
@@ -28,7 +29,7 @@ DNS_S_MAX = 5.0
 FILE_S = 1.0
 """Seconds between two polls of the file."""
 PART = "{part}"
-EXPECTED = "expected dns:NAME-{part}:PORT or file:PATH"
+EXPECTED = "expected dns:NAME-{part}:PORT, file:PATH or ray:NAME"
 
 OnAddresses = Callable[[int, list[Address]], None]
 """Takes the number of a part and the addresses of its replicas; ``PartClient.set_addresses``."""
@@ -60,7 +61,18 @@ class FileShards:
     path: str
 
 
-ShardSource: TypeAlias = DnsShards | FileShards
+@dataclass(frozen=True)
+class RayShards:
+    """Shards that `embedserve cluster --backend ray` has placed in a Ray cluster.
+
+    Attributes:
+        name: their name there.
+    """
+
+    name: str
+
+
+ShardSource: TypeAlias = DnsShards | FileShards | RayShards
 
 
 def parse_shards(value: str) -> ShardSource:
@@ -72,6 +84,8 @@ def parse_shards(value: str) -> ShardSource:
     kind, _, rest = value.partition(":")
     if kind == "file" and rest:
         return FileShards(rest)
+    if kind == "ray" and rest:
+        return RayShards(rest)
     if kind != "dns":
         raise ValueError(f"--shards is {value!r}, {EXPECTED}")
     try:
@@ -121,6 +135,14 @@ def read_shards(path: str, parts: int) -> list[list[Address]]:
             f"{path} must have the parts 0 to {parts - 1}; missing or unknown: {shown}"
         )
     return [_read_part(path, part, content[part]) for part in expected]
+
+
+def write_shards(path: Path, addresses: Sequence[Sequence[str]]) -> None:
+    """Writes the addresses (HOST:PORT) of the replicas of each part, for ``read_shards``. A reader
+    finds the former file or this one, both whole."""
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(dict(enumerate(addresses))))
+    written.replace(path)
 
 
 def _read_part(path: str, part: str, values: object) -> list[Address]:
@@ -227,7 +249,7 @@ class FileDiscovery:
 
 
 def discover(
-    source: ShardSource, parts: int, on_addresses: OnAddresses
+    source: DnsShards | FileShards, parts: int, on_addresses: OnAddresses
 ) -> DnsDiscovery | FileDiscovery:
     """Returns the discovery of a source; ``run`` it as a task.
 

@@ -50,8 +50,11 @@ from embedserve.processes.local_cluster import LocalCluster
 folder, *kinds = sys.argv[1:]
 def command(kind):
     return [sys.executable, "-S", "-c", {CHILD!r}, kind]
-shards = [Child(f"part {{part}}", command(kind)) for part, kind in enumerate(kinds)]
-router = Child("router", command("router"), is_shard=False)
+shards = [
+    Child(f"part {{part}}", command(kind), shard_host="127.0.0.1", is_piped=True)
+    for part, kind in enumerate(kinds)
+]
+router = Child("router", command("router"))
 with cli_errors():
     LocalCluster(shards, router, lambda: print("addresses", *(one.address for one in shards))).run(
         Path(folder)
@@ -207,5 +210,5 @@ def test_settings_of_serve_in_the_environment_have_no_effect(
 
     for name in ("PART", "BODY_BYTES_MAX", "CONFIG", "OTHER"):
         monkeypatch.setenv(f"EMBEDSERVE_{name}", "1")
-    found = [name for name in _child_environment() if name.startswith("EMBEDSERVE_")]
+    found = [name for name in _child_environment(os.environ) if name.startswith("EMBEDSERVE_")]
     assert found == ["EMBEDSERVE_OTHER"]

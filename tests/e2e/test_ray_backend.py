@@ -1,0 +1,348 @@
+"""`embedserve cluster --backend ray` on a Ray cluster of three nodes: what it leaves behind, and
+that no batch is lost when processes and a node are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from e2e.test_cluster_command import DIM, publish_rows
+from ray_nodes import RayNodes, ray_nodes
+from running_servers import command, free_port, is_running, running
+
+from embedserve_client import GrpcEmbedClient
+
+WAIT_S_MAX = 300
+PAUSE_S = 0.02
+NAME = "shop"
+PARTS = REPLICAS = 2
+TCP_LISTEN = "0A"
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
+"""127.0.0.1, also as an IPv6 address, and ::1, as /proc/net has them."""
+PLACED = re.compile(r"\((part \d replica \d) pid=(\d+)[^)]*\) \1 starts as process (\d+)")
+CHILD = """
+import os, signal, socket, sys
+if sys.argv[1] == "fails":
+    sys.exit("it cannot start")
+def stop(*_):
+    open(f"{sys.argv[2]}/stopped-{os.getpid()}", "x").close()
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGHUP, lambda *_: print("polls", file=sys.stderr, flush=True))
+with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+    name = os.environ["NOTIFY_SOCKET"]
+    sock.sendto(b"READY=1", name.replace("@", chr(0)))
+print("threads", os.environ.get("OMP_NUM_THREADS"), file=sys.stderr, flush=True)
+while True:
+    signal.pause()
+"""
+"""A shard that serves nothing, and imports nothing that takes long."""
+CONNECT = """
+import json, ray
+ray.init(address="auto", namespace="embedserve", logging_level="error", log_to_driver=False)
+"""
+KILL = """
+ray.kill(ray.get_actor("shop/1/2/0"))
+"""
+LEFT = """
+groups = ray.util.placement_group_table().values()
+alive = [one["name"] for one in groups if one["state"] != "REMOVED"]
+print(json.dumps([ray.util.list_named_actors(all_namespaces=True), len(alive)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with ray_nodes() as started:
+        yield started
+
+
+class Placed:
+    """A process that places shards in Ray, and its output."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, is_true: Callable[[str], object]) -> None:
+        wait_until(lambda: is_true(self.log()), self.log)
+
+    def shards(self) -> dict[str, tuple[int, int]]:
+        """Returns label of each shard to (process id of its actor, of its server), as last
+        started."""
+        return {
+            label: (int(worker), int(shard)) for label, worker, shard in PLACED.findall(self.log())
+        }
+
+    def pids(self) -> list[int]:
+        return [int(shard) for *_, shard in PLACED.findall(self.log())]
+
+
+def wait_until(is_true: Callable[[], object], state: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WAIT_S_MAX
+    while not is_true():
+        assert time.monotonic() < end_s, state()
+        time.sleep(PAUSE_S)
+
+
+@contextmanager
+def placed(nodes: RayNodes, folder: Path, *kinds: str, replicas: int = 1) -> Iterator[Placed]:
+    """Places shards that serve nothing: one part for each of ``kinds``."""
+    settings = {
+        "name": NAME,
+        "ray_address": nodes.address,
+        "path": str(folder / "shards.json"),
+        "commands": [["-S", "-c", CHILD, kind, str(folder)] for kind in kinds],
+        "replicas": replicas,
+    }
+    module = "embedserve.processes.ray_backend"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reports:
+        reports.bind("")
+        address = f"@{reports.getsockname()[1:].decode()}"
+        with (folder / "log").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", module, "place", json.dumps(settings)],
+                env=nodes.environment | {"NOTIFY_SOCKET": address},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            yield Placed(process, folder / "log")
+        finally:
+            process.kill()
+            process.wait()
+
+
+def left_in_ray(nodes: RayNodes) -> object:
+    """Returns [named actors, number of placement groups] that Ray has."""
+    return json.loads(run_ray(nodes, LEFT))
+
+
+def run_ray(nodes: RayNodes, code: str) -> str:
+    """Runs code of a process that is connected to Ray; returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CONNECT + code],
+        env=nodes.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=WAIT_S_MAX,
+    )
+    return done.stdout
+
+
+def addresses(folder: Path) -> list[list[str]]:
+    """Returns the addresses in the file that routers read."""
+    return [*json.loads((folder / "shards.json").read_text()).values()]
+
+
+def test_sigterm_ends_the_shards_and_leaves_nothing(nodes: RayNodes, tmp_path: Path) -> None:
+    with placed(nodes, tmp_path, "shard", "shard") as one:
+        one.wait_for(lambda log: log.count("threads") == 2)
+        threads = nodes.environment.get("OMP_NUM_THREADS")
+        assert one.log().count(f"threads {threads}") == 2  # not what Ray sets for its workers
+        wait_until((tmp_path / "shards.json").exists, one.log)
+        assert list(map(len, addresses(tmp_path))) == [1, 1]
+        one.process.send_signal(signal.SIGHUP)
+        one.wait_for(lambda log: log.count("polls") == 2)
+        run_ray(nodes, KILL)  # which Ray does not start again
+        one.wait_for(lambda log: log.count("threads") == 3)
+        assert "part 1 replica 0: its actor ended, and is created again: " in one.log()
+        one.process.terminate()
+        assert one.process.wait(WAIT_S_MAX) == 0
+        assert not any(map(is_running, one.pids()))
+        assert len(one.shards()) == 2
+        for _, shard in one.shards().values():  # by SIGTERM, without which no shard drains
+            assert (tmp_path / f"stopped-{shard}").exists()
+        assert left_in_ray(nodes) == [[], 0]
+
+
+def test_a_killed_process_leaves_nothing_and_its_name_is_free_again(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    with placed(nodes, tmp_path, "shard") as one:
+        wait_until((tmp_path / "shards.json").exists, one.log)
+        (tmp_path / "other").mkdir()
+        with placed(nodes, tmp_path / "other", "shard") as other:
+            assert other.process.wait(WAIT_S_MAX) == 1
+            assert "embedserve: Ray has shards of the name 'shop' already" in other.log()
+        one.process.kill()
+        one.process.wait()
+        wait_until(lambda: not any(map(is_running, one.pids())), one.pids)
+        wait_until(lambda: left_in_ray(nodes) == [[], 0], lambda: left_in_ray(nodes))
+
+
+def test_shards_that_cannot_run_are_errors(nodes: RayNodes, tmp_path: Path) -> None:
+    with placed(nodes, tmp_path, "shard", "fails") as one:
+        assert one.process.wait(WAIT_S_MAX) == 1
+        assert "it cannot start" in one.log()
+        words = "embedserve: part 1 replica 0 ended with exit code 1 before it was ready"
+        assert words in one.log()
+    with placed(nodes, tmp_path, "shard", replicas=4) as one:
+        assert one.process.wait(WAIT_S_MAX) == 1
+        assert "replicas is 4, and each replica of a part needs a Ray node of its own" in one.log()
+        assert "with 1 CPU: 3 nodes are alive" in one.log()
+    assert left_in_ray(nodes) == [[], 0]
+
+
+def test_a_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path: Path) -> None:
+    publish_rows(tmp_path / "store", "m", PARTS)
+    done = subprocess.run(
+        command("serve", tmp_path / "store", "--shards", "ray:nobody"),
+        env=nodes.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S_MAX,
+    )
+    assert done.returncode == 1
+    assert "embedserve: Ray has no shards of the name 'nobody'" in done.stderr
+    assert "embedserve: --shards is 'ray:nobody': no addresses were found" in done.stderr
+
+
+@contextmanager
+def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[Placed]:
+    """`embedserve cluster --backend ray`, ready."""
+    options = ("--replicas", REPLICAS, "--name", NAME, "--http-port", free_port())
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command("cluster", store, "--backend", "ray", *options, "--grpc-port", grpc),
+            env=nodes.environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        one = Placed(process, log)
+        one.wait_for(lambda text: "ready after" in text and f"gRPC 127.0.0.1:{grpc}\n" in text)
+        yield one
+    finally:
+        process.terminate()
+        process.wait(WAIT_S_MAX)
+
+
+def parent_of(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def listening(pids: set[int]) -> list[str]:
+    """Returns the addresses, in hexadecimal, on which processes accept TCP connections."""
+    sockets = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            sockets |= {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+    found = []
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+            _, local, _, state, *others = line.split()
+            if state == TCP_LISTEN and f"socket:[{others[5]}]" in sockets:
+                found.append(local.partition(":")[0])
+    return found
+
+
+def descendants(pids: list[int]) -> set[int]:
+    """Returns the processes ``pids``, and all that they and these have started."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdigit():
+                children.setdefault(parent_of(int(entry.name)), []).append(int(entry.name))
+    found: set[int] = set()
+    pending = list(pids)
+    while pending:
+        found.add(pid := pending.pop())
+        pending += children.get(pid, [])
+    return found
+
+
+def is_follower(pid: int) -> bool:
+    """Whether a process asks Ray for the addresses of a router."""
+    return b"follow-once" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
+    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, log, grpc = tmp_path / "store", tmp_path / "log", free_port()
+    publish_rows(store, "m", PARTS)
+    for name, value in nodes.environment.items():
+        monkeypatch.setenv(name, value)
+    with ExitStack() as stack:
+        one = stack.enter_context(cluster(nodes, store, log, grpc))
+        router = stack.enter_context(running(store, tmp_path / "router", "--shards", f"ray:{NAME}"))
+        clients = [
+            stack.enter_context(GrpcEmbedClient(address))
+            for address in (f"127.0.0.1:{grpc}", router.grpc)
+        ]
+        logs = [log, router.log]
+
+        def ask() -> None:
+            for client in clients:
+                answer = np.asarray(client.embed({"user": [[3, 97]]}, timeout_s=60)["user"])
+                assert answer.tobytes() == np.full((1, DIM), 100, np.float32).tobytes()
+
+        def joined() -> list[list[str]]:
+            """Returns, for each router, the addresses that joined, as often as they did."""
+            pattern = r"part \d of 2: (\S+) joined for m@1"
+            return [re.findall(pattern, path.read_text()) for path in logs]
+
+        def ask_until(is_true: Callable[[], bool]) -> None:
+            def asked() -> bool:
+                ask()
+                return is_true()
+
+            wait_until(asked, lambda: (joined(), one.log()))
+
+        def ask_until_back(count: int, *killed: int) -> None:
+            """Kills processes, and asks until ``count`` more shards have joined both routers."""
+            before = [set(found) for found in joined()]
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            ask_until(
+                lambda: all(
+                    len(set(found) - known) >= count
+                    for found, known in zip(joined(), before, strict=True)
+                )
+            )
+
+        shards = one.shards()
+        assert len(shards) == PARTS * REPLICAS
+        hosts = {label: parent_of(worker) for label, (worker, _) in shards.items()}
+        for part in range(PARTS):
+            assert hosts[f"part {part} replica 0"] != hosts[f"part {part} replica 1"]
+        found = listening(descendants([os.getpid(), one.process.pid, parent_of(nodes.gcs)]))
+        assert len(found) > PARTS * REPLICAS * 2
+        assert set(found) <= LOOPBACK
+
+        # A server, whose end Ray does not see, and an actor with its server.
+        ask_until_back(2, shards["part 0 replica 0"][1], shards["part 1 replica 1"][0])
+        wait_until(lambda: not is_running(shards["part 1 replica 1"][1]), one.log)
+
+        shards = one.shards()
+        raylets = [parent_of(worker) for worker, _ in shards.values()]
+        victim = next(pid for pid in nodes.raylets[1:] if pid in raylets)
+        lost = [label for label, host in zip(shards, raylets, strict=True) if host == victim]
+        [follower] = [pid for pid in descendants([router.process.pid]) if is_follower(pid)]
+        ask_until_back(len(lost), follower, victim)
+        wait_until(lambda: not any(is_running(shards[label][1]) for label in lost), one.log)
+
+        os.kill(nodes.gcs, signal.SIGKILL)  # lookups do not need it, and addresses stay
+        for _ in range(100):
+            ask()
+        one.process.terminate()
+        assert one.process.wait(WAIT_S_MAX) == 0
+    wait_until(lambda: not any(map(is_running, one.pids())), one.log)
