@@ -7,7 +7,7 @@ processes share the cores of this host. Run it on an idle machine:
 
 Each round asks the server of whole tables and then the routers; the ratios within a round are what
 counts. With ``--small 4`` four of the tables have 1,000 rows, and a router that looks them up
-itself is measured beside one that calls shards for them (``--local-bytes 0``). Reports milliseconds
+itself (``--local-bytes``) is measured beside one that calls shards for them. Reports milliseconds
 of one caller, batches/s of 16 callers, and the CPU time and bytes of a router for a batch.
 """
 
@@ -40,6 +40,7 @@ from embedserve_store import LocalTables, ModelStore, publish
 TABLES, ROWS, DIM, USERS, IDS_MAX = 8, 100_000, 64, 25, 8
 SMALL_ROWS = 1000
 AT_ONCE = 16
+LOCAL_BYTES = 64 << 20
 
 
 def rows_of(table: int, small: int) -> int:
@@ -155,9 +156,9 @@ def measure(parts: int, rounds: int, count: int, small: int) -> None:
             for part in range(parts)
         ]
         addresses.write_text(json.dumps({str(i): [one.grpc] for i, one in enumerate(shards)}))
-        routers = {"router": ServeSettings.local_bytes}
+        routers = {"router": 0}
         if small:
-            routers["router without small tables"] = 0
+            routers["router with small tables"] = LOCAL_BYTES
         servers = {"whole": stack.enter_context(running(store, folder / "whole.log"))}
         for name, local_bytes in routers.items():
             cpu_us, received = own_work(store, addresses, count, small, local_bytes)

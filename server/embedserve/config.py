@@ -231,7 +231,7 @@ class ServeSettings:
         "between hosts, but each sum is rounded, and beyond 65504 it becomes infinite.",
     )
     local_bytes: int = setting(
-        64 * MIB,
+        0,
         "Bytes of the tables that a router holds itself, so that lookups in them need no call: the "
         "smallest of those that are whole on one part, up to this sum. 0: none.",
         min=0,

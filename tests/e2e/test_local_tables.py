@@ -44,7 +44,7 @@ def test_small_tables_need_no_shard(tmp_path: Path) -> None:
     follow = ("--follow", "latest", "--follow-s", "0.2")
     with cluster(store, tmp_path) as one:
         one.start_shards(*follow)
-        router = one.start_router(*follow)
+        router = one.start_router(*follow, "--local-bytes", "1048576")
         model = httpx.get(f"{router.http}/models/m", timeout=60).json()
         assert model["local_tables"] == ["day"]
         assert ask(router, "day", 0, 0).json()["values"] == [[0.0] * DIM + [STEP] * DIM]

@@ -306,7 +306,7 @@ def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> No
         (("--shards", "file:x", "--shard-cert", "x"), "come together"),
         (("--shard-token", "x"), "this server is no router"),
         (("--partial-dtype", "float16"), "this server is no router"),
-        (("--local-bytes", "0"), "local_bytes is 0, but this server is no router"),
+        (("--local-bytes", "1"), "local_bytes is 1, but this server is no router"),
         (("--shards", "file:x", "--partial-dtype", "int8"), "partial_dtype is 'int8'"),
         (("--on-missing", "zeros"), "this server is no router"),
         (

@@ -40,7 +40,7 @@ from embedserve.processes.signals import wake_on_signals
 from embedserve.processes.startup.ports import claim_ports
 from embedserve.shard_client.discovery import write_shards
 from embedserve_store import StoreError
-from embedserve_store.parts.part import LocalTables
+from embedserve_store.parts.part import NO_ROWS
 from embedserve_store.terminal.console import say
 from embedserve_store.terminal.sizes import parse_bytes
 from embedserve_store.terminal.stores import opened
@@ -242,8 +242,7 @@ def read_parts(settings: ClusterSettings) -> int:
     check_names(settings.models)
     counts: dict[str, int] = {}
     cache = Path(settings.cache) if settings.cache else None
-    held = LocalTables(ServeSettings.local_bytes)  # the router opens the same files
-    with opened(settings.store, cache, held) as store:
+    with opened(settings.store, cache, NO_ROWS) as store:
         for name in settings.models or store.models():
             hosts = load_named(store, name).plan.hosts
             assert hosts is not None  # the store was opened as for a router

@@ -101,10 +101,8 @@ def test_what_stands_in_a_name_ends_no_comment() -> None:
 
 
 def test_routers_have_memory_for_the_ids_of_two_versions() -> None:
-    text = shard_manifests(2, replace(LARGE, ids=2 * GIB, local=GIB), PodOptions())
-    assert (
-        "memory, of which 6.0 GiB are ids and small tables (--local-bytes) of two versions" in text
-    )
+    text = shard_manifests(2, replace(LARGE, ids=3 * GIB), PodOptions())
+    assert "memory, of which 6.0 GiB are ids of two versions" in text
 
 
 def test_options_that_a_shard_would_reject_are_rejected() -> None:

@@ -19,7 +19,6 @@ from embedserve.commands.planning.plan_from_metrics import RequestedReads, propo
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_patch
 from embedserve.commands.planning.shard_manifests import shard_manifests
 from embedserve.commands.running_server import ServerClient
-from embedserve.config import ServeSettings
 from embedserve_store.commands.per_table_option import parse_sharding
 from embedserve_store.commands.plan_view import count_ranks, show_plan
 from embedserve_store.errors import StoreError
@@ -27,7 +26,6 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.version_folder import to_json_bytes
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
-from embedserve_store.parts.local_tables import local_tables
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.host_plan import with_hosts
 from embedserve_store.plans.part_plan import (
@@ -226,6 +224,4 @@ def _for_kubernetes(
             "manifests of shards on GPUs"
         )
     mapped, copied = largest_part_bytes(plan, tables)
-    local = local_tables(tables, plan.hosts, ServeSettings.local_bytes)
-    rows = replace(rows, mapped=mapped, copied=copied, local=sum(table.nbytes for table in local))
-    return shard_manifests(plan.hosts.parts, rows, pod)
+    return shard_manifests(plan.hosts.parts, replace(rows, mapped=mapped, copied=copied), pod)

@@ -102,7 +102,6 @@ class PodRows:
         mapped, copied: bytes, as in Rows.
         is_pulled: whether the store is remote.
         ids: bytes of vocabularies, a part of ``mapped``.
-        local: bytes of the tables that routers of a model in parts look up themselves.
         model: name of the model; "" if the tables are not published.
     """
 
@@ -111,7 +110,6 @@ class PodRows:
     copied: int = 0
     is_pulled: bool = False
     ids: int = 0
-    local: int = 0
     model: str = ""
 
 

@@ -79,11 +79,11 @@ def _raised(figures: Figures, manifests: Figures) -> Figures:
 
 
 def _router_lines(rows: PodRows) -> list[str]:
-    memory = server_memory(Rows(rows.ids + rows.local), ServeSettings("", follow="latest"))
+    memory = server_memory(Rows(rows.ids), ServeSettings("", follow="latest"))
     return [
         "# Needs deploy/kubernetes/overlays/parts, which has the routers. A router takes",
-        f"# {human_bytes(memory.common)} of memory, of which {human_bytes(memory.rows)} are ids and"
-        " small tables (--local-bytes) of two versions.",
+        f"# {human_bytes(memory.common)} of memory, of which {human_bytes(memory.rows)} are ids of"
+        " two versions.",
     ]
 
 
