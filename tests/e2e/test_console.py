@@ -435,6 +435,25 @@ def test_a_router_shows_its_parts_and_small_tables(page: Page, demo: Demo) -> No
     ]
 
 
+MISSING = """
+import('/console/answer.js').then(async ({ showAnswer }) => {
+  const tables = [{ name: "t", features: ["user"] }, { name: "s", features: ["item"] }];
+  const model = { features: ["user", "item"], tables };
+  const answer = { keys: ["user", "item"], length_per_key: [2, 2], values: [[0, 0, 0, 0]] };
+  await showAnswer({ ...answer, missing_ids: { user: 3 } }, model, [], new Map());
+  return [...document.querySelectorAll("#answer p")].map((one) => one.innerText);
+})
+"""
+
+
+def test_an_answer_without_a_lost_part_says_so(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    assert page.value(MISSING) == [
+        "Ids of lost parts, whose rows the vectors lack: 3 of user",
+        "Zeros, of empty bags: item",
+    ]
+
+
 COUNTED = """
 Promise.all([import('/console/metrics.js'), import('/console/traffic.js')]).then(
   ([{ Between, Reading }, { showLookups }]) => {

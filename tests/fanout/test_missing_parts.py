@@ -13,6 +13,7 @@ from pooled import collection
 from torchrec import PoolingType
 
 from embedserve.errors import NotReadyError
+from embedserve.fanout.batch_fanout import MissingPartError
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import (
@@ -21,12 +22,13 @@ from embedserve.shard_client.reply import (
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     Reply,
+    lost,
 )
 from embedserve_proto import embedding_pb2
 from embedserve_store import StoreError, publish
 
 PARTS, ROWS, FEATURES = 3, 30, 2
-ZEROS, GONE = MissingPolicy("zeros"), Reply(UNAVAILABLE, "no replica")
+ZEROS, GONE = MissingPolicy("zeros"), lost("no replica")
 USER_FAILS = MissingPolicy("zeros", {"user": "fail"})
 # Rows 0 to 9 are on part 0, 10 to 19 on part 1, 20 to 29 on part 2. Requests of two and one
 # examples: of user, whose vectors are sums, [0, 10, 11], [12], [5]; of item, whose vectors are
@@ -98,7 +100,7 @@ def test_tables_may_differ(store: Path) -> None:
         batch, values = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
         [(examples, error)] = batch.failures
         assert examples.tolist() == [0, 1]
-        assert type(error) is NotReadyError
+        assert type(error) is MissingPartError
         assert isinstance(values, np.ndarray)
         assert np.array_equal(values[2], expected[2])
         assert batch.missing_counts is not None
@@ -117,6 +119,7 @@ def other_version(response: embedding_pb2.EmbedResponse) -> None:
     "reply",
     [
         Reply(DEADLINE_EXCEEDED),
+        Reply(UNAVAILABLE, "HTTP status 429"),  # a proxy says so, and the part is there
         Reply(RESOURCE_EXHAUSTED, "", b"", 7),
         Reply(RESOURCE_EXHAUSTED, "the message has 9 bytes, the limit is 8"),
         Reply(INTERNAL),
@@ -135,7 +138,7 @@ def test_only_a_part_without_a_replica_is_missing(store: Path, reply: Reply | No
         batch, _ = batch_of(engine, IDS, LENGTHS, sizes=SIZES)
     [(examples, error)] = batch.failures
     assert examples.tolist() == [0, 1, 2]
-    assert type(error) is not NotReadyError
+    assert not isinstance(error, MissingPartError)
     assert batch.missing_counts is not None
     assert batch.missing_counts.tolist() == [[1, 2], [1, 0]]
 

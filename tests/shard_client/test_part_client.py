@@ -19,6 +19,7 @@ from embedserve.shard_client.reply import (
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
     Reply,
+    lost,
 )
 from embedserve.shard_client.share_budget import BURST
 
@@ -72,9 +73,7 @@ def test_a_replica_of_something_else_does_not_join(listed: object, reason: str) 
     assert bench.part.reasons(KEY) == {("a", 1): reason}
     bench.look_up()
     bench.time.advance(0.01)
-    assert bench.replies[0] == Reply(
-        UNAVAILABLE, f"part 1 of 4 has no replica of dlrm@7: a:1 {reason}"
-    )
+    assert bench.replies[0] == lost(f"part 1 of 4 has no replica of dlrm@7: a:1 {reason}")
 
 
 def test_a_replica_leaves_that_serves_the_version_no_more() -> None:

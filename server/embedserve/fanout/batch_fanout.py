@@ -19,6 +19,11 @@ from embedserve.shard_client.reply import Reply
 if TYPE_CHECKING:
     from embedserve.fanout.router_engine import RouterEngine
 
+
+class MissingPartError(NotReadyError):
+    """A part has no replica: none was there, or each that was called is lost or stops."""
+
+
 Finish = Callable[[np.ndarray | EmbedServeError], None]
 """Takes the values of a batch, or the error that fails all of it."""
 
@@ -71,7 +76,7 @@ class BatchFanout:
     def _fail(self, part: int, error: EmbedServeError) -> None:
         """Notes which examples fail without ``part``, and what the others lack."""
         counts = self._pending.count_ids_on(part)
-        is_missing = isinstance(error, NotReadyError)
+        is_missing = isinstance(error, MissingPartError)
         fails = (counts[self._required] if is_missing else counts).any(axis=0)
         if fails.any():
             failed = (np.flatnonzero(fails), error)

@@ -30,7 +30,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
-from embedserve.fanout.batch_fanout import BatchFanout, Finish
+from embedserve.fanout.batch_fanout import BatchFanout, Finish, MissingPartError
 from embedserve.fanout.local_part import LocalPart
 from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
 from embedserve.fanout.partition import Partition, PartLookup
@@ -144,7 +144,7 @@ class RouterEngine:
             local: the tables of ``version`` that are looked up in this process; None for none.
         """
         manifest, hosts = version.manifest, version.plan.hosts
-        assert hosts is not None  # a store opened without rows has checked it
+        assert hosts is not None  # a store opened for a router has checked it
         self.manifest = manifest
         self.translator = version.translator
         self.plan = version.plan
@@ -231,7 +231,7 @@ class RouterEngine:
         self, lookup: PartLookup, messages: PartMessages, reply: Reply
     ) -> np.ndarray | EmbedServeError:
         """Returns the values of ``reply`` to ``lookup``, or the error for the callers: a
-        NotReadyError if no replica is available."""
+        MissingPartError if no replica is there."""
         served = self.parts[lookup.part]
         who = f"part {served.part} of {served.parts} of {served.model!r} version {served.version}"
         if reply.status == OK:
@@ -241,7 +241,8 @@ class RouterEngine:
                 reply = Reply(-1, str(error))
         self._log.log(logging.ERROR, f"{who} fails", f"status {reply.status}: {reply.message}")
         if reply.status == UNAVAILABLE:
-            return NotReadyError(f"{who} is not available")
+            kind = MissingPartError if reply.is_lost else NotReadyError
+            return kind(f"{who} is not available")
         if reply.is_too_large:
             return RequestTooLargeError(
                 f"{who} rejects a request of this size: {reply.message}. Send fewer examples or "

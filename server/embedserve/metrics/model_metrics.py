@@ -52,8 +52,8 @@ VERSION_BUCKETS = {
 }
 """Bucket bounds of the histograms of a version, by family; VersionMetrics names the histograms."""
 PARTS_COUNTED_MAX = 1024
-"""Parts of a version whose absence is counted; further parts are not. Memory that is never written
-costs nothing."""
+"""Parts of a version whose absence is counted; further parts are not. They take 8 KiB for each
+version and worker."""
 NAMES_SPARE = 16
 """Entries reserved for names that are first served after the start."""
 

@@ -1,9 +1,10 @@
-"""One process of `embedserve cluster`: an `embedserve serve` that ends with the process that
-started it, and when it may be started again."""
+"""One process of `embedserve cluster`, such as an `embedserve serve`: it ends with the process that
+started it, and is started again after a time."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import random
 import signal
@@ -11,7 +12,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from typing import IO
 
@@ -124,12 +124,18 @@ def _child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _free_port(host: str) -> int:
-    """Returns a port of ``host`` that nobody listens on."""
+    """Returns a port of ``host`` that nobody listens on. Raises OSError if it is no address of this
+    host."""
     while True:
         port = random.choice(SHARD_PORTS)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as sock, suppress(OSError):
-            sock.bind((host, port))
+        with socket.socket(family) as sock:
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise OSError(error.errno, f"cannot listen on {host}: {error.strerror}") from error
             return port
 
 

@@ -1,7 +1,8 @@
 """`embedserve cluster`: the shards and the router of a store's models, as processes of this host.
 
-Each child is an `embedserve serve` that reports over sd_notify when it is ready. This process
-starts the shards, then the router, and starts again what ends. It never imports torch.
+Each child is an `embedserve serve`, or with Ray the process that places the shards there. It
+reports over sd_notify when it is ready. This process starts the shards, then the router, and starts
+again what ends. It never imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -41,6 +42,7 @@ from embedserve.processes.startup.ports import claim_ports
 from embedserve.shard_client.discovery import write_shards
 from embedserve_store import StoreError
 from embedserve_store.parts.part import NO_ROWS
+from embedserve_store.remote.remote_store import is_url
 from embedserve_store.terminal.console import say
 from embedserve_store.terminal.sizes import parse_bytes
 from embedserve_store.terminal.stores import opened
@@ -201,6 +203,10 @@ def run_cluster(settings: ClusterSettings) -> None:
     """
     check_settings(ServeSettings(settings.store, follow=settings.follow))
     _check_backend(settings)
+    if settings.backend == RAY:  # whose processes run in other folders
+        settings = replace(
+            settings, store=_absolute(settings.store), cache=_absolute(settings.cache)
+        )
     parts = read_parts(settings)
     claim_ports(HOST, settings.http_port, settings.grpc_port).close()  # reports a port in use now
     with tempfile.TemporaryDirectory(prefix="embedserve-cluster-") as folder:
@@ -229,12 +235,25 @@ def _check_backend(settings: ClusterSettings) -> None:
     if settings.backend == RAY:
         check_shards_name(settings.name)
         check_installed()
+        _memory_bytes(settings)
         check_address(settings.ray_address)
-    elif settings.shard_memory:
-        raise ValueError(
-            f"shard_memory is {settings.shard_memory!r}, but backend is {LOCAL}: only Ray reserves "
-            "memory"
-        )
+        return
+    for name in ("name", "shard_memory"):
+        if (value := getattr(settings, name)) != getattr(ClusterSettings, name):
+            raise ValueError(f"{name} is {value!r}, but backend is {LOCAL}: it is for {RAY} only")
+
+
+def _memory_bytes(settings: ClusterSettings) -> int:
+    """Returns the bytes that a shard reserves in Ray; 0: none. Raises ValueError."""
+    try:
+        return parse_bytes(settings.shard_memory) if settings.shard_memory else 0
+    except ValueError as error:
+        raise ValueError(f"shard_memory is {settings.shard_memory!r}: {error}") from error
+
+
+def _absolute(path: str) -> str:
+    """Returns a path that means the same in every folder; a URL and "" are returned as they are."""
+    return path if not path or is_url(path) else str(Path(path).absolute())
 
 
 def read_parts(settings: ClusterSettings) -> int:
@@ -263,14 +282,13 @@ def _shard(settings: ClusterSettings, part: int, parts: int, replica: int) -> Ch
 
 def _placed(settings: ClusterSettings, parts: int, path: Path) -> list[str]:
     """Returns the command of the process that places the shards in Ray."""
-    memory = settings.shard_memory
     placed = PlacementSettings(
         settings.name,
         settings.ray_address,
         str(path),
         [_shard_arguments(settings, part, parts) for part in range(parts)],
         settings.replicas,
-        parse_bytes(memory) if memory else 0,
+        _memory_bytes(settings),
     )
     return [*PYTHON, "place", json.dumps(asdict(placed))]
 

@@ -202,7 +202,7 @@ class PartCall:
             if replica is not None:
                 self._call(replica, now_s, HEDGE_DUE, BY_FIRST)
                 return
-            self._reply = Reply(UNAVAILABLE, part.why_unavailable(self._key))
+            self._reply = lost(part.why_unavailable(self._key))
         part.timers.push(now_s, self, now_s)
 
     def on_due(self, now_s: float) -> None:

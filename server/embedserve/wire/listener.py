@@ -54,7 +54,7 @@ class Listener:
         self._retrying = None
         self._loop.add_reader(self._sock, self._on_readable)
 
-    async def close(self, waiting_max: int = 0) -> None:
+    async def close(self, waiting_max: int) -> None:
         """Stops accepting. Waits for accepted connections until their protocols are connected.
 
         Args:

@@ -23,21 +23,23 @@ from embedserve.processes.supervisor import QUICK_END_S
 WAIT_S_MAX = 60
 CHILD = """
 import os, signal, socket, sys
+def say(words):  # in one write, as other processes write to the same file
+    os.write(2, f"{words}\\n".encode())
 if sys.argv[1] == "fails":
     sys.exit("it cannot start")
 def stop(*_):
-    print(sys.argv[1], "stopped", file=sys.stderr, flush=True)
+    say(f"{sys.argv[1]} stopped")
     os._exit(0)
 if sys.argv[1] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("ignores SIGTERM", file=sys.stderr, flush=True)
+    say("ignores SIGTERM")
     while True:
         signal.pause()
 signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGHUP, lambda *_: print(sys.argv[1], "polls", file=sys.stderr, flush=True))
+signal.signal(signal.SIGHUP, lambda *_: say(f"{sys.argv[1]} polls"))
 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
     sock.sendto(b"READY=1", os.environ["NOTIFY_SOCKET"])
-print(sys.argv[1], "is ready", file=sys.stderr, flush=True)
+say(f"{sys.argv[1]} is ready")
 while True:
     signal.pause()
 """

@@ -29,7 +29,7 @@ async def test_a_burst_is_accepted_some_at_a_time() -> None:
         while begun.total() < len(clients):
             await asyncio.sleep(0)
             iteration += 1
-        await listener.close()
+        await listener.close(0)
     assert list(begun.values()) == [16, 16, 8]
     assert max(begun) - min(begun) == 2
     for client in clients:

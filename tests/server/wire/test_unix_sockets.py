@@ -56,7 +56,7 @@ async def main():
     resource.setrlimit(resource.RLIMIT_NOFILE, most)
     (await asyncio.wait_for(taken, 10)).close()
     print("taken")
-    await listener.close()
+    await listener.close(0)
     client.close()
 
 asyncio.run(main())
@@ -173,7 +173,7 @@ async def test_workers_take_turns_at_connections_that_come_at_once(paths: list[s
     for transport in itertools.chain(*taken):
         transport.close()
     for worker in workers:
-        await worker.close()
+        await worker.close(0)
     for client in clients:
         client.close()
 

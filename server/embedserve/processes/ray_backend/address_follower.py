@@ -1,8 +1,9 @@
 """The addresses of ``--shards ray:NAME``, for routers that `embedserve cluster` has not started.
 
 A process beside the router connects to Ray, finds the shards by their names, and writes their
-addresses to a file, which the router reads as that of ``file:PATH``. It is started again when it
-ends; the router and the addresses that it knows remain meanwhile.
+addresses to a file, which the router reads as that of ``file:PATH``. Ray may end that process, so a
+second one, its parent, starts it again. The router and the addresses that it knows remain
+meanwhile.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def following_ray(settings: ServeSettings) -> Iterator[ServeSettings]:
     """
     source = parse_shards(settings.shards)
     assert isinstance(source, RayShards)
-    check_shards_name(source.name)
+    try:
+        check_shards_name(source.name)
+    except ValueError as error:
+        raise ValueError(f"--shards is {settings.shards!r}: {error}") from error
     check_installed()
     check_address(AUTO)
     parent = os.getpid()
@@ -103,7 +107,7 @@ def follow(name: str, path: str) -> None:
         OSError: there is no Ray cluster.
     """
     with connected(AUTO, shows_logs=False):
-        watch = ShardWatch({}, Path(path))
+        watch = ShardWatch(Path(path))
         actors = find_actors(name, {})
         if not actors:
             raise ValueError(f"Ray has no shards of the name {name!r}")

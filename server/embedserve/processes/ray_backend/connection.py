@@ -43,7 +43,7 @@ def check_address(address: str) -> None:
     """Raises ValueError if ``address`` is neither HOST:PORT nor ``auto``, and OSError if HOST:PORT
     cannot be reached."""
     if address == AUTO:
-        address = os.environ.get("RAY_ADDRESS", AUTO)
+        address = os.environ.get("RAY_ADDRESS") or AUTO
     if address == AUTO:
         return
     try:

@@ -111,7 +111,7 @@ class Placement:
         self._settings = settings
         self._groups: list[Any] = []
         self._actors: dict[ShardName, Any] = {}
-        self._watch = ShardWatch({}, Path(settings.path))
+        self._watch = ShardWatch(Path(settings.path))
         self._replace_at_s = 0.0
         self._is_stopping = self._is_reload_requested = False
 

@@ -97,6 +97,8 @@ class ShardActor:
             if self._is_stopping or not self._child.was_ready:
                 self._exit_code = code
                 time.sleep(LINGER_S)
+            while self._is_stopping:  # Ray would start it again; who stops it ends it
+                time.sleep(LINGER_S)
         except OSError as error:
             say(f"{self._label} cannot be started: {error}")
         finally:

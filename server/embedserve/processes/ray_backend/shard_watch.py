@@ -6,6 +6,7 @@ knows by itself which of its connections work.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from embedserve.shard_client.discovery import write_shards
 
 POLL_S = 0.5
 """Seconds between two polls of a shard's state, a call of about a millisecond."""
+NUMBER = re.compile(r"[0-9]{1,5}")
+"""Numbers in names of actors. Others may have such names, too, and a part costs memory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ShardName:
     def parse(cls, text: str) -> ShardName | None:
         """Parses the name of an actor; returns None if it is no shard's."""
         name, *numbers = text.split("/")
-        if len(numbers) != 3 or not all(one.isascii() and one.isdigit() for one in numbers):
+        if len(numbers) != 3 or not all(map(NUMBER.fullmatch, numbers)):
             return None
         part, parts, replica = map(int, numbers)
         return cls(name, part, parts, replica) if part < parts else None
@@ -60,22 +63,21 @@ class ShardWatch:
         lost: shards whose actors have ended for good, and why.
     """
 
-    def __init__(self, actors: Mapping[ShardName, Any], path: Path) -> None:
+    def __init__(self, path: Path) -> None:
         """
         Args:
-            actors: handles of the actors.
             path: file of addresses, written when one changes.
         """
         self.states: dict[ShardName, ShardState] = {}
         self.lost: dict[ShardName, str] = {}
-        self._actors = dict(actors)
+        self._actors: dict[ShardName, Any] = {}
         self._path = path
         self._pending: dict[Any, ShardName] = {}  # by Ray's reference of the call
         self._addresses: dict[ShardName, str] = {}
         self._written: list[list[str]] | None = None
 
     def adopt(self, actors: Mapping[ShardName, Any]) -> None:
-        """Replaces the actors."""
+        """Replaces the actors by those of the handles ``actors``."""
         self._actors = dict(actors)
         self._pending = {ref: one for ref, one in self._pending.items() if one in actors}
         self.lost.clear()
@@ -97,7 +99,7 @@ class ShardWatch:
             try:
                 self._take(name, ray.get(ref))
             except ray.exceptions.RayError as error:
-                self.lost[name] = str(error).strip().splitlines()[-1].strip()
+                self.lost[name] = (str(error).strip().splitlines() or [""])[-1].strip()
         self._write()
 
     def _take(self, name: ShardName, state: ShardState) -> None:

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from running_servers import free_port
 
 from embedserve.config import ServeSettings
+from embedserve.processes import local_cluster
+from embedserve.processes.cluster_child import Child
 from embedserve.processes.local_cluster import ClusterSettings, _placed, run_cluster
 from embedserve.processes.ray_backend import shard_actor
 from embedserve.processes.ray_backend.address_follower import following_ray
 from embedserve.processes.ray_backend.connection import check_address, check_shards_name
 from embedserve.processes.ray_backend.placement import PlacementSettings, check_nodes
 from embedserve.processes.ray_backend.shard_watch import ShardName
+from embedserve_store import StoreError
 
 
 def test_names_of_shards_are_names_of_actors() -> None:
     name = ShardName("shop", 1, 3, 0)
     assert str(name) == "shop/1/3/0"
     assert ShardName.parse(str(name)) == name
-    for other in ("shop", "shop/1/3", "shop/3/3/0", "shop/1/x/0", "a/shop/1/3/0", "shop/-1/3/0"):
+    for other in (
+        "shop",
+        "shop/1/3",
+        "shop/3/3/0",
+        "shop/1/x/0",
+        "a/shop/1/3/0",
+        "shop/-1/3/0",
+        f"shop/0/{10**9}/0",
+    ):
         assert ShardName.parse(other) is None, other
 
 
@@ -49,6 +63,8 @@ def test_an_address_without_ray_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("RAY_ADDRESS", nobody)
     with pytest.raises(OSError, match=f"no Ray cluster at {nobody}"):
         check_address("auto")
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    check_address("auto")
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         check_address(f"127.0.0.1:{somebody.getsockname()[1]}")
 
@@ -70,7 +86,12 @@ def test_a_missing_ray_is_one_line_that_names_the_extra(
     [
         (ClusterSettings("s", backend="k8s"), "backend is 'k8s', expected local or ray"),
         (ClusterSettings("s", backend="ray", name="a/b"), "the name of shards in Ray is 'a/b'"),
+        (
+            ClusterSettings("s", backend="ray", shard_memory="4XB"),
+            "shard_memory is '4XB': '4XB' is",
+        ),
         (ClusterSettings("s", shard_memory="1GB"), "shard_memory is '1GB', but backend is local"),
+        (ClusterSettings("s", name="shop"), "name is 'shop', but backend is local: it is for ray"),
     ],
 )
 def test_wrong_settings_are_named(settings: ClusterSettings, words: str) -> None:
@@ -86,6 +107,71 @@ def test_shards_in_ray_are_those_of_this_host(tmp_path: Path) -> None:
     assert '"serve", "s", "--model", "m", "--part", "1/2", "--devices", "cpu"' in placed
     assert f'"replicas": 3, "memory_bytes": {2 << 30}' in placed
     assert '"name": "embedserve", "ray_address": "h:1"' in placed
+
+
+def test_a_store_in_the_present_folder_is_the_same_for_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes run in another folder."""
+    monkeypatch.chdir(tmp_path)
+    read: list[ClusterSettings] = []
+
+    def read_parts(settings: ClusterSettings) -> int:
+        read.append(settings)
+        raise StoreError("far enough")
+
+    monkeypatch.setattr(local_cluster, "_check_backend", lambda settings: None)
+    monkeypatch.setattr(local_cluster, "read_parts", read_parts)
+    for store, cache in (("store", "cache"), ("s3://bucket/store", "")):
+        with pytest.raises(StoreError, match="far enough"):
+            run_cluster(ClusterSettings(store, backend="ray", cache=cache))
+    assert (read[0].store, read[0].cache) == (f"{tmp_path}/store", f"{tmp_path}/cache")
+    assert (read[1].store, read[1].cache) == ("s3://bucket/store", "")
+
+
+def test_the_name_of_shards_is_checked_with_its_setting() -> None:
+    settings = ServeSettings("store", shards="ray:a/b")
+    words = "^--shards is 'ray:a/b': the name of shards in Ray is 'a/b'"
+    with pytest.raises(ValueError, match=words), following_ray(settings):
+        pass
+
+
+def test_an_address_of_another_host_is_an_error() -> None:
+    """A Ray node may have the address of a router before it."""
+    child = Child("part 0", [sys.executable], shard_host="203.0.113.1")
+    with pytest.raises(OSError, match=r"cannot listen on 203\.0\.113\.1"):
+        child.start("")
+    assert child.process is None
+
+
+STOPPED = """
+import os, sys, time
+from types import SimpleNamespace
+from embedserve.processes.ray_backend import shard_actor
+
+sleeps = []
+def sleep(seconds):
+    sleeps.append(seconds)
+    time.sleep(0.01)
+
+shard_actor.time = SimpleNamespace(sleep=sleep)
+arguments = ["-c", "import time; time.sleep(60)"]
+actor = shard_actor.ShardActor("part 0", arguments, "127.0.0.1", os.environ)
+while actor._child.process is None:
+    time.sleep(0.01)
+actor.stop()
+while len(sleeps) < 3:
+    time.sleep(0.01)
+print(actor.state().exit_code, flush=True)
+os._exit(0)
+"""
+
+
+def test_an_actor_that_was_stopped_stays_until_it_is_ended() -> None:
+    """Otherwise Ray would start it again, and the shard with it."""
+    command = [sys.executable, "-c", STOPPED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, f"{-signal.SIGTERM}\n"), ended.stderr
 
 
 def test_too_few_nodes_are_an_error_that_names_the_numbers() -> None:

@@ -15,10 +15,13 @@ const ROWS_MAX = 8;
  * words: the ids of each feature, as the user typed them; named: the labels of each table.
  */
 export async function showAnswer(answer, model, words, named) {
-  const unknown = Object.entries(answer.unknown_ids ?? {}).map(([feature, count]) => `${count} of ${feature}`);
-  const note = unknown.length ? [element("p", { class: "note" }, `Ids without a row: ${unknown.join(", ")}`)] : [];
+  const missing = answer.missing_ids ?? {};
+  const note = [
+    ...countsOf("Ids without a row", answer.unknown_ids ?? {}),
+    ...countsOf("Ids of lost parts, whose rows the vectors lack", missing),
+  ];
   const isEmpty = (key) => vectorsOf(answer, key).every((vector) => !norm(vector));
-  const empty = answer.keys.filter(isEmpty);
+  const empty = answer.keys.filter((key) => isEmpty(key) && !(sourceOf(model, key).feature in missing));
   if (empty.length) note.push(element("p", { class: "hint" }, `Zeros, of empty bags: ${empty.join(", ")}`));
   const keys = answer.keys.filter((key) => !isEmpty(key));
   const boxes = keys.map((key) => boxOf(key, vectorsOf(answer, key)));
@@ -27,6 +30,12 @@ export async function showAnswer(answer, model, words, named) {
     const { feature, table } = sourceOf(model, key);
     if (named.has(table.name)) await addNearest(boxes[at], answer, key, feature, table, words[model.features.indexOf(feature)], named.get(table.name));
   }
+}
+
+/** Returns a note with the counts by feature; none if there are no counts. */
+function countsOf(title, counts) {
+  const words = Object.entries(counts).map(([feature, count]) => `${count} of ${feature}`);
+  return words.length ? [element("p", { class: "note" }, `${title}: ${words.join(", ")}`)] : [];
 }
 
 /** Returns the feature and table of a key, which is named feature or feature@table. */
