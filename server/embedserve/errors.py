@@ -126,8 +126,16 @@ class DeadlineExceededError(EmbedServeError):
 
 
 class NotReadyError(EmbedServeError):
-    """The server loads its models, drains, or has damaged rows; a part has no replica; or the rows
+    """The server loads its models, drains, or has damaged rows; a part is not ready; or the rows
     are older than the ``min_seq`` of the request."""
+
+    code = "UNAVAILABLE"
+    http_status = 503
+    retry_after_s = 1
+
+
+class MissingPartError(EmbedServeError):
+    """A part of the tables has no replica: none was there, or each that was called is lost."""
 
     code = "UNAVAILABLE"
     http_status = 503

@@ -12,8 +12,7 @@ from lookup_cases import unpooled_source
 from pooled import collection
 from torchrec import PoolingType
 
-from embedserve.errors import NotReadyError
-from embedserve.fanout.batch_fanout import MissingPartError
+from embedserve.errors import MissingPartError
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import (
@@ -150,7 +149,7 @@ def test_goldens_lack_nothing(store: Path) -> None:
         shards.replies[1] = GONE
         with pytest.raises(StoreError, match="part 1 of 3 of 'm' version 1 is not available"):
             engine.warm_up()
-        with pytest.raises(NotReadyError):
+        with pytest.raises(MissingPartError):
             engine.lookup(IDS, LENGTHS)
 
 

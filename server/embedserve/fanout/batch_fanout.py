@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embedserve.batching.lookup_executor import FAILED
-from embedserve.errors import EmbedServeError, EngineError, NotReadyError
+from embedserve.errors import EmbedServeError, EngineError, MissingPartError
 from embedserve.fanout.part_messages import PartMessages
 from embedserve.fanout.partition import PartLookup
 from embedserve.fanout.pooled_batch import PooledBatch
@@ -18,11 +18,6 @@ from embedserve.shard_client.reply import Reply
 
 if TYPE_CHECKING:
     from embedserve.fanout.router_engine import RouterEngine
-
-
-class MissingPartError(NotReadyError):
-    """A part has no replica: none was there, or each that was called is lost or stops."""
-
 
 Finish = Callable[[np.ndarray | EmbedServeError], None]
 """Takes the values of a batch, or the error that fails all of it."""

@@ -26,11 +26,12 @@ from embedserve.errors import (
     DeadlineExceededError,
     EmbedServeError,
     EngineError,
+    MissingPartError,
     NotReadyError,
     OverloadedError,
     RequestTooLargeError,
 )
-from embedserve.fanout.batch_fanout import BatchFanout, Finish, MissingPartError
+from embedserve.fanout.batch_fanout import BatchFanout, Finish
 from embedserve.fanout.local_part import LocalPart
 from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
 from embedserve.fanout.partition import Partition, PartLookup

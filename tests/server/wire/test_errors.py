@@ -38,6 +38,7 @@ STATUSES = {
     "OverloadedError": (429, "RESOURCE_EXHAUSTED"),
     "DeadlineExceededError": (504, "DEADLINE_EXCEEDED"),
     "NotReadyError": (503, "UNAVAILABLE"),
+    "MissingPartError": (503, "UNAVAILABLE"),
     # Of the REST frontend alone; they would map if gRPC raised them.
     "MethodNotAllowedError": (405, "INVALID_ARGUMENT"),
     "UnsupportedEncodingError": (415, "INVALID_ARGUMENT"),
