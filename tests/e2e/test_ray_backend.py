@@ -274,6 +274,13 @@ def is_follower(pid: int) -> bool:
     return b"follow-once" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
+def check_nodes_of(shards: dict[str, tuple[int, int]]) -> None:
+    """Compares the Ray nodes of a part's replicas, which are given by their processes."""
+    hosts = {label: parent_of(worker) for label, (worker, _) in shards.items()}
+    for part in range(PARTS):
+        assert hosts[f"part {part} replica 0"] != hosts[f"part {part} replica 1"]
+
+
 def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
     nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,9 +328,7 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
 
         shards = one.shards()
         assert len(shards) == PARTS * REPLICAS
-        hosts = {label: parent_of(worker) for label, (worker, _) in shards.items()}
-        for part in range(PARTS):
-            assert hosts[f"part {part} replica 0"] != hosts[f"part {part} replica 1"]
+        check_nodes_of(shards)
         found = listening(descendants([os.getpid(), one.process.pid, parent_of(nodes.gcs)]))
         assert len(found) > PARTS * REPLICAS * 2
         assert set(found) <= LOOPBACK

@@ -37,8 +37,8 @@ class RequestQueue:
         examples, ids: totals of all queued requests. Code that appends to ``pending`` adds the
             sizes of the request.
         full: rejection message while the queue is full, until an eighth is free; "" otherwise.
-        in_flight: number of batches of this queue that are looked up in threads,
-            on a GPU or in shards.
+        in_flight: number of batches of this queue that are looked up in threads, on a GPU or in
+            shards.
         is_saturated: whether that number is at its limit, so that the next batch has to wait.
         per_source_examples_max, per_source_ids_max: limits for one source: a caller with a token or
             certificate, over all its connections, or else a connection. While the totals of the

@@ -7,6 +7,7 @@ executor. Few are therefore kept in addition to those that engines use.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -54,6 +55,12 @@ class Programs:
         ]
         self._by_layout.append((layout, tuple(map(ref, programs))))
         return is_new
+
+    def add_warm(self, engine: Engine) -> None:
+        """Keeps the programs of ``engine`` as ``add`` does, and frees what compiling them left."""
+        if self.add(engine):
+            # Exceptions that torch caught hold its callers' frames, and all objects in these.
+            gc.collect()
 
     def find(self, manifest: Manifest, plan: Plan) -> tuple[Program, ...] | None:
         """Returns the plain and the weighted program for a version, or None if they are not

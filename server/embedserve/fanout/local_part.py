@@ -6,7 +6,6 @@ engine/engine.py does the lookups, as in a shard. Lookups in this part need no c
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -115,7 +114,5 @@ class LocalParts:
             may_compile=not any(one.runs_modules for one in self._engines),
         )
         self._engines.add(engine)
-        if programs.add(engine):
-            # Exceptions that torch caught hold its callers' frames, and all objects in these.
-            gc.collect()
+        programs.add_warm(engine)
         return LocalPart(engine, self._inline_bytes_max)

@@ -171,9 +171,9 @@ class VersionMetrics:
             yield family, labels, histogram.samples()
         for i in np.flatnonzero(~model.rejects_unknown):
             yield "embedserve_unknown_ids", [*labels, model.features[i]], float(unknown_ids[i])
-        missing = self._missing.total()[: self.missing_parts.size].tolist()
-        for part, batches in enumerate(missing):
-            yield "embedserve_missing_parts", [*labels, str(part)], batches
+        if parts := self.missing_parts.size:
+            for part, batches in enumerate(self._missing.total()[:parts].tolist()):
+                yield "embedserve_missing_parts", [*labels, str(part)], batches
         for rank, nbytes in enumerate(model.bytes_per_rank):
             yield "embedserve_table_bytes", [*labels, str(rank)], nbytes
         yield from self.lookups.samples(labels, unknown_ids)

@@ -17,6 +17,7 @@ from typing import IO
 
 from embedserve.config import Limits, ServeSettings
 from embedserve.processes.forked import restart_delay_s
+from embedserve.processes.startup.ports import bracketed
 from embedserve.processes.supervisor import QUICK_END_S
 from embedserve_store.terminal.console import say
 
@@ -74,8 +75,7 @@ class Child:
         host = self._shard_host
         if host:
             http_port, grpc_port = _free_port(host), _free_port(host)
-            shown = f"[{host}]" if ":" in host else host
-            self.address = f"{shown}:{grpc_port}"
+            self.address = f"{bracketed(host)}:{grpc_port}"
             arguments += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         parent = os.getpid()
         self._ready_s = None
@@ -89,7 +89,8 @@ class Child:
             preexec_fn=lambda: end_with(parent),
         )
         if host:
-            say(f"{self.name} starts as process {self.process.pid}, http://{shown}:{http_port}")
+            url = f"http://{bracketed(host)}:{http_port}"
+            say(f"{self.name} starts as process {self.process.pid}, {url}")
         return self.process.stderr
 
     def receive(self, sock: socket.socket, _: object) -> None:

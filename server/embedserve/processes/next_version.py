@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast
 
@@ -102,9 +101,7 @@ def restorer(
         engine = restore_one(settings, version, programs, beside, on_warming=say_warming)
         if followed is not None:
             read_changed_rows(engine, followed, worker)
-        if programs.add(engine):
-            # Exceptions that torch caught hold its callers' frames, and all objects in these.
-            gc.collect()
+        programs.add_warm(engine)
         return version, engine, model_info(engine, name, followed)
 
     return restore

@@ -59,7 +59,7 @@ from embedserve.processes.startup.ports import Ports, SharedPorts, claim_ports
 from embedserve.processes.startup.startup_banner import log_ready, warn_about_settings
 from embedserve.processes.startup.startup_server import serve_health_while_loading
 from embedserve.processes.supervisor import Supervisor
-from embedserve.shard_client.discovery import parse_shards
+from embedserve.shard_client.discovery import RayShards, parse_shards
 from embedserve.shared_memory.settings import check_shared_memory
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
@@ -94,8 +94,7 @@ def serve(settings: ServeSettings) -> None:
         settings = replace(settings, devices="cpu")
     notify = notifier()
     check_settings(settings)
-    if settings.shards:
-        parse_shards(settings.shards)  # reports a malformed value before versions are opened
+    addresses = _with_addresses(settings)
     check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
     _check_files(settings)
@@ -104,7 +103,7 @@ def serve(settings: ServeSettings) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         # Until models are loaded, SIGTERM interrupts; PID 1 of a container needs it.
-        with sigterm_interrupts(), _with_addresses(settings) as settings:
+        with sigterm_interrupts(), addresses as settings:
             if settings.is_supervised:
                 _serve_workers(settings, start_s, notify)
             else:
@@ -114,8 +113,12 @@ def serve(settings: ServeSettings) -> None:
 
 
 def _with_addresses(settings: ServeSettings) -> contextlib.AbstractContextManager[ServeSettings]:
-    """Returns a context that yields the settings, with a file of addresses for shards in Ray."""
-    if not settings.shards.startswith("ray:"):
+    """Returns a context that yields the settings, with a file of addresses for shards in Ray.
+
+    Raises:
+        ValueError: ``shards`` is malformed.
+    """
+    if not settings.shards or not isinstance(parse_shards(settings.shards), RayShards):
         return contextlib.nullcontext(settings)
     from embedserve.processes.ray_backend.address_follower import following_ray
 
