@@ -9,7 +9,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from signal import Signals
@@ -236,9 +236,11 @@ async def run_server(
         # it rejects come to a server that starts.
         pipeline.models.not_ready = pipeline.models.not_ready or DRAINING
         ports.remove_files()
-        drains = [wire.drain(settings.drain_s) for wire in wires]
+        drains: list[Awaitable[None]] = []
         if grpcio_server is not None:
-            drains.append(grpcio_server.drain(settings.drain_s))
+            # First, so that no call is accepted once the HTTP port refuses connections.
+            drains.append(await grpcio_server.begin_drain(settings.drain_s))
+        drains += [wire.drain(settings.drain_s) for wire in wires]
         await asyncio.gather(*drains)
         if pipeline.shared_memory is not None:
             pipeline.shared_memory.close()

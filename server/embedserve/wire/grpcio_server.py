@@ -175,16 +175,26 @@ class GrpcioServer:
         for name in ("", *SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
-    async def drain(self, drain_s: float) -> None:
-        """Rejects new calls, and waits up to ``drain_s`` for the calls in flight.
+    async def begin_drain(self, drain_s: float) -> asyncio.Task[None]:
+        """Rejects new calls, and lets the calls in flight end within ``drain_s``.
+
+        Returns:
+            The task that ends with the last call.
+        """
+        await self._health.enter_graceful_shutdown()
+        self._draining.set()
+        stopped = asyncio.create_task(self._server.stop(drain_s))
+        # grpcio stops listening in the first step of that task.
+        await asyncio.sleep(0)
+        return asyncio.create_task(self._wait_drained(stopped))
+
+    async def _wait_drained(self, stopped: asyncio.Task[None]) -> None:
+        """Waits until the server has stopped, and cancels calls that would never end.
 
         A call that grpcio handles without this class, such as a health watch, may never end, and
         grpcio 1.85 can lose a call that it accepts at the moment of the stop. Once no embed call is
         in flight, they are cancelled, so that their clients do not wait for their own deadline.
         """
-        await self._health.enter_graceful_shutdown()
-        self._draining.set()
-        stopped = asyncio.create_task(self._server.stop(drain_s))
         while not stopped.done():
             await asyncio.wait((stopped,), timeout=OTHER_CALLS_S)
             if not self._calls_in_flight:

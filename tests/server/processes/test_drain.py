@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from server.async_popen import AsyncPopen, start_python
 from server.channels import OWN_CONNECTION
-from server.live import GRPC_SERVERS
+from server.fake_engine import FakeEngine
+from server.live import GRPC_SERVERS, live_server
 
+from embedserve.wire.wire_server import WireServer
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -132,6 +136,36 @@ async def test_new_connections_are_refused_while_draining(grpc_server: str) -> N
         server.release_lookups()
         assert (await running).status_code == 200
         assert await server.stopped() == 0
+
+
+async def test_grpcio_refuses_connections_before_the_http_port_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a client that was refused by one port finds the other open, for a call that waits."""
+    drain = WireServer.drain
+    refused = []
+    async with live_server(FakeEngine(), grpc_server="grpcio") as live:
+        port = int(live.grpc_target.rpartition(":")[2])
+
+        def drain_and_look(wire: WireServer, drain_s: float) -> Awaitable[None]:
+            refused.append(is_refused(port))
+            return drain(wire, drain_s)
+
+        monkeypatch.setattr(WireServer, "drain", drain_and_look)
+        live.stop.set()
+        await live.running
+    assert refused == [True]
+
+
+def is_refused(port: int) -> bool:
+    """Blocks the event loop, so that nothing can close the port meanwhile but other threads."""
+    give_up = time.monotonic() + 5
+    while time.monotonic() < give_up:
+        try:
+            socket.create_connection(("127.0.0.1", port), STOP_S_MAX).close()
+        except ConnectionError:
+            return True
+    return False
 
 
 async def statuses_until_refused(server: Process) -> list[int]:

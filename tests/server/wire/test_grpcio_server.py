@@ -51,7 +51,7 @@ async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) ->
     async with started(pipeline) as (server, channel):
         watch = watch_health(channel)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        draining = asyncio.create_task(server.drain(10))
+        draining = await server.begin_drain(10)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
         await draining
@@ -62,7 +62,7 @@ async def test_a_drain_does_not_wait_for_a_health_watch(pipeline: RequestPipelin
     async with started(pipeline) as (server, channel):
         watch = watch_health(channel)
         await watch.read()
-        await asyncio.wait_for(server.drain(300), 60)
+        await asyncio.wait_for(await server.begin_drain(300), 60)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
             await watch.read()
@@ -77,7 +77,7 @@ async def test_a_drain_waits_for_an_embed_call(
         engine.hold()
         call = EmbeddingServiceStub(channel).Embed(REQUEST)
         await until(lambda: engine.lookups)
-        draining = asyncio.create_task(server.drain(300))
+        draining = await server.begin_drain(300)
         await asyncio.wait((draining,), timeout=0.2)
         engine.release()
         assert (await call).batch_size == 2
@@ -90,7 +90,7 @@ async def test_a_port_in_use_is_said_so(pipeline: RequestPipeline) -> None:
     await server.start()
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} "):
         GrpcioServer(pipeline, f"127.0.0.1:{port}")
-    await server.drain(0)
+    await (await server.begin_drain(0))
 
 
 async def test_ending_an_idle_stream_leaves_no_error_behind(
@@ -102,7 +102,7 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
         call = EmbeddingServiceStub(channel).EmbedStream()
         await call.write(REQUEST)
         assert (await call.read()).batch_size == 2
-        await server.drain(5)
+        await (await server.begin_drain(5))
         with pytest.raises(grpc.aio.AioRpcError, match="draining before the stop"):
             await call.read()
     gc.collect()  # an error that nobody looked at is told when its task is collected
