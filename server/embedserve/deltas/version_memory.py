@@ -31,10 +31,12 @@ class VersionMemory:
     Attributes:
         is_new: whether this process has made the file, whose parts are zeros; else they have what
             others have written.
+        generation: number of the rollout of the version; 0 if the server has started with it.
     """
 
-    def __init__(self, fd: int, *, is_new: bool) -> None:
+    def __init__(self, fd: int, generation: int, *, is_new: bool) -> None:
         self.is_new = is_new
+        self.generation = generation
         self._fd = fd
         self._end = 0
         weakref.finalize(self, os.close, fd).atexit = False
@@ -49,7 +51,7 @@ class VersionMemory:
         Raises:
             OSError: this host does not support it, or the process has too many open files.
         """
-        made = cls(_file_in_memory(), is_new=True)
+        made = cls(_file_in_memory(), generation, is_new=True)
         made.take(8).view(np.uint64)[0] = generation
         return made
 
@@ -61,7 +63,7 @@ class VersionMemory:
             StoreError: it cannot be opened, or is that of another version by now.
         """
         try:
-            opened = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), is_new=False)
+            opened = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), generation, is_new=False)
             found = os.pread(opened._fd, 8, 0)
         except OSError as error:
             raise StoreError(f"memory for changed rows cannot be opened: {error}") from error

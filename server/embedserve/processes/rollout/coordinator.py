@@ -183,7 +183,7 @@ class RolloutCoordinator:
         """Lets a worker join if it serves what the others serve."""
         names = self._workers[worker].names
         if all(
-            names.get(name, NameStatus(0)).version == one.number
+            names.get(name, NameStatus(0)).is_serving(one.serving_target())
             for name, one in self._names.items()
             if one.serving is not None
         ):
@@ -373,4 +373,4 @@ class RolloutCoordinator:
 
 def _is_loading(status: NameStatus, target: Target) -> bool:
     has_ended = status.state is not LoadState.LOADING and status.generation == target.generation
-    return target.version not in (0, status.version) and not has_ended
+    return target.version != 0 and not status.is_serving(target) and not has_ended

@@ -145,12 +145,21 @@ class NameStatus:
         version: version that serves; 0 for none.
         generation: generation of the target that ``state`` refers to.
         reason: why the version of that target could not be loaded, in the state FAILED.
+        rows_generation: generation whose changed rows the version that serves reads; 0 for those
+            that the server has started with, or none.
     """
 
     version: int
     generation: int = 0
     state: LoadState = LoadState.ACTIVE
     reason: str = ""
+    rows_generation: int = 0
+
+    def is_serving(self, target: Target) -> bool:
+        """Returns whether the version of ``target`` serves, with the changed rows of its rollout:
+        a version that serves again after another has new memory for them."""
+        has_rows = not target.memory or self.rows_generation == target.generation
+        return self.version == target.version and has_rows
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
 from time import perf_counter
@@ -147,13 +147,27 @@ class VersionManager:
         """Returns what this process serves and loads."""
         names = {}
         for name in (*self.versions, *self._loads):
-            load, number = self._loads.get(name), self.number(name) or 0
+            load, status = self._loads.get(name), self._serving_status(name)
             names[name] = (
-                NameStatus(number)
+                status
                 if load is None
-                else NameStatus(number, load.target.generation, load.state, load.reason)
+                else replace(
+                    status,
+                    generation=load.target.generation,
+                    state=load.state,
+                    reason=load.reason,
+                )
             )
         return WorkerStatus(names)
+
+    def _serving_status(self, name: str) -> NameStatus:
+        """Returns which version of ``name`` serves, and which changed rows it reads."""
+        number = self.number(name)
+        if number is None:
+            return NameStatus(0)
+        deltas = self._models.model(name).deltas
+        generation = 0 if deltas is None else deltas.memory.generation
+        return NameStatus(number, rows_generation=generation)
 
     def apply(self, desired: Desired) -> None:
         """Adopts ``desired`` as the state to reconcile with."""
@@ -182,7 +196,7 @@ class VersionManager:
 
     def _reconcile_name(self, name: str, target: Target) -> None:
         load = self._loads.get(name)
-        is_due = target.version not in (0, self.number(name))
+        is_due = target.version != 0 and not self._serving_status(name).is_serving(target)
         if load is not None and not (is_due and load.target.generation == target.generation):
             self._drop_load(name)
             load = None

@@ -50,6 +50,7 @@ class Server:
         self.followed.tell = self._tell
         self.now_s = 0.0
         self.target = Target(0, "", 0, TargetPhase.SERVE)
+        self.may_listen: dict[int, bool] = {}
         self.started_with: list[int] = []
         served = {"m": RolloutVersion.of(one.live.version)}
         self.coordinator = RolloutCoordinator(served, self._adopt, self.followed)
@@ -71,6 +72,7 @@ class Server:
 
     def _send(self, worker: int, desired: Desired) -> None:
         self.target = desired.names["m"]
+        self.may_listen[worker] = desired.may_listen
 
     def find(self, number: int, at_seq: int | None = None) -> None:
         path = str(self.training.deltas.parents[1] / str(number))
@@ -143,6 +145,26 @@ def test_the_memory_of_the_former_version_is_given_back(server: Server) -> None:
     server.prepared()
     assert server.started_with == [2]
     assert mapped() == before
+
+
+def test_a_worker_with_the_rows_of_an_earlier_rollout_does_not_listen(server: Server) -> None:
+    """It was forked with version 1; the others have moved to 2 and back, to new memory."""
+    for number in (2, 1):
+        server.find(number)
+        server.next.caught_up.set(True)
+        server.prepared()
+    assert server.started_with == [2, 1]
+    for generation in (0, 1):
+        status = NameStatus(1, rows_generation=generation)
+        server.coordinator.on_worker_start(1, WorkerStatus({"m": status}))
+        assert server.may_listen[1] is False
+    loading = NameStatus(1, 2, LoadState.LOADING)
+    server.coordinator.on_report(1, WorkerStatus({"m": loading}))
+    assert server.coordinator.is_preparing(1)
+    assert server.may_listen[1] is False
+    server.coordinator.on_report(1, WorkerStatus({"m": NameStatus(1, rows_generation=2)}))
+    assert not server.coordinator.is_preparing(1)
+    assert server.may_listen[1] is True
 
 
 def test_another_version_takes_the_place_of_one_that_is_prepared(server: Server) -> None:

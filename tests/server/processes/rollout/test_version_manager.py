@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -138,7 +139,10 @@ class Moving:
         self.restored(version.manifest.version)
         engine = self.engines[version.manifest.version]
         say_warming()
-        return version, engine, replace(engine.model, served_name=name)
+        deltas: Any = None
+        if target.memory:
+            deltas = SimpleNamespace(memory=SimpleNamespace(generation=target.generation))
+        return version, engine, replace(engine.model, served_name=name, deltas=deltas)
 
     def _make_batcher(self, engine: LookupEngine, info: ModelInfo) -> Batcher:
         metrics = self.pipeline.metrics.models[info.served_as]
@@ -305,6 +309,16 @@ async def test_a_repeated_attempt_is_loaded_again(moving: Moving) -> None:
         await moving.prepared(8)
         assert moving.state().generation == attempt
     assert moving.restored_numbers == [8, 8]
+
+
+async def test_a_version_that_serves_anew_is_loaded_for_its_changed_rows(moving: Moving) -> None:
+    """A worker that starts late has the version before a rollout and its rollback."""
+    moving.desire(version=7, generation=2, memory="/memory/2")
+    await until(lambda: moving.reports and moving.state() == NameStatus(7, rows_generation=2))
+    assert moving.restored_numbers == [7]
+    moving.desire(failure=Failure(8, "damaged", True, 1))  # the same memory
+    assert moving.coming() == (8, "failed", "damaged")
+    assert moving.restored_numbers == [7]
 
 
 async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> None:
