@@ -6,9 +6,18 @@ from time import perf_counter
 
 import pytest
 from hyperframe.frame import Frame, RstStreamFrame, SettingsFrame, WindowUpdateFrame
-from server.wire.http2.peer import Peer, RecordingHandler, data, expect_end, of, resets
+from server.wire.http2.peer import (
+    Peer,
+    RecordingHandler,
+    data,
+    expect_end,
+    has_ended,
+    of,
+    resets,
+)
 
 from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.inbound_flow_control import (
     CONNECTION_WINDOW,
     NARROW_S,
@@ -419,6 +428,27 @@ def test_a_body_that_was_kept_back_is_let_in_as_there_is_room() -> None:
     gate.is_open = True
     uploads.retry()
     assert given(peer.take(), 3) == 100_000
+
+
+@pytest.mark.parametrize("end", [b"rest", b"", None], ids=["data", "no data", "trailers"])
+def test_a_grant_to_a_body_that_began_with_an_empty_frame_is_given_back(end: bytes | None) -> None:
+    """Such a request may end without a byte held, as most that are granted nothing do."""
+    bytes_max = 1 << 20
+    uploads = UploadBudget(bytes_max, lambda: True)
+    peer = narrowed(uploads)
+    peer.send(acknowledgement())
+    for number in (3, 5):  # the first response of a connection is written another way
+        stream = peer.open(number, is_end=False).stream
+        peer.send(data(number, b""))
+        stream.expect(100_000)
+        assert stream.granted_bytes > 0
+        if end is None:
+            peer.send(peer.headers(number, [(b"trailer", b"1")]))
+        else:
+            peer.send(data(number, end, is_end=True))
+        stream.answer(encode([(b":status", b"200")]), (b"x",), 1, b"")
+        assert has_ended(peer.take(), number)
+        assert is_whole(uploads, bytes_max)
 
 
 def test_it_is_told_once_and_told_again_when_it_was_not_refused_for_a_while() -> None:
