@@ -122,10 +122,12 @@ class WireServer:
             await self._listening.pop().close(waiting_max=BACKLOG)
         for connection in list(self._connections):
             connection.drain()
-        if self._connections:
-            self._is_empty.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_empty.wait(), drain_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                # Again, because a connection whose TLS handshake ends is replaced by another.
+                while self._connections:
+                    self._is_empty.clear()
+                    await self._is_empty.wait()
         if self._connections:
             logger.warning(
                 "%d connections are cut: they did not end in time", len(self._connections)

@@ -6,6 +6,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,6 +27,7 @@ from embedserve.access.grants import hash_of
 from embedserve.config import Limits
 from embedserve.pipeline import RequestPipeline
 from embedserve.pipeline.telemetry import RequestTelemetry
+from embedserve.wire import wire_server
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
 from embedserve_client import (
     EmbedClient,
@@ -208,6 +210,29 @@ async def test_pipelined_requests_of_strangers_and_friends(server: OurServer) ->
     writer.write(b"".join(post(BODY, *line_of(token)) for token in tokens))
     statuses = [(await read_answer(reader))[0] for _ in tokens]
     assert statuses == [200, 401, 200, 401, 200]
+
+
+async def test_a_caller_whose_connection_is_cut_as_it_pipelines_keeps_its_limit(
+    server: OurServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is held behind the first request makes the connection the largest."""
+    request = post(BODY, *line_of("es_one"))  # at most one at a time
+    reader, writer = await server.open()
+    writer.write(request)
+    assert (await read_answer(reader))[0] == 200
+    with monkeypatch.context() as patched:
+        patched.setattr(wire_server, "CHECK_BYTES", 0)
+        limits = replace(server.wire._limits, connection_bytes_max=0)
+        patched.setattr(server.wire, "_limits", limits)
+        server.connection.data_received(request * 2)
+    writer.close()
+    await until(lambda: not server.wire.connections)
+    reader, writer = await server.open()
+    writer.write(request)
+    assert (await read_answer(reader))[0] == 200
+    assert len(engine.lookups) == 2
+    assert server.outcomes() == {"OK": 2, "CANCELLED": 1}
+    writer.close()
 
 
 async def test_our_clients(live: Live) -> None:

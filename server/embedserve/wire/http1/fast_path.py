@@ -80,6 +80,8 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         missing = length - (len(data) - body_start)
         if missing < 0:
             self.hold(data[missing:])
+            if self._context is not context:
+                return  # the connection was aborted, because it holds most memory
         authenticator = self.request_pipeline.authenticator
         if authenticator is not None:
             gap = template.authorization

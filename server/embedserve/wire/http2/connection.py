@@ -309,7 +309,8 @@ class Http2Connection:
 
     def response_queued(self, stream: Stream) -> None:
         """Ends ``stream`` after its complete response was written; a faster ``sent``."""
-        if stream.is_received and self.streams_max and not stream.held_bytes:
+        has_window = stream.held_bytes or stream.granted_bytes
+        if stream.is_received and self.streams_max and not has_window:
             # Most streams end here: nothing else refers to them.
             stream.is_sent = True
             stream.handler = NULL_HANDLER

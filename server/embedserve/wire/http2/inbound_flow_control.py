@@ -142,16 +142,17 @@ class InboundFlowControl:
         self.held_bytes += nbytes
 
     def consumed(self, stream: Stream, nbytes: int) -> None:
-        """Releases consumed bytes: returns grants, and reopens the window once half is free."""
+        """Releases consumed bytes: returns budget, and reopens the window once half is free."""
         stream.held_bytes -= nbytes
         self.held_bytes -= nbytes
         over = stream.receive_window + stream.held_bytes - STREAM_WINDOW
         self._return_grant(stream, 0 if stream.is_received else max(0, over))
-        if stream.is_received:
-            return
-        more = STREAM_WINDOW - stream.receive_window - stream.held_bytes
-        if more >= STREAM_WINDOW // 2:
-            self._open(stream, more)
+        if not stream.is_received:
+            more = STREAM_WINDOW - stream.receive_window - stream.held_bytes
+            if more >= STREAM_WINDOW // 2:
+                self._open(stream, more)
+        if self._spare_bytes:
+            self._return_spare()
 
     def _open(self, stream: Stream, nbytes: int) -> None:
         stream.receive_window += nbytes
@@ -186,30 +187,46 @@ class InboundFlowControl:
 
         Callers skip it while ``window`` is over WINDOW_LOW.
         """
-        room = CONNECTION_WINDOW + self._granted_bytes + self._spare_bytes - self.held_bytes
-        more = room - self.window
-        if more >= WINDOW_LOW:
-            self.window += more
-            self.out.append(frames.window_update(0, more))
-        elif self.window < STREAM_WINDOW and not self._wants_spare:
+        if not self._widen() and self.window < STREAM_WINDOW and not self._wants_spare:
             # Otherwise unfinished bodies that fill the connection window would deadlock.
             self._wants_spare = True
             self._uploads.request(CONNECTION_WINDOW, self._spare)
+
+    def _widen(self) -> bool:
+        """Sends a connection window update, unless it would add less than WINDOW_LOW bytes.
+
+        Spare bytes make up for held bytes and never widen the window beyond its usual size. A
+        client could otherwise use spare bytes that were returned.
+        """
+        unpaid_bytes = max(0, self.held_bytes - self._spare_bytes)
+        more = CONNECTION_WINDOW + self._granted_bytes - unpaid_bytes - self.window
+        if more < WINDOW_LOW:
+            return False
+        self.window += more
+        self.out.append(frames.window_update(0, more))
+        return True
 
     def _spare(self, nbytes: int) -> bool:
         self._wants_spare = False
         if self._is_over or self.window >= STREAM_WINDOW:
             return False
-        self._spare_bytes += nbytes
-        self.top_up()
+        # Held bytes may have been consumed while the request for spare bytes waited.
+        is_needed = not self._widen()
+        if is_needed:
+            self._spare_bytes += nbytes
+            self.top_up()
         self._on_output()
-        return True
+        return is_needed
 
     def forget(self, stream: Stream) -> None:
         """Releases the held and granted bytes of a stream that has ended."""
         self.held_bytes -= stream.held_bytes
         stream.held_bytes = 0
         self._return_grant(stream, 0)
+        self._return_spare()
+
+    def _return_spare(self) -> None:
+        """Returns the spare bytes to the upload budget once the usual window is enough."""
         if self._spare_bytes and self.held_bytes < CONNECTION_WINDOW // 2:
             spare, self._spare_bytes = self._spare_bytes, 0
             self._uploads.give_back(spare)

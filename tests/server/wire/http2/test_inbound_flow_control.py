@@ -6,9 +6,18 @@ from time import perf_counter
 
 import pytest
 from hyperframe.frame import Frame, RstStreamFrame, SettingsFrame, WindowUpdateFrame
-from server.wire.http2.peer import Peer, data, expect_end, of, resets
+from server.wire.http2.peer import (
+    Peer,
+    RecordingHandler,
+    data,
+    expect_end,
+    has_ended,
+    of,
+    resets,
+)
 
 from embedserve.wire.http2.frames import ErrorCode
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.inbound_flow_control import (
     CONNECTION_WINDOW,
     NARROW_S,
@@ -257,6 +266,99 @@ def test_room_that_comes_later_is_told_at_once() -> None:
     assert given(peer.take(), 0) >= STREAM_WINDOW
 
 
+def filled(peer: Peer, count: int) -> list[RecordingHandler]:
+    """Handlers of ``count`` streams that hold a window's bytes each, and have not ended."""
+    peer.holds = True
+    first = peer.connection.next_id
+    handlers = [peer.open(first + 2 * i, is_end=False) for i in range(count)]
+    for handler in handlers:
+        assert peer.connection.flow_control.window >= STREAM_WINDOW, "the connection is stuck"
+        send(peer, handler.stream.id, STREAM_WINDOW)
+    return handlers
+
+
+def end(peer: Peer, handlers: list[RecordingHandler]) -> None:
+    """Ends the requests of ``handlers``, which consume what they hold and answer."""
+    for handler in handlers:
+        peer.send(data(handler.stream.id, b"", is_end=True))
+        handler.stream.consumed(handler.stream.held_bytes)
+        handler.stream.send_head(b"", is_end=True)
+    peer.take()
+
+
+def is_whole(uploads: UploadBudget, bytes_max: int) -> bool:
+    """Whether nothing is outstanding: all of the budget is granted at once."""
+    granted: list[int] = []
+
+    def look(nbytes: int) -> bool:
+        granted.append(nbytes)
+        return False  # which leaves it there
+
+    uploads.request(bytes_max, look)
+    return granted == [bytes_max]
+
+
+def test_a_connection_that_is_idle_keeps_nothing_of_the_budget() -> None:
+    """Some idle ones would else keep all large bodies waiting, on every connection."""
+    bytes_max = 16 << 20
+    uploads = UploadBudget(bytes_max, lambda: True)
+    peers = [Peer(uploads=uploads) for _ in range(2)]
+    for peer in peers * 3:
+        end(peer, filled(peer, 40))
+        assert peer.connection.streams == {}
+        assert is_whole(uploads, bytes_max)
+    assert not any(peer.connection.is_over for peer in peers)
+
+
+def test_what_a_connection_gives_back_goes_to_a_body_that_waits() -> None:
+    uploads = UploadBudget(CONNECTION_WINDOW, lambda: True)
+    busy = Peer(uploads=uploads)
+    handlers = filled(busy, 12)
+    waiting = wanting(uploads)
+    assert given(waiting.take(), 1) == 0
+    end(busy, handlers)
+    assert given(waiting.take(), 1) == STREAM_WINDOW
+
+
+def test_room_that_comes_once_all_is_consumed_is_not_kept() -> None:
+    gate = Gate()
+    uploads = UploadBudget(8 << 20, gate)
+    peer = Peer(uploads=uploads)
+    gate.is_open = False
+    handlers = filled(peer, CONNECTION_WINDOW // STREAM_WINDOW)
+    for handler in handlers:
+        handler.stream.consumed(handler.stream.held_bytes)
+    assert peer.connection.flow_control.window < FRAME
+    peer.take()
+    gate.is_open = True
+    uploads.retry()
+    assert given(peer.take(), 0) == CONNECTION_WINDOW
+    assert is_whole(uploads, 8 << 20)
+
+
+def test_the_window_does_not_grow_by_what_is_given_back_later() -> None:
+    """The client would keep it, and could send as much again beyond the budget."""
+    peer = Peer()
+    handlers = filled(peer, 80)
+    for handler in handlers[5:]:  # the others still hold more than half of the usual window
+        handler.stream.consumed(handler.stream.held_bytes)
+    filled(peer, 8)
+    assert CONNECTION_WINDOW // 2 < peer.connection.flow_control.window <= CONNECTION_WINDOW
+
+
+def test_a_window_that_a_body_left_behind_may_be_filled_by_others() -> None:
+    peer = Peer()
+    peer.holds = True
+    handler = peer.open(1, is_end=False)
+    while len(handler.body) < 4 << 20:
+        handler.stream.expect(16 << 20)
+        send(peer, 1, FRAME)
+    peer.send(RstStreamFrame(1, error_code=8))
+    left_bytes = peer.connection.flow_control.window
+    assert left_bytes > 2 * CONNECTION_WINDOW
+    filled(peer, left_bytes // STREAM_WINDOW + 8)
+
+
 def settings_windows(frames: list[Frame]) -> list[int]:
     """The windows of streams that ``frames`` announce."""
     announced = (one.settings.get(INITIAL_WINDOW_SIZE) for one in of(frames, SettingsFrame))
@@ -326,6 +428,27 @@ def test_a_body_that_was_kept_back_is_let_in_as_there_is_room() -> None:
     gate.is_open = True
     uploads.retry()
     assert given(peer.take(), 3) == 100_000
+
+
+@pytest.mark.parametrize("end", [b"rest", b"", None], ids=["data", "no data", "trailers"])
+def test_a_grant_to_a_body_that_began_with_an_empty_frame_is_given_back(end: bytes | None) -> None:
+    """Such a request may end without a byte held, as most that are granted nothing do."""
+    bytes_max = 1 << 20
+    uploads = UploadBudget(bytes_max, lambda: True)
+    peer = narrowed(uploads)
+    peer.send(acknowledgement())
+    for number in (3, 5):  # the first response of a connection is written another way
+        stream = peer.open(number, is_end=False).stream
+        peer.send(data(number, b""))
+        stream.expect(100_000)
+        assert stream.granted_bytes > 0
+        if end is None:
+            peer.send(peer.headers(number, [(b"trailer", b"1")]))
+        else:
+            peer.send(data(number, end, is_end=True))
+        stream.answer(encode([(b":status", b"200")]), (b"x",), 1, b"")
+        assert has_ended(peer.take(), number)
+        assert is_whole(uploads, bytes_max)
 
 
 def test_it_is_told_once_and_told_again_when_it_was_not_refused_for_a_while() -> None:

@@ -174,3 +174,40 @@ async def test_drain_waits_for_no_handshake(server: OurServer) -> None:
     await until(lambda: server.wire.connections)
     await asyncio.wait_for(server.wire.drain(20), 10)
     assert await rest_of(reader) == b""
+
+
+async def test_a_drain_answers_the_request_behind_a_handshake_that_ends_meanwhile(
+    server: OurServer,
+    client: ssl.SSLContext,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is the only connection: for a moment the server has none."""
+    drains = asyncio.Event()
+    monkeypatch.setattr(Handshake, "drain", lambda _: drains.set())  # without its time limit
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    reader, writer = await server.open()
+    while not is_shaken(tls):
+        writer.write(outgoing.read())
+        incoming.write(await reader.read(4096))
+    tls.write(LIVE)
+    drain = asyncio.create_task(server.wire.drain(60))
+    await drains.wait()
+    writer.write(outgoing.read())  # the end of the handshake, too
+    while received := await reader.read(4096):
+        incoming.write(received)
+    writer.close()
+    await drain
+    assert tls.read(4096).startswith(b"HTTP/1.1 200 OK\r\n")
+    assert counted(server) == {"ok": 1}
+    assert "are cut" not in caplog.text
+
+
+def is_shaken(tls: ssl.SSLObject) -> bool:
+    """Continues a client's handshake; whether it is complete on its side."""
+    try:
+        tls.do_handshake()
+    except ssl.SSLWantReadError:
+        return False
+    return True
