@@ -84,11 +84,14 @@ class PushedIds:
     def take_again(self, undone: Mapping[str, ChangedIds]) -> None:
         """Continues after an undo: the next push has the undone changes again.
 
+        Changes that are kept already are newer, and win.
+
         Args:
             undone: ids that the undo changed, by table, with the rows that they had before it.
         """
         self._opened = None
-        self.keep(undone)
+        newer, self._kept = self._kept, dict(undone)
+        self.keep(newer)
 
     def keep(self, changes: Mapping[str, ChangedIds]) -> None:
         """Keeps changes, by table, whose delta could not be written: the next push has them, too,
