@@ -11,6 +11,7 @@ import torch
 from server.python import run_warm_python
 from store.deltas.conftest import DIMS, rows
 from store.deltas.tracked_training import USER, batch, ranker, stepper
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
 from embedserve_store import (
@@ -30,6 +31,7 @@ from embedserve_store import (
 )
 from embedserve_store.commands.deltas import list_deltas, verify_deltas
 from embedserve_store.deltas import line_appender
+from embedserve_store.errors import UnreachableError
 from embedserve_store.format.changed_ids import REMOVED
 from embedserve_store.format.delta_manifest import DeltaManifest
 
@@ -240,6 +242,65 @@ def test_ids_of_a_failed_push_come_with_the_next(
                 push()
         writer.push(vocabulary={"user": ([1000], [102])})
         assert ids_of(folder) == {7: 100, 1000: 102, 8: REMOVED}
+        writer.push()
+        assert not last_of(folder).ids
+
+
+def test_ids_come_with_the_next_push_whatever_failed(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "store"
+    dmp = published(folder)
+    with DeltaWriter(folder, model="m", module=dmp) as writer:
+        with monkeypatch.context() as failing:
+
+            def fail(*_: Any) -> None:
+                raise UnreachableError("timed out")
+
+            failing.setattr(line_appender.LineAppender, "changed_ids", fail)
+            with pytest.raises(UnreachableError, match="timed out"):
+                writer.push(vocabulary=placed(1000, 100), removed={"user": [8]})
+        ids, lengths = torch.tensor([3]), torch.tensor([1, 0])
+        stepper(dmp)(KeyedJaggedTensor(["user", "friend"], ids, lengths=lengths))
+        (sharded,) = dmp.module.ebc.state_dict().values()
+        weight = sharded.local_shards()[0].tensor.detach()
+        trained = weight[3].clone()
+        weight[3] = torch.nan
+        with pytest.raises(InvalidModelError, match="row 3 "):
+            writer.push(vocabulary=placed(1001, 101), removed={"user": [9]})
+        weight[3] = trained
+        bags = Bags(np.array([103]), np.array([[1], [0]], np.int32), None)
+        with pytest.raises(InvalidModelError, match=r"numbers\[0\] is 103"):
+            writer.push(vocabulary=placed(1002, 102), goldens=bags)
+        with pytest.raises(InvalidModelError, match="id 1003 has row 103"):
+            writer.push(vocabulary=placed(1003, 103))
+        writer.push(vocabulary=placed(1001, 8), removed={"user": [1000]})  # which had no row yet
+        assert ids_of(folder) == {1001: 8, 1002: 102, 8: REMOVED, 9: REMOVED}
+        assert numbers_of(folder) == [3]
+        undo_deltas(folder, "m", to=0, why="")
+        for user, row in ((1001, 100), (1003, 8)):
+            with pytest.raises(RevertedError):
+                writer.push(vocabulary=placed(user, row))
+        writer.resume()
+        writer.push()
+    assert ids_of(folder) == {1001: 100, 1002: 102, 1003: 8, 8: REMOVED, 9: REMOVED}
+
+
+def test_an_id_that_is_back_where_it_was_stays_there(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pushes fail: the first moves the id, the second moves it back."""
+    folder = tmp_path / "store"
+    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
+        with monkeypatch.context() as failing:
+
+            def fail(*_: Any) -> None:
+                raise StoreError("the disk is full")
+
+            failing.setattr(line_appender, "append", fail)
+            for row in (100, 7):
+                with pytest.raises(StoreError, match="the disk is full"):
+                    writer.push(vocabulary=placed(7, row))
         writer.push()
         assert not last_of(folder).ids
 
