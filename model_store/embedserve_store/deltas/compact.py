@@ -83,10 +83,15 @@ def compact_deltas(
     line = DeltaLine(models, base.manifest, trusted_keys(key) if key else None)
     if seq is not None:
         check_seq(seq, f"{models.where}/{model}/{FOLDER}/{line.start.line}")
+    number = base.manifest.version
+    if seq is not None and seq <= line.start.seq:
+        raise StoreError(
+            f"{models.where}/{model}: seq is {seq}, but version {number} has the deltas up to "
+            f"{line.start.seq}: nothing to compact"
+        )
     if not line.seqs():
         raise StoreError(
-            f"{models.where}/{model}: there is no delta after version {base.manifest.version}: "
-            "nothing to compact"
+            f"{models.where}/{model}: there is no delta after version {number}: nothing to compact"
         )
     undos = _LaterUndos(line)
     nbytes = base.manifest.nbytes + sum(one.nbytes for one in base.id_maps.values())
@@ -99,7 +104,7 @@ def compact_deltas(
         lambda made: undos.check(made.manifest.source[LINE_SEQ]),
     )
     last = made.manifest.source[LINE_SEQ]
-    source = f"version {base.manifest.version}, deltas up to {last}"
+    source = f"version {number}, deltas up to {last}"
     record_event(models.where, "compact", model, (made.version,), source=source)
     return made
 

@@ -23,6 +23,7 @@ from embedserve_store import (
     compact_deltas,
     publish,
     remove_version,
+    set_alias,
     undo_deltas,
     verify,
 )
@@ -144,6 +145,24 @@ def test_nothing_to_compact(store: Path) -> None:
     with pytest.raises(StoreError, match="delta 2 of line 1 does not exist"):
         compact_deltas(store, "m", version=1, seq=2)
     assert ModelStore(store).versions("m") == [1, 2]
+
+
+def test_deltas_that_the_version_has_are_not_compacted_again(store: Path) -> None:
+    push_some(store, 3)
+    compact_deltas(store, "m")
+    push_some(store, 1, seed=1)
+    set_alias(store, "m", "held", 2, at_seq=3)
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (1, {"seq": 1}),
+        (3, {"seq": 3}),
+        (3, {"version": "held"}),
+    ]
+    for seq, options in cases:
+        said = f"m: seq is {seq}, but version 2 has the deltas up to 3: nothing to compact"
+        with pytest.raises(StoreError, match=said):
+            compact_deltas(store, "m", **options)
+    assert ModelStore(store).versions("m") == [1, 2]
+    assert compact_deltas(store, "m", version="held", seq=4).version == 3
 
 
 def test_deltas_undone_during_a_compaction_are_not_published(
