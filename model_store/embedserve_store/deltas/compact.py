@@ -73,9 +73,9 @@ def compact_deltas(
 
     Raises:
         StoreError: there is no such version or delta, nothing to compact, or delta ``seq`` was
-            undone. Or the version or a delta is damaged, the rows do not give the results of the
-            last delta's goldens, a signature is missing or wrong, or the store cannot be written.
-            The store is unchanged then.
+            undone, also meanwhile. Or the version or a delta is damaged, the rows do not give the
+            results of the last delta's goldens, a signature is missing or wrong, or the store
+            cannot be written. No version appears then.
     """
     models = ModelStore(store, cache)
     base = models.load(model, version)
@@ -83,21 +83,28 @@ def compact_deltas(
     line = DeltaLine(models, base.manifest, trusted_keys(key) if key else None)
     if seq is not None:
         check_seq(seq, f"{models.where}/{model}/{FOLDER}/{line.start.line}")
+    number = base.manifest.version
+    if seq is not None and seq <= line.start.seq:
+        raise StoreError(
+            f"{models.where}/{model}: seq is {seq}, but version {number} has the deltas up to "
+            f"{line.start.seq}: nothing to compact"
+        )
     if not line.seqs():
         raise StoreError(
-            f"{models.where}/{model}: there is no delta after version {base.manifest.version}: "
-            "nothing to compact"
+            f"{models.where}/{model}: there is no delta after version {number}: nothing to compact"
         )
+    undos = _LaterUndos(line)
     nbytes = base.manifest.nbytes + sum(one.nbytes for one in base.id_maps.values())
     made = publish_files(
         models.where,
         model,
         nbytes,
-        lambda staging: _write(base, line, seq, staging, progress),
+        lambda staging: _write(base, line, undos, seq, staging, progress),
         upload_progress,
+        lambda made: undos.check(made.manifest.source[LINE_SEQ]),
     )
     last = made.manifest.source[LINE_SEQ]
-    source = f"version {base.manifest.version}, deltas up to {last}"
+    source = f"version {number}, deltas up to {last}"
     record_event(models.where, "compact", model, (made.version,), source=source)
     return made
 
@@ -105,13 +112,14 @@ def compact_deltas(
 def _write(
     base: ModelVersion,
     line: DeltaLine,
+    undos: _LaterUndos,
     seq: int | None,
     staging: Path,
     progress: Progress | None,
 ) -> PublishedVersion:
     path = staging / TABLES
     _copy_tables(base, path, progress)
-    position, goldens, ids = _apply(line, seq, path, base.manifest)
+    position, goldens, ids = _apply(line, undos, seq, path, base.manifest)
     tables = TablesFile.open(path, base.manifest.tables)
     if goldens is not None:
         where = f"delta {position.seq} of line {position.line}"
@@ -124,6 +132,7 @@ def _write(
     manifest = replace(base.manifest, tables=specs, source=source, part_checksums=parts)
     shutil.copyfile(base.path / "plan.json", staging / "plan.json")
     _write_goldens(base, manifest, tables, staging / "goldens.safetensors")
+    undos.check(position.seq)  # minutes after the first look
     return finish_version(manifest, base.plan, staging, {}, ())
 
 
@@ -142,7 +151,7 @@ def _copy_tables(base: ModelVersion, path: Path, progress: Progress | None) -> N
 
 
 def _apply(
-    line: DeltaLine, seq: int | None, path: Path, manifest: Manifest
+    line: DeltaLine, undos: _LaterUndos, seq: int | None, path: Path, manifest: Manifest
 ) -> tuple[LinePosition, DeltaGoldens | None, dict[str, ChangedIds]]:
     """Writes the rows of the deltas up to ``seq`` into the file.
 
@@ -154,7 +163,7 @@ def _apply(
     deltas, position, goldens = {}, line.start, None
     for delta, after in line.deltas(seq):
         deltas[delta.seq], position, goldens = delta, after, delta.goldens
-    _check_not_reverted(line, position.seq)
+    undos.check(position.seq)
     data = np.memmap(path, np.uint8, "r+", offset=len(header_bytes(manifest.tables)))
     offsets = TablesFile.open(path, manifest.tables).offsets
     applied = [*kept(position.seq, line.start.seq, deltas.__getitem__)][::-1]
@@ -169,25 +178,34 @@ def _apply(
     return position, goldens, joined_ids(line.ids(delta) for delta in applied)
 
 
-def _check_not_reverted(line: DeltaLine, last: int) -> None:
-    """Raises StoreError if a delta after ``last`` reverts to rows before it.
+class _LaterUndos:
+    """Looks for undos of deltas that are compacted. Each later delta is read once."""
 
-    The version could not follow its line past that delta.
-    """
-    for seq in line.seqs():
-        if seq <= last:
-            continue
-        try:
-            delta, _ = line.manifest(seq)
-        except UnreachableError:
-            raise
-        except StoreError:
-            return  # no delta after a damaged one is applied
-        if delta.reverts_to is not None and delta.reverts_to < last:
-            raise StoreError(
-                f"delta {last} of line {delta.line} was undone: delta {seq} reverts to "
-                f"{delta.reverts_to}; compact up to {delta.reverts_to}, or {seq} or later"
-            )
+    def __init__(self, line: DeltaLine) -> None:
+        self._line = line
+        self._seen = line.start.seq
+
+    def check(self, last: int) -> None:
+        """Lists the line again, and raises StoreError if a delta after ``last`` reverts to rows
+        before it.
+
+        The version could not follow its line past that delta.
+        """
+        for seq in self._line.seqs():
+            if seq <= max(last, self._seen):
+                continue
+            try:
+                delta, _ = self._line.manifest(seq)
+            except UnreachableError:
+                raise
+            except StoreError:
+                return  # no delta after a damaged one is applied
+            if delta.reverts_to is not None and delta.reverts_to < last:
+                raise StoreError(
+                    f"delta {last} of line {delta.line} was undone: delta {seq} reverts to "
+                    f"{delta.reverts_to}; compact up to {delta.reverts_to}, or {seq} or later"
+                )
+            self._seen = seq
 
 
 def _write_goldens(base: ModelVersion, manifest: Manifest, tables: TablesFile, path: Path) -> None:

@@ -153,6 +153,7 @@ class DeltaWriter:
 
         It is called between two steps, on the thread and CUDA stream that train. Rows are as they
         are after the optimizer. If it fails, the next push has these rows, too, as they are then.
+        It also has the ids, as long as they are not the reason, unless it names them itself.
 
         Args:
             step: number of the training step, for people.
@@ -160,8 +161,7 @@ class DeltaWriter:
                 compare them before they apply the delta. Bags, or a KeyedJaggedTensor that has the
                 version's features. Those of rank 0 count. Results are looked up in the caller.
             vocabulary: for tables with a vocabulary (id rule map), ids that are new, or have moved
-                to another row, and the row of each [n] in training. Each rank names its own. If
-                the delta cannot be written, the next ``push`` has them, too.
+                to another row, and the row of each [n] in training. Each rank names its own.
             removed: ids [n] by table that have no row any more. Their rows stay as they are.
             wait: whether to return after the delta is written. False: copies the rows, and writes
                 the delta in a thread while training continues. The next ``push``, ``push_rows``,
@@ -183,21 +183,22 @@ class DeltaWriter:
         if self._tracked is None or self._module is None:
             raise ValueError("push needs DeltaWriter(…, module=…); rows of your own: push_rows")
         tracked = self._tracked
-        self._begin()
-        as_of = now()
-        answered = self._goldens.looked_up(goldens, self._module, self._prefix, tracked.dtype)
-        taken = tracked.take()
         own_ids = evaluate(lambda: (copy_changes(vocabulary or {}), copy_removed(removed)))
+        try:
+            self._begin()
+            as_of = now()
+            answered = self._goldens.looked_up(goldens, self._module, self._prefix, tracked.dtype)
+        except StoreError:
+            with suppress(StoreError):  # of ids that cannot be; the reason of the failure matters
+                self._ids.keep(own_ids)
+            raise
+        taken = tracked.take()
 
         def write() -> int:
+            ids = self._ids.placed(own_ids)  # first: it keeps them if anything else fails
             rows = tracked.whole_rows(taken)
             encoded = self._calls.on_all(lambda: encode_changes(rows, self._tables, {}))
-            ids = self._ids.placed(own_ids)
-            try:
-                return self._append(encoded, ids, answered, step, as_of)
-            except StoreError:
-                self._ids.keep(ids)
-                raise
+            return self._append(encoded, ids, answered, step, as_of)
 
         run = self._pushes.run if wait else self._pushes.start
         return run(write, lambda: tracked.take_again(taken.numbers))

@@ -13,8 +13,8 @@ from embedserve_store.deltas.encode_changes import Ids, KeyedChanges, RowsOfIds,
 from embedserve_store.deltas.line_appender import LineAppender
 from embedserve_store.deltas.rank_calls import RankCalls
 from embedserve_store.deltas.ranks import Ranks
-from embedserve_store.deltas.vocabularies import Vocabularies, WantedIds
-from embedserve_store.errors import InvalidModelError
+from embedserve_store.deltas.vocabularies import Vocabularies, WantedIds, named_changes
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.changed_ids import REMOVED, ChangedIds
 from embedserve_store.format.table_spec import TableSpec
 
@@ -49,19 +49,41 @@ class PushedIds:
             InvalidModelError: on all ranks, as Vocabularies.find_changes. Or an id is pushed and
                 removed at once, or a table has no vocabulary.
         """
-        return self._find(lambda: self._of_rows(changes, removed()))
+        self._open()
+        return self._find(self._gathered(lambda: self._of_rows(changes, removed())))
 
     def placed(self, own: Callable[[], tuple[PlacedIds, RemovedIds]]) -> dict[str, ChangedIds]:
         """Returns the changes for ids whose rows training has chosen; a collective.
+
+        They are kept until ``advance``: the next push has them, too, unless it names their ids.
 
         Args:
             own: returns the new ids with their rows, and the removed ids, of this rank.
 
         Raises:
             InvalidModelError: on all ranks, as Vocabularies.find_changes. Or a table has no
-                vocabulary.
+                vocabulary. The ids are not kept.
+            StoreError: on all ranks: the vocabularies cannot be read. The ids are kept.
         """
-        return self._find(lambda: self._placed(*own()))
+        every = self._gathered(lambda: self._placed(*own()))
+        named = named_changes(self._line.base, every)
+        try:
+            self._open()
+        except StoreError:
+            self._keep(named)
+            raise
+        changes = self._find(every)
+        self._keep(named)
+        return changes
+
+    def keep(self, own: Callable[[], tuple[PlacedIds, RemovedIds]]) -> None:
+        """Keeps the ids of a push that cannot begin, as ``placed``; a collective.
+
+        Raises:
+            InvalidModelError: on all ranks, as ``placed``. The ids are not kept.
+        """
+        every = self._gathered(lambda: self._placed(*own()))
+        self._keep(named_changes(self._line.base, every))
 
     def after(self, changes: Mapping[str, ChangedIds]) -> dict[str, RowsOfIds]:
         """Returns functions by table that return the rows of ids after ``changes``; -1 for an id
@@ -84,25 +106,30 @@ class PushedIds:
     def take_again(self, undone: Mapping[str, ChangedIds]) -> None:
         """Continues after an undo: the next push has the undone changes again.
 
+        Changes that are kept already are newer, and win.
+
         Args:
             undone: ids that the undo changed, by table, with the rows that they had before it.
         """
         self._opened = None
-        self.keep(undone)
+        newer, self._kept = self._kept, dict(undone)
+        self._keep(newer)
 
-    def keep(self, changes: Mapping[str, ChangedIds]) -> None:
-        """Keeps changes, by table, whose delta could not be written: the next push has them, too,
-        unless it names their ids."""
+    def _keep(self, changes: Mapping[str, ChangedIds]) -> None:
+        """Keeps changes, by table, until a delta with them is written."""
         for name, change in changes.items():
             before = self._kept.get(name)
             self._kept[name] = change if before is None else before.then(change)
 
-    def _find(self, wanted: Callable[[], WantedIds]) -> dict[str, ChangedIds]:
-        if not self._has_any:
-            self._calls.on_all(wanted)  # raises for ids of a table without a vocabulary
-            return {}
-        self._open()
-        every = self._ranks.from_all(self._calls.on_all(wanted))
+    def _gathered(self, wanted: Callable[[], WantedIds]) -> list[WantedIds]:
+        """Returns what each rank wants, nothing if the version has no vocabularies; a collective.
+
+        It raises for ids of a table without a vocabulary.
+        """
+        own = self._calls.on_all(wanted)
+        return self._ranks.from_all(own) if self._has_any else []
+
+    def _find(self, every: list[WantedIds]) -> dict[str, ChangedIds]:
         if not any(every) and not self._kept:
             return {}
         kept = self._kept

@@ -7,7 +7,8 @@ compacted versions therefore agree. Never imports torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,21 @@ class WantedIds:
 
     def __bool__(self) -> bool:
         return bool(self.new or self.placed or self.removed)
+
+
+def named_changes(base: Manifest, wanted: Sequence[WantedIds]) -> dict[str, ChangedIds]:
+    """Returns the changes for the ids that ranks place or remove, by table.
+
+    Vocabularies are not needed: ids may be among them that have these rows already.
+
+    Raises:
+        InvalidModelError: an id is given twice, or has a row outside its table.
+    """
+    changes: dict[str, ChangedIds] = {}
+    for group in base.table_groups:
+        if len(found := _named(group, wanted)):
+            changes |= {table.name: replace(found, table=table) for table in group}
+    return changes
 
 
 class Vocabularies:
@@ -111,40 +127,27 @@ class Vocabularies:
         again: ChangedIds | None,
     ) -> ChangedIds:
         """Returns the changes of the vocabulary of a group of tables."""
-        first, names = group[0], {table.name for table in group}
-        where = f"table {first.name!r}"
-        removed = _joined(
-            one.removed[name] for one in wanted for name in names & one.removed.keys()
-        )
-        placed = [one.placed[name] for one in wanted for name in names & one.placed.keys()]
-        ids, rows = (_joined(pair[at] for pair in placed) for at in (0, 1))
-        _check_rows(where, ids, rows, min(table.num_embeddings for table in group))
-        if (twice := repeated_row(ids, removed)) is not None:
+        first, named = group[0], _named(group, wanted)
+        removed = named.ids[named.rows == REMOVED]
+        is_unknown = self.rows_of(first.name, removed) < 0
+        if again is not None:  # an id may be removed before its row was ever published
+            is_unknown &= ~np.isin(removed, again.ids)
+        if is_unknown.any():
             raise InvalidModelError(
-                f"{where}: id {twice} is given twice: an id has one row, or is removed once"
+                f"table {first.name!r}: id {removed[is_unknown.argmax()]} is removed, but is not "
+                "in the vocabulary"
             )
-        left = self.rows_of(first.name, removed)
-        if (left < 0).any():
-            raise InvalidModelError(
-                f"{where}: id {removed[(left < 0).argmax()]} is removed, but is not in the "
-                "vocabulary"
-            )
-        if again is not None:
-            rest = ~np.isin(again.ids, np.concatenate([ids, removed]))
-            ids = np.concatenate([ids, again.ids[rest]])
-            rows = np.concatenate([rows, again.rows[rest]])
-        before = self.rows_of(first.name, ids)
-        is_changed = before != rows
-        ids, rows, before = ids[is_changed], rows[is_changed], before[is_changed]
-        new = np.unique(_joined(one.new[name] for one in wanted for name in names & one.new.keys()))
+        changed = named if again is None else again.then(named)
+        before = self.rows_of(first.name, changed.ids)
+        is_changed = before != changed.rows
+        ids, rows, before = changed.ids[is_changed], changed.rows[is_changed], before[is_changed]
+        new = np.setdiff1d(_ids_of("new", group, wanted), np.concatenate([ids, removed]))
         new_rows = np.zeros(0, np.int64)
         if len(new):
-            left = np.concatenate([left, before[before >= 0]])
-            new_rows = self._free_rows(group).find(len(new), left, rows)
-        all_ids = np.concatenate([ids, new, removed])
-        all_rows = np.concatenate([rows, new_rows, np.full(len(removed), REMOVED, np.int64)])
+            new_rows = self._free_rows(group).find(len(new), before[before >= 0], rows)
+        all_ids = np.concatenate([ids, new])
         order = np.argsort(all_ids, kind="stable")
-        return ChangedIds(first, all_ids[order], all_rows[order])
+        return ChangedIds(first, all_ids[order], np.concatenate([rows, new_rows])[order])
 
     def _free_rows(self, group: tuple[TableSpec, ...]) -> _FreeRows:
         name = group[0].name
@@ -233,6 +236,31 @@ class _FreeRows:
         for start in range(0, len(self._waiting), _BLOCK_ROWS):
             block = self._waiting[start : start + _BLOCK_ROWS]
             yield block[self._ids_of[block] == 0]
+
+
+def _named(group: tuple[TableSpec, ...], wanted: Sequence[WantedIds]) -> ChangedIds:
+    """Returns the changes for the ids of a group of tables that ranks place or remove."""
+    names, where = {table.name for table in group}, f"table {group[0].name!r}"
+    placed = [one.placed[name] for one in wanted for name in names & one.placed.keys()]
+    ids, rows = (_joined(pair[at] for pair in placed) for at in (0, 1))
+    _check_rows(where, ids, rows, min(table.num_embeddings for table in group))
+    removed = _ids_of("removed", group, wanted)
+    if (twice := repeated_row(ids, removed)) is not None:
+        raise InvalidModelError(
+            f"{where}: id {twice} is given twice: an id has one row, or is removed once"
+        )
+    all_ids = np.concatenate([ids, removed])
+    all_rows = np.concatenate([rows, np.full(len(removed), REMOVED, np.int64)])
+    order = np.argsort(all_ids, kind="stable")
+    return ChangedIds(group[0], all_ids[order], all_rows[order])
+
+
+def _ids_of(
+    what: Literal["new", "removed"], group: tuple[TableSpec, ...], wanted: Sequence[WantedIds]
+) -> Ids:
+    """Returns the new or removed ids of a group of tables, of all ranks."""
+    found = [getattr(one, what) for one in wanted]
+    return _joined(one[table.name] for one in found for table in group if table.name in one)
 
 
 def _joined(arrays: Iterable[Ids]) -> Ids:

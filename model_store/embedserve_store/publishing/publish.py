@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Unpack
@@ -254,6 +255,7 @@ def publish_files(
     nbytes: int,
     write: Callable[[Path], PublishedVersion],
     upload_progress: TransferProgress | None,
+    check: Callable[[PublishedVersion], None] | None = None,
 ) -> PublishedVersion:
     """Publishes the next version of ``model``, whose files ``write`` writes into a staging folder.
 
@@ -262,6 +264,8 @@ def publish_files(
     Args:
         nbytes: bytes of the rows and id maps, for which the disk must have room.
         write: writes all files and renames the folder (publish_staged).
+        check: raises StoreError if the version must not appear any more. It is called after an
+            upload, directly before the manifest is written.
 
     Raises:
         StoreError: the store cannot be written. It is unchanged then.
@@ -273,7 +277,8 @@ def publish_files(
         published = _publish_local(Path(folder) / model, nbytes, write)
         if not published.is_new:
             return replace(published, where=f"{store.rstrip('/')}/{model}/{published.version}")
-        where = upload_version(published.path, store, number, upload_progress)
+        check_now = partial(check, published) if check is not None else None
+        where = upload_version(published.path, store, number, upload_progress, check_now)
     manifest = replace(published.manifest, version=number)
     return replace(published, where=where, version=number, manifest=manifest)
 

@@ -30,6 +30,7 @@ def upload_version(
     url: str,
     number: int | None = None,
     progress: TransferProgress | None = None,
+    check: Callable[[], None] | None = None,
 ) -> str:
     """Uploads STORE/MODEL/VERSION to URL/MODEL/NUMBER, and returns the URL of the version.
 
@@ -38,6 +39,7 @@ def upload_version(
         url: URL of the store, such as s3://bucket/folder. The bucket must exist.
         number: version number in the remote store; RemoteStore.next_version returns a free number.
             Default: the folder's number.
+        check: is called directly before the manifest is written; no version appears if it raises.
 
     Raises:
         StoreError: ``folder`` is not a version or is damaged, or the number is taken.
@@ -47,7 +49,7 @@ def upload_version(
     if not VERSION_PATTERN.fullmatch(path.name):
         raise StoreError(f"{folder}: not a published version: its name is not a number")
     version = LocalStore(path.parent.parent).stored(path.parent.name, int(path.name))
-    return send(version, RemoteFolder(url), number, progress)
+    return send(version, RemoteFolder(url), number, progress, check)
 
 
 def send(
@@ -55,6 +57,7 @@ def send(
     remote: RemoteFolder,
     number: int | None = None,
     progress: TransferProgress | None = None,
+    check: Callable[[], None] | None = None,
 ) -> str:
     """Uploads ``version`` of any store, and returns its URL; see upload_version.
 
@@ -77,6 +80,8 @@ def send(
     data = version.manifest_json
     if number != version.number:
         data = sealed_json(json.loads(data) | {"version": number})
+    if check is not None:
+        check()
     remote.write(f"{target}/{MANIFEST}", data)
     return f"{remote.url}/{target}"
 

@@ -19,12 +19,18 @@ from embedserve_store import (
     IdRule,
     ModelStore,
     StoreError,
+    TableSpec,
     compact_deltas,
     publish,
     remove_version,
+    set_alias,
+    undo_deltas,
     verify,
 )
+from embedserve_store.deltas import compact
+from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.parts.part import Part
+from embedserve_store.verification import table_sha256
 
 COUNTS = {"user": 300, "item": 77, "tag": 16}
 
@@ -139,6 +145,58 @@ def test_nothing_to_compact(store: Path) -> None:
     with pytest.raises(StoreError, match="delta 2 of line 1 does not exist"):
         compact_deltas(store, "m", version=1, seq=2)
     assert ModelStore(store).versions("m") == [1, 2]
+
+
+def test_deltas_that_the_version_has_are_not_compacted_again(store: Path) -> None:
+    push_some(store, 3)
+    compact_deltas(store, "m")
+    push_some(store, 1, seed=1)
+    set_alias(store, "m", "held", 2, at_seq=3)
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (1, {"seq": 1}),
+        (3, {"seq": 3}),
+        (3, {"version": "held"}),
+    ]
+    for seq, options in cases:
+        said = f"m: seq is {seq}, but version 2 has the deltas up to 3: nothing to compact"
+        with pytest.raises(StoreError, match=said):
+            compact_deltas(store, "m", **options)
+    assert ModelStore(store).versions("m") == [1, 2]
+    assert compact_deltas(store, "m", version="held", seq=4).version == 3
+
+
+def test_deltas_undone_during_a_compaction_are_not_published(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers could not follow the line from a version that has their rows."""
+    push_some(store, 3)
+
+    def undo_once(tables: TablesFile, table: TableSpec) -> str:
+        monkeypatch.setattr(compact, "table_sha256", table_sha256)
+        undo_deltas(store, "m", to=1, why="", version=1)
+        return table_sha256(tables, table)
+
+    monkeypatch.setattr(compact, "table_sha256", undo_once)
+    with pytest.raises(StoreError, match="delta 3 of line 1 was undone: delta 4 reverts to 1;"):
+        compact_deltas(store, "m")
+    assert ModelStore(store).versions("m") == [1]
+    assert not [*store.glob("m/.staging*")]
+
+
+def test_deltas_undone_during_an_upload_are_not_published(store: Path, tmp_path: Path) -> None:
+    push_some(store, 3)
+    url, undone = f"file://{store}", list[int]()
+    models = ModelStore(url, tmp_path / "cache")
+
+    def undo_once(file: str, bytes_done: int, bytes_total: int) -> None:
+        if not undone:
+            undone.append(undo_deltas(store, "m", to=1, why="", version=1).seq)
+
+    with pytest.raises(StoreError, match="delta 3 of line 1 was undone: delta 4 reverts to 1;"):
+        compact_deltas(url, "m", cache=tmp_path / "cache", upload_progress=undo_once)
+    assert (undone, models.versions("m")) == ([4], [1])
+    made = compact_deltas(url, "m", cache=tmp_path / "cache")
+    assert made.manifest.source["line_seq"] == 4
 
 
 def test_a_damaged_version_or_delta_is_not_compacted(store: Path, tmp_path: Path) -> None:

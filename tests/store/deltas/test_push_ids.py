@@ -11,6 +11,8 @@ import torch
 from server.python import run_warm_python
 from store.deltas.conftest import DIMS, rows
 from store.deltas.tracked_training import USER, batch, ranker, stepper
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
 
 from embedserve_store import (
     Bags,
@@ -19,6 +21,7 @@ from embedserve_store import (
     IdRule,
     InvalidModelError,
     ModelStore,
+    RevertedError,
     StoreError,
     TableSpec,
     compact_deltas,
@@ -28,6 +31,7 @@ from embedserve_store import (
 )
 from embedserve_store.commands.deltas import list_deltas, verify_deltas
 from embedserve_store.deltas import line_appender
+from embedserve_store.errors import UnreachableError
 from embedserve_store.format.changed_ids import REMOVED
 from embedserve_store.format.delta_manifest import DeltaManifest
 
@@ -177,18 +181,28 @@ def test_goldens_may_have_ids_of_the_same_push(store: Path) -> None:
             writer.push_rows({}, goldens=(Bags(np.array([7, 8]), lengths, None), answers))
 
 
-def test_training_names_the_rows_of_its_ids(tmp_path: Path, one_rank: None) -> None:
-    dmp, folder = ranker(tables=USER), tmp_path / "store"
-    vocabulary = {n: n for n in range(100)}
+def published(folder: Path) -> DistributedModelParallel:
+    """A model of 103 users of whom 0 to 99 have the rows 0 to 99, published as "m"."""
+    dmp, vocabulary = ranker(tables=USER), {n: n for n in range(100)}
     rule = {"user": IdRule("map")}
     publish_sharded(dmp, folder, model="m", ids=rule, vocabularies={"user": vocabulary})
+    return dmp
+
+
+def placed(user: int, row: int) -> dict[str, Any]:
+    return {"user": ([user], [row])}
+
+
+def test_training_names_the_rows_of_its_ids(tmp_path: Path, one_rank: None) -> None:
+    folder = tmp_path / "store"
+    dmp = published(folder)
     with DeltaWriter(folder, model="m", module=dmp, overlap_steps=0) as writer:
         stepper(dmp)(batch(np.random.default_rng(0), USER))
-        placed = np.array([1000, 5]), torch.tensor([100, 101])
-        writer.push(vocabulary={"user": placed}, removed={"user": [50, 51]})
+        moved = np.array([1000, 5]), torch.tensor([100, 101])
+        writer.push(vocabulary={"user": moved}, removed={"user": [50, 51]})
         assert ids_of(folder) == {1000: 100, 5: 101, 50: REMOVED, 51: REMOVED}
         assert numbers_of(folder)
-        writer.push(vocabulary={"user": placed})  # as it is
+        writer.push(vocabulary={"user": moved})  # as it is
         assert not last_of(folder).ids
         undo_deltas(folder, "m", to=0, why="")
         writer.resume()
@@ -209,19 +223,16 @@ def test_training_names_the_rows_of_its_ids(tmp_path: Path, one_rank: None) -> N
 def test_ids_of_a_failed_push_come_with_the_next(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
-    dmp, folder = ranker(tables=USER), tmp_path / "store"
-    vocabulary = {n: n for n in range(100)}
-    rule = {"user": IdRule("map")}
-    publish_sharded(dmp, folder, model="m", ids=rule, vocabularies={"user": vocabulary})
-    with DeltaWriter(folder, model="m", module=dmp) as writer:
+    folder = tmp_path / "store"
+    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
         with monkeypatch.context() as failing:
 
             def fail(*_: Any) -> None:
                 raise StoreError("the disk is full")
 
             failing.setattr(line_appender, "append", fail)
-            placed: Any = {"user": ([7, 1000], [100, 101])}
-            options: Any = {"vocabulary": placed, "removed": {"user": [8]}, "wait": wait}
+            moved: Any = {"user": ([7, 1000], [100, 101])}
+            options: Any = {"vocabulary": moved, "removed": {"user": [8]}, "wait": wait}
 
             def push() -> None:
                 writer.push(**options)
@@ -233,6 +244,90 @@ def test_ids_of_a_failed_push_come_with_the_next(
         assert ids_of(folder) == {7: 100, 1000: 102, 8: REMOVED}
         writer.push()
         assert not last_of(folder).ids
+
+
+def test_ids_come_with_the_next_push_whatever_failed(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "store"
+    dmp = published(folder)
+    with DeltaWriter(folder, model="m", module=dmp) as writer:
+        with monkeypatch.context() as failing:
+
+            def fail(*_: Any) -> None:
+                raise UnreachableError("timed out")
+
+            failing.setattr(line_appender.LineAppender, "changed_ids", fail)
+            with pytest.raises(UnreachableError, match="timed out"):
+                writer.push(vocabulary=placed(1000, 100), removed={"user": [8]})
+        ids, lengths = torch.tensor([3]), torch.tensor([1, 0])
+        stepper(dmp)(KeyedJaggedTensor(["user", "friend"], ids, lengths=lengths))
+        (sharded,) = dmp.module.ebc.state_dict().values()
+        weight = sharded.local_shards()[0].tensor.detach()
+        trained = weight[3].clone()
+        weight[3] = torch.nan
+        with pytest.raises(InvalidModelError, match="row 3 "):
+            writer.push(vocabulary=placed(1001, 101), removed={"user": [9]})
+        weight[3] = trained
+        bags = Bags(np.array([103]), np.array([[1], [0]], np.int32), None)
+        with pytest.raises(InvalidModelError, match=r"numbers\[0\] is 103"):
+            writer.push(vocabulary=placed(1002, 102), goldens=bags)
+        with pytest.raises(InvalidModelError, match="id 1003 has row 103"):
+            writer.push(vocabulary=placed(1003, 103))
+        writer.push(vocabulary=placed(1001, 8), removed={"user": [1000]})  # which had no row yet
+        assert ids_of(folder) == {1001: 8, 1002: 102, 8: REMOVED, 9: REMOVED}
+        assert numbers_of(folder) == [3]
+        undo_deltas(folder, "m", to=0, why="")
+        for user, row in ((1001, 100), (1003, 8)):
+            with pytest.raises(RevertedError):
+                writer.push(vocabulary=placed(user, row))
+        writer.resume()
+        writer.push()
+    assert ids_of(folder) == {1001: 100, 1002: 102, 1003: 8, 8: REMOVED, 9: REMOVED}
+
+
+def test_an_id_that_is_back_where_it_was_stays_there(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pushes fail: the first moves the id, the second moves it back."""
+    folder = tmp_path / "store"
+    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
+        with monkeypatch.context() as failing:
+
+            def fail(*_: Any) -> None:
+                raise StoreError("the disk is full")
+
+            failing.setattr(line_appender, "append", fail)
+            for row in (100, 7):
+                with pytest.raises(StoreError, match="the disk is full"):
+                    writer.push(vocabulary=placed(7, row))
+        writer.push()
+        assert not last_of(folder).ids
+
+
+def test_undone_ids_do_not_replace_those_of_a_later_push(tmp_path: Path, one_rank: None) -> None:
+    """Else an evicted id and the one that got its row would share it."""
+    folder = tmp_path / "store"
+    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
+        writer.push(vocabulary=placed(1000, 100))
+        undo_deltas(folder, "m", to=0, why="")
+        with pytest.raises(RevertedError):
+            writer.push(vocabulary=placed(1001, 100), removed={"user": [1000]})
+        writer.resume()
+        writer.push()
+    assert ids_of(folder) == {1001: 100}
+
+
+def test_ids_of_two_undos_have_their_last_rows(tmp_path: Path, one_rank: None) -> None:
+    folder = tmp_path / "store"
+    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
+        writer.push(vocabulary=placed(1000, 100))
+        writer.push(vocabulary=placed(1000, 101))
+        for to in (1, 0):
+            undo_deltas(folder, "m", to=to, why="")
+            writer.resume()
+        writer.push()
+    assert ids_of(folder) == {1000: 101}
 
 
 def test_ranks_agree_on_the_rows_of_new_ids(store: Path) -> None:

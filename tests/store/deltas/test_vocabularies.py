@@ -144,6 +144,13 @@ def test_changes_that_are_made_again_give_way_to_those_that_are_named() -> None:
     }
 
 
+def test_an_id_that_is_made_again_has_the_row_that_it_had_then() -> None:
+    """Also if its rows are pushed by ids now. Before its first delta it may be removed, too."""
+    again = {"t": ChangedIds(TABLE, array([1, 2]), array([4, 5]))}
+    changes = vocabularies().find_changes([new(1, 7), removed(2)], again)["t"]
+    assert dict(zip(changes.ids.tolist(), changes.rows.tolist(), strict=True)) == {1: 4, 7: 0}
+
+
 @given(data=st.data())
 def test_no_row_gets_a_second_id(data: st.DataObject) -> None:
     one, state = vocabularies(), dict(PUBLISHED)
