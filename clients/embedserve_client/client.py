@@ -7,13 +7,15 @@ connection: it opens it, sends one call, and closes it.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from embedserve_client.core.batch import Features, Weights
 from embedserve_client.core.models import ModelInfo, ModelList
 from embedserve_client.core.result import EmbedResult, OutputDType
-from embedserve_client.core.retry_loop import run, run_async
+from embedserve_client.core.retry_loop import Operation, run, run_async
 from embedserve_client.operations import Operations
+
+T = TypeVar("T")
 
 
 class BaseClient(ABC):
@@ -21,6 +23,7 @@ class BaseClient(ABC):
 
     _operations: Operations
     _retries: int
+    _is_closed = False
 
     def embed(
         self,
@@ -57,19 +60,20 @@ class BaseClient(ABC):
         operation = self._operations.embed(
             features, weights, model, timeout_s, output_dtype, output_keys, routing_key, min_seq
         )
-        return run(operation, self._retries, self._send)
+        return self._run(operation)
 
     def models(self) -> ModelList:
         """Returns all served models."""
-        return run(self._operations.models(), self._retries, self._send)
+        return self._run(self._operations.models())
 
     def model(self, name: str) -> ModelInfo:
         """Returns a served model; raises UnknownModel if there is none of that name."""
-        return run(self._operations.model(name), self._retries, self._send)
+        return self._run(self._operations.model(name))
 
     def close(self) -> None:
         """Closes the connections and removes the client's shared-memory files. Calls in flight
-        over gRPC are cancelled."""
+        over gRPC end with Unavailable. No call is retried any more."""
+        self._is_closed = True
         self._disconnect()
         self._operations.close()
 
@@ -83,6 +87,9 @@ class BaseClient(ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _run(self, operation: Operation[T]) -> T:
+        return run(operation, self._retries, self._send, lambda: self._is_closed)
 
     @abstractmethod
     def _send(self, call: Any) -> Any:
@@ -98,6 +105,7 @@ class AsyncBaseClient(ABC):
 
     _operations: Operations
     _retries: int
+    _is_closed = False
 
     async def embed(
         self,
@@ -115,19 +123,20 @@ class AsyncBaseClient(ABC):
         operation = self._operations.embed(
             features, weights, model, timeout_s, output_dtype, output_keys, routing_key, min_seq
         )
-        return await run_async(operation, self._retries, self._send)
+        return await self._run(operation)
 
     async def models(self) -> ModelList:
         """Returns all served models."""
-        return await run_async(self._operations.models(), self._retries, self._send)
+        return await self._run(self._operations.models())
 
     async def model(self, name: str) -> ModelInfo:
         """Returns a served model; raises UnknownModel if there is none of that name."""
-        return await run_async(self._operations.model(name), self._retries, self._send)
+        return await self._run(self._operations.model(name))
 
     async def close(self) -> None:
         """Closes the connections and removes the client's shared-memory files. Calls in flight over
-        gRPC are cancelled."""
+        gRPC end with Unavailable. No call is retried any more."""
+        self._is_closed = True
         await self._disconnect()
         self._operations.close()
 
@@ -141,6 +150,9 @@ class AsyncBaseClient(ABC):
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _run(self, operation: Operation[T]) -> T:
+        return await run_async(operation, self._retries, self._send, lambda: self._is_closed)
 
     @abstractmethod
     async def _send(self, call: Any) -> Any:

@@ -229,6 +229,9 @@ class Servicer(pb_grpc.EmbeddingServiceServicer):
                 return
             if request.model == "abort":
                 context.abort(grpc.StatusCode.UNAVAILABLE, "draining")
+            if request.model == "full":
+                context.set_trailing_metadata((("retry-after", "7"), ("embedserve-field", "ids")))
+                context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
             try:
                 yield self.model.embed(request)
             except Refused as error:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from embedserve_client.core.retries import RetryState
-from embedserve_client.errors import EmbedServeClientError
+from embedserve_client.errors import EmbedServeClientError, Unavailable
 
 T = TypeVar("T")
+
+CLOSED = "the client was closed during the call"
 
 Steps: TypeAlias = Generator[Any, Any, T]
 """Calls of one attempt, made one after another. The response of each call is sent into the
@@ -50,27 +52,42 @@ def one_call(make: Callable[[float | None], Any], timeout_s: float | None) -> Op
     return Operation(steps, timeout_s)
 
 
-def attempts(operation: Operation[T], retries: int) -> Steps[T]:
-    """Yields the calls of up to ``retries`` + 1 attempts, with a Pause before each retry."""
+def attempts(operation: Operation[T], retries: int, is_closed: Callable[[], bool]) -> Steps[T]:
+    """Yields the calls of up to ``retries`` + 1 attempts, with a Pause before each retry.
+
+    A client that is closed meanwhile retries nothing. The transport's own error for calls after
+    that is raised only if the client was closed before the operation began.
+    """
     state, left_s = RetryState(retries, operation.timeout_s), operation.timeout_s
+    was_closed = is_closed()
     while True:
         try:
             return (yield from operation.steps(left_s))
         except EmbedServeClientError as error:
             pause_s = state.pause_s(error)
-            if pause_s is None:
+            if pause_s is None or is_closed():
                 raise
+        except Exception as error:
+            if was_closed or not is_closed():
+                raise
+            raise Unavailable(CLOSED) from error
         yield Pause(pause_s)
         left_s = state.left_s()
 
 
-def run(operation: Operation[T], retries: int, send: Callable[[Any], Any]) -> T:
+def run(
+    operation: Operation[T],
+    retries: int,
+    send: Callable[[Any], Any],
+    is_closed: Callable[[], bool],
+) -> T:
     """Runs an operation to its result. Retries up to ``retries`` times.
 
     Args:
         send: sends a call and returns its result, or raises its error.
+        is_closed: returns whether the client was closed.
     """
-    steps = attempts(operation, retries)
+    steps = attempts(operation, retries, is_closed)
     try:
         step = next(steps)
         while True:
@@ -90,10 +107,13 @@ def run(operation: Operation[T], retries: int, send: Callable[[Any], Any]) -> T:
 
 
 async def run_async(
-    operation: Operation[T], retries: int, send: Callable[[Any], Awaitable[Any]]
+    operation: Operation[T],
+    retries: int,
+    send: Callable[[Any], Awaitable[Any]],
+    is_closed: Callable[[], bool],
 ) -> T:
     """Runs an operation to its result in the event loop; see `run`."""
-    steps = attempts(operation, retries)
+    steps = attempts(operation, retries, is_closed)
     try:
         step = next(steps)
         while True:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import grpc
 
@@ -17,6 +17,8 @@ from embedserve_client.errors import EmbedServeClientError, error_from
 T = TypeVar("T")
 ErrorOf = Callable[[Any], EmbedServeClientError]
 """Converts a grpc.RpcError."""
+Status: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
+"""Code, details and trailing metadata of a call that has ended."""
 RECONNECT_MS = 100
 RECONNECT_MS_MAX = 5000
 ROUND_ROBIN = '{"loadBalancingConfig": [{"round_robin": {}}]}'
@@ -45,13 +47,20 @@ def channel_options(receive_bytes_max: int, target: str) -> list[tuple[str, int 
 
 
 def error_of(error: Any) -> EmbedServeClientError:
-    """Converts a grpc error. Its field and retry time are in the trailing metadata; HTTP has them
-    in the response."""
-    metadata = dict(error.trailing_metadata() or ())
+    """Converts a grpc error."""
+    return status_error(error.code(), error.details(), error.trailing_metadata())
+
+
+def status_error(
+    code: grpc.StatusCode, details: str | None, trailing: Any
+) -> EmbedServeClientError:
+    """Converts the final status of a call. Its field and retry time are in the trailing metadata;
+    HTTP has them in the response."""
+    metadata = dict(trailing or ())
     retry_after = metadata.get("retry-after", "")
     return error_from(
-        error.code().name,
-        error.details() or "",
+        code.name,
+        details or "",
         field=str(metadata.get("embedserve-field", "")),
         retry_after_s=float(retry_after) if str(retry_after).isdigit() else None,
     )
@@ -100,24 +109,25 @@ class Ending:
 
     def __init__(self, call: Any) -> None:
         self._call = call
-        self._first: tuple[Any, Any] = (None, _FAILED_WRITE)
+        self._first: Status = (grpc.StatusCode.UNKNOWN, _FAILED_WRITE, ())
         call.add_done_callback(self._note)
 
-    async def status(self) -> tuple[grpc.StatusCode, str]:
-        """Returns the code and details of a call that has ended."""
-        code, details = self._first
+    async def status(self) -> Status:
+        """Returns the code, details and trailing metadata of a call that has ended."""
+        code, details, trailing = self._first
         for pause_s in _PAUSES_S:
             if details != _FAILED_WRITE:
                 break
             await asyncio.sleep(pause_s)
             code, details = await self._call.code(), await self._call.details()
-        return code, details or ""
+            trailing = await self._call.trailing_metadata()
+        return code, details, trailing
 
     def _note(self, call: Any) -> None:
         """Stores the status in the done callback, where awaiting it does not block."""
         code = _at_once(call.code())
         if code is not None:
-            self._first = code, _at_once(call.details())
+            self._first = code, _at_once(call.details()), _at_once(call.trailing_metadata())
 
 
 def _at_once(answer: Coroutine[Any, Any, Any]) -> Any:

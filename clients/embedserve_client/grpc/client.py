@@ -1,5 +1,6 @@
 """gRPC clients: one channel, for unary calls and streams; `stream` implements the streams."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -10,7 +11,9 @@ from embedserve_client.client import AsyncBaseClient, BaseClient
 from embedserve_client.core.addresses import target_of
 from embedserve_client.core.deadline import check_timeout
 from embedserve_client.core.retries import check_retries
+from embedserve_client.core.retry_loop import CLOSED
 from embedserve_client.core.security import File, Files, channel_credentials, headers_of
+from embedserve_client.errors import Unavailable
 from embedserve_client.grpc.calls import Rpc, channel_options, grpc_errors
 from embedserve_client.grpc.requests import GrpcRequests
 from embedserve_client.grpc.stream import (
@@ -145,7 +148,14 @@ class AsyncGrpcEmbedClient(AsyncBaseClient):
 
     async def _send(self, call: Rpc[T]) -> T:
         with grpc_errors(call.read_error):
-            message = await call.begin(self._metadata)
+            try:
+                message = await call.begin(self._metadata)
+            except asyncio.CancelledError as error:
+                # grpc.aio cancels the calls of a closed channel as if their tasks were cancelled.
+                task = asyncio.current_task()
+                if not self._is_closed or (task is not None and task.cancelling()):
+                    raise
+                raise Unavailable(CLOSED) from error
         return call.read(message)
 
     async def _disconnect(self) -> None:

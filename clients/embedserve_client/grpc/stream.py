@@ -28,8 +28,8 @@ import grpc
 from embedserve_client.core.batch import Features, Weights, batch_of
 from embedserve_client.core.messages import AnswerReader, request_of
 from embedserve_client.core.result import EmbedResult, OutputDType
-from embedserve_client.errors import EmbedServeClientError, InvalidRequest, ServerError, error_from
-from embedserve_client.grpc.calls import Ending, grpc_errors
+from embedserve_client.errors import EmbedServeClientError, InvalidRequest, ServerError
+from embedserve_client.grpc.calls import Ending, grpc_errors, status_error
 from embedserve_proto import embedding_pb2 as pb
 
 
@@ -170,10 +170,10 @@ async def _receive_async(call: Any, ending: Ending) -> pb.EmbedResponse | None:
     try:
         answer = await call.read()
     except grpc.RpcError as raised:
-        code, details = await ending.status()
+        code, details, trailing = await ending.status()
         if code is grpc.StatusCode.OK:
             return None
-        raise error_from(code.name, details) from raised
+        raise status_error(code, details, trailing) from raised
     return None if answer is grpc.aio.EOF else answer
 
 

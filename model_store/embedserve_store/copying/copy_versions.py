@@ -1,15 +1,17 @@
 """Copies versions from one store to another, with the deltas, notes and aliases beside them.
 
 The target has a whole version or none at any moment: in a folder the files are written to a hidden
-folder, which is renamed; behind a URL the manifest comes last. A copy that was interrupted is
-started again, and uses what has arrived if its checksums are right. Never imports torch.
+folder, which is renamed; behind a URL the manifest comes last. The newest version arrives first,
+and so does the last change of each alias, because servers may follow the target or wait for it. A
+copy that was interrupted is started again, and uses what has arrived if its checksums are right.
+Never imports torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +69,8 @@ def copy_versions(
     """Copies versions of ``model``, under their numbers, with their notes and deltas.
 
     Each byte is compared with the checksums of the manifest while it is copied. A version that the
-    target has already is left alone. If the copy was interrupted, call it again.
+    target has already is left alone. The newest version is copied first, then the others,
+    ascending. If the copy was interrupted, call it again.
 
     Args:
         source: a folder or a URL. Its versions stay.
@@ -89,10 +92,11 @@ def copy_versions(
     numbers = read.versions(model) if version is None else [read.resolve(model, version)]
     if not numbers:
         raise StoreError(f"{read.where}/{model}: no version is published")
-    copied, manifests = [], []
-    for one in numbers:
+    copied: list[int] = []
+    manifests: dict[int, Manifest] = {}
+    for one in (numbers[-1], *numbers[:-1]):
         stored = read.stored(model, one)
-        manifests.append(stored.manifest)
+        manifests[one] = stored.manifest
         if _copy_version(stored, write, progress):
             record_event(target, "copy", model, (one,), who=who, source=f"{read.where}/{model}")
             copied.append(one)
@@ -102,14 +106,14 @@ def copy_versions(
     there = {one for one in named if one in numbers or _found(write, model, one)}
     left_out = [name for name, one in now.items() if one is not None and one not in there]
     kept = [name for name in now if name not in left_out]
-    alias_files = [f"{name}/{n}.json" for name in kept for n in sorted(changes[name])]
-    _copy_beside(read, write, model, alias.FOLDER, alias_files)
+    _copy_beside(read, write, model, alias.FOLDER, _last_first({n: changes[n] for n in kept}))
     note_count = _copy_beside(read, write, model, note.FOLDER, notes)
     # A damaged delta prevents the copy of nothing but the deltas after it.
-    delta_count = copy_deltas(read, write, manifests, who=who) if deltas else 0
+    by_number = [manifests[one] for one in numbers]
+    delta_count = copy_deltas(read, write, by_number, who=who) if deltas else 0
     return CopiedModel(
         model,
-        copied,
+        sorted(copied),
         [one for one in numbers if one not in copied],
         kept,
         left_out,
@@ -178,10 +182,23 @@ def _published_at(manifest: Manifest) -> str:
     return str(manifest.source.get("published_at", "at an unknown time"))
 
 
+def _last_first(changes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Returns the paths of the changes of aliases: first the one of each alias that applies.
+
+    Readers apply the change with the highest number (alias.py). So in the target an alias goes from
+    its former state to its last one, and the earlier changes only fill its history.
+    """
+    last = [f"{name}/{max(numbers)}.json" for name, numbers in changes.items()]
+    earlier = [f"{name}/{n}.json" for name, numbers in changes.items() for n in sorted(numbers)]
+    return list(dict.fromkeys(last + earlier))
+
+
 def _copy_beside(
     source: ModelStore, target: ModelStore, model: str, what: str, paths: Iterable[str]
 ) -> int:
-    """Copies small files beside the versions, and returns how many the target did not have.
+    """Copies small files beside the versions, in the order of ``paths``.
+
+    Returns how many the target did not have.
 
     Raises:
         StoreError: the target has another file of that name. No file is copied then.

@@ -4,15 +4,19 @@ A version disappears in one step. In a folder, the version is moved aside before
 deleted; behind a URL, its manifest is deleted first. A version that a process has open in a folder
 is kept (version_lock.py). The newest version is always kept, so that no number is reused. Behind a
 URL no process has a version open, because processes open pulled copies.
+
+The history has a removal as soon as readers do not see the version any more. If the store stops
+responding then, files without a manifest are left behind, and remove_version removes them.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from embedserve_store.errors import StoreError, missing_version
+from embedserve_store.errors import StoreError, UnreachableError, missing_version
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.record_event import record_event
 from embedserve_store.remote.remote_files import RemoteFolder
@@ -25,6 +29,9 @@ def remove_version(
 ) -> None:
     """Removes one version of ``model``.
 
+    Behind a URL, also removes what an interrupted removal has left of a version below the newest.
+    No upload or copy under this number may run meanwhile.
+
     Args:
         who: author recorded in the history. Default: USER@HOST.
 
@@ -32,24 +39,42 @@ def remove_version(
         StoreError: the version does not exist, is the newest, has an alias, or is open in a
             process. Also raised if the store cannot be read or written.
     """
-    _remove(store, model, version)
-    record_event(store, "delete", model, (version,), who=who)
+
+    def record() -> None:
+        record_event(store, "delete", model, (version,), who=who)
+
+    _remove(store, model, version, record, takes_rest=True)
 
 
-def _remove(store: str | os.PathLike[str], model: str, version: int) -> None:
+def _remove(
+    store: str | os.PathLike[str],
+    model: str,
+    version: int,
+    on_gone: Callable[[], None],
+    *,
+    takes_rest: bool = False,
+) -> None:
+    """Removes a version, and calls ``on_gone`` once readers do not see it any more.
+
+    Args:
+        takes_rest: whether files without a manifest behind a URL count as a version, too.
+    """
     models = ModelStore(store)
     versions = models.versions(model)
-    where = f"{models.where}/{model}"
-    if version not in versions:
+    where, path = f"{models.where}/{model}", f"{model}/{version}"
+    remote = RemoteFolder(models.where) if models.is_remote else None
+    may_be_rest = takes_rest and remote is not None and version < max(versions, default=0)
+    if version not in versions and not (may_be_rest and remote and remote.sizes(path)):
         raise missing_version(where, version, versions)
     if version == versions[-1]:
         raise StoreError(f"{where}: version {version} is the newest, which stays")
     if named := _names(models, model, version):
         raise _named(models, model, version, named)
-    if models.is_remote:
-        _remove_remote(RemoteFolder(models.where), f"{model}/{version}")
+    if remote is not None:
+        _remove_remote(remote, path, on_gone)
     else:
         _remove_local(models, Path(models.where) / model, version)
+        on_gone()
 
 
 def _names(models: ModelStore, model: str, version: int) -> list[str]:
@@ -100,8 +125,9 @@ def prune(
         for number in old:
             try:
                 if not is_trial:
-                    _remove(store, model, number)
-                elif not models.is_remote:
+                    _remove(store, model, number, partial(removed.append, number))
+                    continue
+                if not models.is_remote:
                     _check_unheld(Path(models.where) / model / str(number))
                 removed.append(number)
             except HeldError:
@@ -135,8 +161,19 @@ def _check_unheld(path: Path) -> None:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _remove_remote(remote: RemoteFolder, path: str) -> None:
-    names = sorted(remote.sizes(path), key=lambda name: name != MANIFEST)
-    for name in names:
-        remote.remove(f"{path}/{name}")
+def _remove_remote(remote: RemoteFolder, path: str, on_gone: Callable[[], None]) -> None:
+    names = list(remote.sizes(path))
+    if MANIFEST in names:
+        remote.remove(f"{path}/{MANIFEST}")
+        names.remove(MANIFEST)
+    on_gone()
+    try:
+        for name in sorted(names):
+            remote.remove(f"{path}/{name}")
+    except UnreachableError as error:
+        model, _, version = path.partition("/")
+        raise UnreachableError(
+            f"{error}; version {version} of {model} is removed, but some of its files are left: "
+            "delete it again"
+        ) from error
     remote.remove_folder(path)

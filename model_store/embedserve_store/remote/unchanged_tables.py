@@ -1,4 +1,4 @@
-"""Finds the bytes of a version that an earlier version of a remote store has, too.
+"""Finds the bytes of a version that a version beside it in a remote store has, too.
 
 An upload has the store copy these bytes, and sends the others. Never imports torch.
 """
@@ -41,6 +41,7 @@ def find_unchanged(
 ) -> UnchangedBytes | None:
     """Returns the bytes of tables.safetensors that the version before ``number`` has, too.
 
+    Without a version before, the next one after ``number`` counts: a copy sends the newest first.
     Returns None if there are none, or if that version cannot be read: nothing depends on it.
 
     Args:
@@ -50,16 +51,17 @@ def find_unchanged(
     try:
         # Lists folders only, because some stores read every object that they list.
         names = filter(VERSION_PATTERN.fullmatch, remote.folders(model))
-        before = max((int(name) for name in names if int(name) < number), default=None)
-        if before is None:
+        others = sorted({int(name) for name in names} - {number})
+        if not others:
             return None
-        where = f"{model}/{before}/{MANIFEST}"
+        beside = max((one for one in others if one < number), default=others[0])
+        where = f"{model}/{beside}/{MANIFEST}"
         base = parse_manifest(remote.read(where, SMALL_FILE_BYTES_MAX), f"{remote.url}/{where}")
     except StoreError as error:
         logger.info("%s; all tables are sent", error)
         return None
     ranges = unchanged_ranges(version.manifest, base)
-    return UnchangedBytes(f"{model}/{before}/{TABLES}", ranges) if ranges else None
+    return UnchangedBytes(f"{model}/{beside}/{TABLES}", ranges) if ranges else None
 
 
 def unchanged_ranges(manifest: Manifest, base: Manifest) -> tuple[tuple[int, int, int], ...]:

@@ -62,9 +62,9 @@ def send(
     """Uploads ``version`` of any store, and returns its URL; see upload_version.
 
     An upload to S3 that was interrupted is continued: its parts are used if their checksums are
-    right. The store copies the tables that the version before has, too, if it can. Two concurrent
-    uploads under one number may mix their files, and every reader then rejects the version. An
-    object store has no rename that fails for the second upload.
+    right. The store copies the tables that find_unchanged finds in another version, if it can.
+    Two concurrent uploads under one number may mix their files, and every reader then rejects the
+    version. An object store has no rename that fails for the second upload.
     """
     number = version.number if number is None else number
     target = f"{version.model}/{number}"

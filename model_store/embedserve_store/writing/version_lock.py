@@ -3,16 +3,19 @@
 A process that uses a version holds a shared lock on its manifest.json. A process that removes
 versions sees the lock. The kernel releases the lock when the process ends, for any reason. Forked
 processes share the lock. On a file system without locks, versions in use are not detected; this is
-logged once.
+logged once. On NFS, Linux makes these locks locks of byte ranges, and an exclusive one needs a file
+that is open for writing.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -69,19 +72,49 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         HeldError: another process holds the version.
+        StoreError: the file system wants the manifest to be writable, and it cannot be opened so.
         OSError: the manifest cannot be opened.
     """
-    try:
-        descriptor = os.open(folder / HELD_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:  # no process can open the version
-        yield
-        return
-    try:
-        if not _lock(descriptor, fcntl.LOCK_EX):
+    path = folder / HELD_FILE
+    with ExitStack() as opened:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:  # no process can open the version
+            yield
+            return
+        opened.callback(os.close, descriptor)
+        try:
+            is_locked = _lock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            descriptor = _open_writable(path)
+            opened.callback(os.close, descriptor)
+            is_locked = _lock(descriptor, fcntl.LOCK_EX)
+        if not is_locked:
             raise HeldError(f"{folder}: is in use: a server or another process has it open")
         yield
-    finally:
-        os.close(descriptor)
+
+
+def _open_writable(path: Path) -> int:
+    """Opens a file for writing, also one that its owner, this user, has made read-only.
+
+    Raises:
+        StoreError: another user owns the file, or the file system is read-only.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        with suppress(PermissionError):
+            return os.open(path, flags)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        path.chmod(mode | stat.S_IWUSR)
+        try:
+            return os.open(path, flags)
+        finally:
+            path.chmod(mode & ~stat.S_IWUSR)
+    except OSError as error:
+        raise StoreError(
+            f"{path.parent}: is kept, because nobody can tell whether it is in use: on this file "
+            f"system only who may write {path.name} can lock it: {error.strerror}"
+        ) from error
 
 
 def remove_unheld(folder: Path, check: Callable[[], None] | None = None) -> None:
@@ -109,12 +142,18 @@ def remove_unheld(folder: Path, check: Callable[[], None] | None = None) -> None
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Tries to take the lock. Returns False if another process holds a conflicting lock."""
+    """Tries to take the lock. Returns False if another process holds a conflicting lock.
+
+    Raises:
+        OSError: EBADF, the file system gives this lock only to a descriptor that can write.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
+        if error.errno == errno.EBADF:
+            raise
         _say_no_locks(os.fstat(descriptor).st_dev, str(error.strerror))
     return True
 

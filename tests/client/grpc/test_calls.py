@@ -6,16 +6,16 @@ from typing import Any
 import grpc
 import pytest
 
-from embedserve_client.grpc.calls import Ending
+from embedserve_client.grpc.calls import Ending, Status
 
-SERVERS = (grpc.StatusCode.UNAVAILABLE, "draining")
-GRPCS = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+SERVERS = (grpc.StatusCode.UNAVAILABLE, "draining", (("retry-after", "7"),))
+GRPCS = (grpc.StatusCode.INTERNAL, "Internal error from Core", ())
 
 
 class FakeCall:
     """An aio call whose status changes at every look, until the last."""
 
-    def __init__(self, *statuses: tuple[grpc.StatusCode, str]) -> None:
+    def __init__(self, *statuses: Status) -> None:
         self._statuses = list(statuses)
         self._callback: Callable[[Any], None] | None = None
 
@@ -29,11 +29,14 @@ class FakeCall:
     async def code(self) -> grpc.StatusCode:
         return self._statuses[0][0]
 
-    async def details(self) -> str:
-        details = self._statuses[0][1]
+    async def details(self) -> str | None:
+        return self._statuses[0][1]
+
+    async def trailing_metadata(self) -> Any:
+        trailing = self._statuses[0][2]
         if len(self._statuses) > 1:
             del self._statuses[0]
-        return details
+        return trailing
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ class FakeCall:
     ],
 )
 async def test_the_servers_status_counts_whenever_it_comes(
-    statuses: list[tuple[grpc.StatusCode, str]], ended: tuple[grpc.StatusCode, str]
+    statuses: list[Status], ended: Status
 ) -> None:
     call = FakeCall(*statuses)
     ending = Ending(call)

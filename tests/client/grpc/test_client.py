@@ -1,5 +1,7 @@
 """What only gRPC has: message sizes and channels."""
 
+import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +12,14 @@ import numpy as np
 import pytest
 from client.fake import FakeModel, grpc_server, pooled
 
-from embedserve_client import GrpcEmbedClient, ServerError, TooLarge, Unavailable
+from embedserve_client import (
+    AsyncGrpcEmbedClient,
+    GrpcEmbedClient,
+    ServerError,
+    TooLarge,
+    Unavailable,
+)
+from embedserve_proto import embedding_pb2 as pb
 
 # 6 floats an example: just over the 4 MiB that grpc takes by itself.
 LARGE_BATCH = 4 * 2**20 // (6 * 4) + 1
@@ -56,6 +65,45 @@ def test_a_closed_channel_takes_no_call(grpc_target: str) -> None:
 
     with pytest.raises(ValueError, match="closed channel"):
         client.embed({"user": [1]})
+
+
+class Silent(FakeModel):
+    """Answers nothing until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
+        self.asked.set()
+        self.released.wait(ASKED_S_MAX)
+        return super().embed(request)
+
+
+def test_a_call_in_flight_ends_when_another_thread_closes_the_client() -> None:
+    model = Silent()
+    with grpc_server(model) as target, ThreadPoolExecutor(max_workers=1) as pool:
+        client = GrpcEmbedClient(target, retries=3, timeout_s=ASKED_S_MAX)
+        asked = pool.submit(client.embed, {"user": [1]})
+        assert model.asked.wait(ASKED_S_MAX)
+        client.close()
+        error = asked.exception(ASKED_S_MAX)
+        model.released.set()
+    assert isinstance(error, Unavailable)
+
+
+async def test_a_call_in_flight_ends_when_another_task_closes_the_client() -> None:
+    """With an error, not as if its task had been cancelled."""
+    model = Silent()
+    with grpc_server(model) as target:
+        client = AsyncGrpcEmbedClient(target, retries=3, timeout_s=ASKED_S_MAX)
+        asked, cancelled = (asyncio.create_task(client.embed({"user": [1]})) for _ in range(2))
+        assert await asyncio.to_thread(model.asked.wait, ASKED_S_MAX)
+        cancelled.cancel()
+        await client.close()
+        ended = await asyncio.gather(asked, cancelled, return_exceptions=True)
+        model.released.set()
+    assert list(map(type, ended)) == [Unavailable, asyncio.CancelledError]
 
 
 def test_credentials_make_a_tls_channel(grpc_target: str) -> None:

@@ -15,6 +15,7 @@ from embedserve_client import (
     EmbedResult,
     GrpcEmbedClient,
     InvalidRequest,
+    Overloaded,
     ServerError,
     StreamRequest,
     Unavailable,
@@ -97,6 +98,17 @@ def test_a_server_that_aborts_ends_the_stream(stream_client: Any, after: int) ->
 
     with pytest.raises(Unavailable, match="draining"):
         stream_client.stream([{"user": [1]}, abort, *[{"user": [1]}] * after])
+
+
+@pytest.mark.parametrize("after", [0, 10])
+def test_a_rejected_stream_says_when_to_retry_and_what_is_wrong(
+    stream_client: Any, after: int
+) -> None:
+    full = StreamRequest({"user": [1]}, model="full")
+
+    with pytest.raises(Overloaded, match=r"^the queue is full$") as caught:
+        stream_client.stream([full, *[{"user": [1]}] * after])
+    assert (caught.value.retry_after_s, caught.value.field) == (7.0, "ids")
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 10])

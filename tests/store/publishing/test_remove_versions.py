@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 import torch
 from store.listing import everything_under
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.remove_versions import prune, remove_version
 from embedserve_store.publishing.set_alias import set_alias
+from embedserve_store.remote.remote_files import RemoteFolder
 
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 VERSIONS = 5
@@ -134,3 +136,88 @@ def test_one_that_gets_a_name_meanwhile_comes_back(
     with pytest.raises(StoreError, match="m: version 1 is what alias stable names"):
         remove_version(tmp_path, "m", 1)
     assert ModelStore(tmp_path).load("m", "stable").manifest.version == 1
+
+
+def cut_off_after(removals: int, patch: pytest.MonkeyPatch) -> None:
+    """Lets a store behind a URL stop responding after so many removals of files."""
+    done: list[str] = []
+    remove = RemoteFolder.remove
+
+    def remove_or_fail(remote: RemoteFolder, name: str) -> None:
+        if len(done) == removals:
+            raise UnreachableError(f"{name}: cut off")
+        done.append(name)
+        remove(remote, name)
+
+    patch.setattr(RemoteFolder, "remove", remove_or_fail)
+
+
+def removals(url: str) -> list[tuple[str, Sequence[int], str]]:
+    """The removals in the history, the latest first."""
+    events = ModelStore(url).history("m")
+    return [(one.what, one.versions, one.who) for one in events if one.what in ("delete", "prune")]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A URL with versions 1 to 3 of "m"."""
+    for number in (1, 2, 3):
+        publish_one(tmp_path, number)
+    return f"file://{tmp_path}"
+
+
+def test_a_delete_that_is_cut_off_is_in_the_history_and_is_finished(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        cut_off_after(1, patch)
+        message = "cut off; version 2 of m is removed, but some of its files are left: delete it"
+        with pytest.raises(UnreachableError, match=message):
+            remove_version(url, "m", 2, who="ann")
+    assert left(url) == [1, 3]
+    assert removals(url) == [("delete", [2], "ann")]
+    assert (tmp_path / "m" / "2" / "tables.safetensors").exists()
+    assert prune(url, "m", 2) == []
+    assert (tmp_path / "m" / "2" / "tables.safetensors").exists()
+    remove_version(url, "m", 2, who="bob")
+    assert not (tmp_path / "m" / "2").exists()
+    assert removals(url) == [("delete", [2], "bob"), ("delete", [2], "ann")]
+    with pytest.raises(StoreError, match="version 2 does not exist; versions are 1, 3"):
+        remove_version(url, "m", 2)
+
+
+def test_a_prune_that_is_cut_off_names_what_readers_do_not_see(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = len(RemoteFolder(url).sizes("m/1"))
+    cut_off_after(files + 1, monkeypatch)
+    with pytest.raises(UnreachableError, match="cut off; version 2 of m is removed"):
+        prune(url, "m", 1, who="ann")
+    assert left(url) == [3]
+    assert removals(url) == [("prune", [1, 2], "ann")]
+
+
+def test_a_removal_that_never_began_is_not_in_the_history(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_off_after(0, monkeypatch)
+    with pytest.raises(UnreachableError, match=r"cut off$"):
+        remove_version(url, "m", 2)
+    assert (left(url), removals(url)) == ([1, 2, 3], [])
+
+
+def test_an_upload_above_the_newest_version_is_not_removed(url: str, tmp_path: Path) -> None:
+    upload = tmp_path / "m" / "4" / "tables.safetensors"
+    upload.parent.mkdir()
+    upload.write_bytes(b"arriving")
+    with pytest.raises(StoreError, match="version 4 does not exist; versions are 1, 2, 3"):
+        remove_version(url, "m", 4)
+    assert upload.exists()
+
+
+def test_what_is_left_of_a_version_stays_while_an_alias_names_it(url: str, tmp_path: Path) -> None:
+    set_alias(url, "m", "stable", 1)
+    (tmp_path / "m" / "1" / "manifest.json").unlink()
+    with pytest.raises(StoreError, match="version 1 is what alias stable names"):
+        remove_version(url, "m", 1)
+    assert (tmp_path / "m" / "1").exists()

@@ -20,10 +20,12 @@ from store.remote.conftest import KINDS, Place
 from writable import writable
 
 import embedserve_store
+from embedserve_store.copying import copy_versions as copying
 from embedserve_store.copying.copy_versions import copy_versions
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
+from embedserve_store.publishing.added_file import Write, writer
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote import remote_files
 from embedserve_store.verification import verify
@@ -121,12 +123,91 @@ def test_a_change_of_an_alias_made_in_both_stores_is_refused(local: Path, tmp_pa
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_a_damaged_version_is_not_copied(local: Path, place: Place, kind: str) -> None:
-    path = writable(local / "m" / "2") / "tables.safetensors"
+    path = writable(local / "m" / "1") / "tables.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     target = place(kind, "target")
-    with pytest.raises(StoreError, match=r"local/m/2/tables\.safetensors: table 't': sha256"):
+    with pytest.raises(StoreError, match=r"local/m/1/tables\.safetensors: table 't': sha256"):
         copy_versions(local, target, "m")
-    assert ModelStore(target).versions("m") == [1]
+    assert ModelStore(target).versions("m") == [2]
+
+
+def test_the_newest_version_arrives_first(
+    local: Path, new_version: Publish, tmp_path: Path
+) -> None:
+    new_version(3.0)
+    target = tmp_path / "t"
+    there: list[set[str]] = []
+
+    def progress(file: str, bytes_done: int, bytes_total: int) -> None:
+        there.append({path.name for path in (target / "m").glob("[0-9]")})
+
+    assert copy_versions(local, target, "m", progress=progress).copied == [1, 2, 3]
+    assert [one for i, one in enumerate(there) if one not in there[:i]] == [
+        set(),
+        {"3"},
+        {"1", "3"},
+    ]
+    copies = reversed(ModelStore(target).history("m"))
+    assert [(one.what, one.versions) for one in copies] == [
+        ("copy", [3]),
+        ("copy", [1]),
+        ("copy", [2]),
+    ]
+
+
+class CutWriter:
+    """Writes aliases into a store, and notes what they name after each write.
+
+    Args:
+        writes: number of writes after which the store is cut off.
+    """
+
+    def __init__(self, writes: int) -> None:
+        self.left = writes
+        self.seen: list[dict[str, int | None]] = []
+
+    def writer(self, store: str, folder: str) -> Write:
+        write = writer(store, folder)
+
+        def noting(name: str, data: bytes) -> bool:
+            if not self.left:
+                raise UnreachableError("cut off")
+            self.left -= 1
+            is_new = write(name, data)
+            aliases = ModelStore(store).aliases("m")
+            self.seen.append({name: one.version for name, one in aliases.items()})
+            return is_new
+
+        return noting
+
+
+@pytest.mark.parametrize("writes", [1, 4, 7])
+def test_an_alias_goes_from_its_former_state_to_its_last(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    target = tmp_path / "t"
+    copy_versions(local, target, "m", aliases=True)
+    for version in (None, 2, 1):
+        set_alias(local, "m", "stable", version)
+    for version in (2, 1, None):
+        set_alias(local, "m", "old", version)
+    set_alias(local, "m", "new", 1)
+    set_alias(local, "m", "new", 2)
+    cut = CutWriter(writes)
+    with monkeypatch.context() as patch:
+        patch.setattr(copying, "writer", cut.writer)
+        with pytest.raises(UnreachableError, match="cut off"):
+            copy_versions(local, target, "m", aliases=True)
+    assert len(cut.seen) == writes
+    assert {one.get("stable", 0) for one in cut.seen} <= {2, 1}
+    assert {one.get("old") for one in cut.seen} <= {1, None}
+    assert {one.get("new") for one in cut.seen} <= {None, 2}
+    last = {"stable": 1, "old": None, "new": 2}
+    assert all({name: one.get(name) for name in last} == last for one in cut.seen[3:])
+    copy_versions(local, target, "m", aliases=True)
+    for name in last:
+        changes = ModelStore(local).alias_history("m", name)
+        assert ModelStore(target).alias_history("m", name) == changes
 
 
 def test_a_full_disk_is_named_and_the_rest_is_copied_once_there_is_room(

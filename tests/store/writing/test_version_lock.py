@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,70 @@ def test_a_file_system_without_locks_is_named_once(
     said = [one.getMessage() for one in caplog.records if "has no locks" in one.getMessage()]
     assert len(said) == 1
     assert said[0].endswith("are not seen when others are removed: No locks available")
+
+
+@pytest.fixture
+def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks as those of NFS: an exclusive one needs a descriptor that can write."""
+    flock = fcntl.flock
+
+    def checked(descriptor: int, kind: int) -> None:
+        can_write = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        if kind & fcntl.LOCK_EX and not can_write:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", checked)
+
+
+def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets nobody open a read-only manifest for writing, not even root."""
+    opened = os.open
+
+    def checked(path: Path, flags: int, *mode: int) -> int:
+        is_manifest = Path(path).name == "manifest.json"
+        if is_manifest and flags & os.O_RDWR and not Path(path).stat().st_mode & stat.S_IWUSR:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", checked)
+
+
+@pytest.mark.usefixtures("nfs")
+def test_nfs_shows_who_holds_a_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = folder / "manifest.json"
+    manifest.chmod(0o444)
+    refuse_writing(monkeypatch)
+    version = LocalStore(folder.parent.parent).load("m")
+    assert is_held(folder)
+    with pytest.raises(HeldError, match="m/1: is in use: a server or another process"):
+        remove_unheld(folder)
+    assert stat.S_IMODE(manifest.stat().st_mode) == 0o444
+    del version
+    before = open_below(folder)
+    assert not is_held(folder)
+    assert open_below(folder) == before
+    remove_unheld(folder)
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("nfs")
+def test_a_version_of_another_user_on_nfs_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "manifest.json").chmod(0o444)
+    refuse_writing(monkeypatch)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    message = (
+        r"m/1: is kept, because nobody can tell .* write manifest\.json can lock it: Operation"
+    )
+    with pytest.raises(StoreError, match=message):
+        remove_unheld(folder)
+    assert LocalStore(folder.parent.parent).load("m").manifest.version == 1
 
 
 def test_a_pipe_is_not_waited_for(folder: Path) -> None:
