@@ -145,12 +145,14 @@ class NameStatus:
         version: version that serves; 0 for none.
         generation: generation of the target that ``state`` refers to.
         reason: why the version of that target could not be loaded, in the state FAILED.
+        is_final: False if a later attempt may load it, in the state FAILED.
     """
 
     version: int
     generation: int = 0
     state: LoadState = LoadState.ACTIVE
     reason: str = ""
+    is_final: bool = True
 
 
 @dataclass(frozen=True)
