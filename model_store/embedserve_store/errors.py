@@ -33,6 +33,11 @@ class UnreachableError(StoreError):
     to be damaged, and a later attempt may succeed."""
 
 
+class UnopenedError(StoreError):
+    """A version cannot be opened now. It may become available: when its files are fully copied or
+    repaired, or when the shards of a router answer."""
+
+
 class GoldensError(StoreError):
     """The rows after a delta do not give the results of its goldens."""
 

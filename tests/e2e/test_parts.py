@@ -176,12 +176,13 @@ def test_models_say_which_part_a_server_holds(kinds: tuple[Running, Running]) ->
     assert shard_metrics(whole) == {}
 
 
-def test_the_workers_of_a_router_count_together(tmp_path: Path) -> None:
+def test_the_workers_of_a_router_count_and_switch_together(tmp_path: Path) -> None:
     store = tmp_path / "store"
     publish_next(store, 1)
+    follow = ("--follow", "latest", "--follow-s", 0.1)
     with cluster(store, tmp_path) as one:
-        one.start_shards()
-        router = one.start_router("--workers", 2)
+        one.start_shards(*follow)
+        router = one.start_router("--workers", 2, *follow)
         for number in range(20):
             body = {"features": {"user": [[number]]}}
             assert httpx.post(f"{router.http}/embed", json=body, timeout=60).status_code == 200
@@ -192,6 +193,16 @@ def test_the_workers_of_a_router_count_together(tmp_path: Path) -> None:
         assert (metrics["calls 0 ok"], metrics["calls 1 ok"]) == (20, 0)
         assert metrics["seconds_count 0"] == 20
         assert replicas(router) == [1, 1]
+        publish_next(store, 2)
+        end = time.monotonic() + WAIT_S_MAX
+        while (versions := serving_versions(router)) != [2]:
+            assert time.monotonic() < end, versions
+            time.sleep(0.1)
+
+
+def serving_versions(router: Running) -> list[int]:
+    models = httpx.get(f"{router.http}/models", timeout=60).json()["models"]
+    return [one["version"] for one in models]
 
 
 def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:

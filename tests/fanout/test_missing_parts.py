@@ -13,6 +13,7 @@ from pooled import collection
 from torchrec import PoolingType
 
 from embedserve.errors import MissingPartError
+from embedserve.fanout import router_engine
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import (
@@ -142,7 +143,8 @@ def test_only_a_part_without_a_replica_is_missing(store: Path, reply: Reply | No
     assert batch.missing_counts.tolist() == [[1, 2], [1, 0]]
 
 
-def test_goldens_lack_nothing(store: Path) -> None:
+def test_goldens_lack_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_engine, "GOLDENS_RETRY_S_MAX", 0)
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=ZEROS) as engine:
         engine.warm_up()

@@ -22,6 +22,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
+from embedserve.fanout import router_engine
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
@@ -33,6 +34,7 @@ from embedserve.shard_client.reply import (
 from embedserve.tracing.trace_context import TraceContext
 from embedserve_proto import embedding_pb2
 from embedserve_store import ModelStore, StoreError, publish
+from embedserve_store.errors import UnopenedError
 from embedserve_store.format.table_spec import DTYPES
 
 PARTS = 3
@@ -214,8 +216,45 @@ def test_rows_that_are_not_the_published_ones_are_found(
         response.values = values.tobytes()
 
     shards.changes[0] = add
-    with pytest.raises(StoreError, match="the vectors of 'user' are not the published ones"):
+    with pytest.raises(StoreError, match="are not the published ones") as raised:
         engine.warm_up()
-    shards.replies[0] = Reply(UNAVAILABLE)
-    with pytest.raises(StoreError, match="part 0 of 3 of 'm' version 1 is not available"):
+    assert type(raised.value) is StoreError
+
+
+def test_goldens_that_are_not_answered_are_looked_up_again(
+    engine: RouterEngine, shards: LocalShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            shards.replies.clear()
+
+    monkeypatch.setattr(router_engine, "sleep", pause)
+    shards.replies[0] = Reply(RESOURCE_EXHAUSTED, "", b"", 7)
+    shards.replies[1] = Reply(DEADLINE_EXCEEDED)
+    engine.warm_up()
+    assert pauses == [router_engine.GOLDENS_PAUSE_S] * 2
+
+
+@pytest.mark.parametrize(
+    ("reply", "retry_s", "words"),
+    [
+        (Reply(UNAVAILABLE), 0.0, "part 0 of 3 of 'm' version 1 is not available"),
+        (Reply(RESOURCE_EXHAUSTED, "9 bytes, the limit is 8"), 600.0, "a request of this size"),
+    ],
+)
+def test_goldens_are_not_looked_up_for_ever(
+    engine: RouterEngine,
+    shards: LocalShards,
+    monkeypatch: pytest.MonkeyPatch,
+    reply: Reply,
+    retry_s: float,
+    words: str,
+) -> None:
+    monkeypatch.setattr(router_engine, "GOLDENS_RETRY_S_MAX", retry_s)
+    shards.replies[0] = reply
+    with pytest.raises(UnopenedError, match=f"its goldens were not answered: .*{words}"):
         engine.warm_up()
+    assert shards.asked.count(0) == 1

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import pytest
 from shard_client.shards import GrpcShard, grpc_shard
 
 from embedserve.shard_client.part_client import PartClient, PartOptions, connector
 from embedserve.shard_client.part_stats import VersionKey
+from embedserve.shard_client.replica import ReplicaConnection
 from embedserve.shard_client.reply import Reply
-from embedserve.shard_client.shard_connection import ConnectionOptions
+from embedserve.shard_client.shard_connection import Address, ConnectionOptions
 
 KEY = VersionKey("dlrm", 7)
 WAIT_S = 30
@@ -38,6 +42,35 @@ async def until(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < end_s
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("host", "options"),
+    [
+        ("a..b", ConnectionOptions()),
+        ("127.0.0.1", ConnectionOptions(ssl.create_default_context(), ".shard.internal")),
+    ],
+)
+async def test_a_host_that_is_no_name_is_reported_and_tried_again(
+    host: str, options: ConnectionOptions
+) -> None:
+    connect, connects = connector(options), 0
+
+    def counted(
+        address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
+    ) -> ReplicaConnection:
+        nonlocal connects
+        connects += 1
+        return connect(address, on_ready, on_end)
+
+    part = PartClient(1, 4, counted)
+    part.expect(KEY, "f7")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = (host, listening.getsockname()[1])
+        part.set_addresses([address])
+        await until(lambda: connects >= 3)
+        assert part.reasons(KEY)[address].startswith("cannot connect: ")
+        part.close()
 
 
 class Load:

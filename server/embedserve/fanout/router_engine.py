@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -47,8 +47,8 @@ from embedserve.shard_client.reply import (
     UNAVAILABLE,
     Reply,
 )
-from embedserve_store.errors import StoreError
-from embedserve_store.goldens.goldens_file import Goldens
+from embedserve_store.errors import UnopenedError
+from embedserve_store.goldens.goldens_file import Bags, Goldens
 from embedserve_store.goldens.parity import check_published
 from embedserve_store.goldens.reference_pooling import row_numbers
 from embedserve_store.model_version import ModelVersion
@@ -60,7 +60,9 @@ logger = logging.getLogger(__name__)
 BATCHES_MAX = 8
 """Batches in flight of one version. More would be smaller, and each costs a call to every part."""
 GOLDENS_S_MAX = 30.0
-"""Seconds for the goldens of a version, which are looked up once before it serves."""
+"""Seconds for one lookup of the goldens of a version, before it serves."""
+GOLDENS_PAUSE_S, GOLDENS_RETRY_S_MAX = 1.0, 10.0
+"""Seconds between two lookups of goldens that are not answered, and until the last one begins."""
 
 FAIL_ALL = MissingPolicy()
 """Policy without zeros: a part without a replica fails the requests for its rows."""
@@ -316,19 +318,28 @@ class RouterEngine:
 
     def warm_up(self) -> None:
         """Looks the version's goldens up in the shards and compares the results, in another thread
-        than the event loop's.
+        than the event loop's. Lookups that are not answered are repeated for some seconds.
 
         Raises:
-            StoreError: a result differs from the published result, or a part has not answered.
+            UnopenedError: a part has not answered. The version may be as published.
+            StoreError: a result differs from the published result.
         """
         goldens, where = self.goldens(), str(self._version.path)
-        bags = goldens.bags
-        numbers = row_numbers(bags, self.translator)
-        try:
-            answers = self.lookup(numbers, bags.lengths.reshape(-1), bags.weights)
-        except EmbedServeError as error:
-            raise StoreError(f"{where}: its goldens were not answered: {error.message}") from error
+        until_s = monotonic() + GOLDENS_RETRY_S_MAX
+        while True:
+            try:
+                answers = self._look_up_bags(goldens.bags)
+                break
+            except (EmbedServeError, TimeoutError) as error:
+                if isinstance(error, RequestTooLargeError) or monotonic() >= until_s:
+                    why = str(error) or "the event loop was busy"
+                    raise UnopenedError(f"{where}: its goldens were not answered: {why}") from error
+            sleep(GOLDENS_PAUSE_S)
         check_published(answers, goldens, self.manifest, where)
+
+    def _look_up_bags(self, bags: Bags) -> np.ndarray:
+        numbers = row_numbers(bags, self.translator)
+        return self.lookup(numbers, bags.lengths.reshape(-1), bags.weights)
 
     def check(self) -> None:
         """Raises StoreError if the rows in this process have changed. The shards check theirs."""

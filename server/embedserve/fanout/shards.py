@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -32,6 +32,7 @@ from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.replica import Connect
 from embedserve.shard_client.shard_connection import Address, ShardConnection
 from embedserve_store import ModelVersion
+from embedserve_store.errors import UnopenedError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ LOG_S = 10.0
 START_S_MAX = 10.0
 """Seconds that a process waits for its shards when its event loop starts. They have answered
 before."""
+OPEN_S_MAX = 10.0
+"""Seconds that ``open`` waits for a replica of each part. The process that watches the store has
+found them already, and the others find them at their own polls."""
 CALL_S_MAX = 10.0
 """Seconds that another thread waits for the event loop."""
 
@@ -244,6 +248,14 @@ class Shards:
                 missing.append(client.why_unavailable(key))
         return "; ".join(missing)
 
+    def _why_missing(self, parts: Sequence[ServedPart]) -> str:
+        """Lets replicas join for a version, and returns which parts have none, and why."""
+        try:
+            self._expect(parts)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return self._missing(parts)
+
     def _forget_unused(self) -> None:
         """Forgets versions that no engine has."""
         self._engines = [one for one in self._engines if one() is not None]
@@ -260,41 +272,47 @@ class Shards:
     # From other threads
 
     def open(self, version: ModelVersion) -> RouterEngine:
-        """Returns the engine of ``version``; called in another thread than the event loop's.
+        """Returns the engine of ``version``, once each part has a replica; called in another thread
+        than the event loop's.
 
         Raises:
+            UnopenedError: a part has none within OPEN_S_MAX.
             StoreError: the tables of a router are damaged.
         """
-        engine = self._engine(version)
+        engine, until_s = self._engine(version), monotonic() + OPEN_S_MAX
 
-        def add() -> None:
-            self._expect(engine.parts)
+        def add() -> str:
             self._engines.append(ref(engine))
+            missing = self._why_missing(engine.parts)
             self._forget_unused()
+            return missing
 
-        self._on_loop(add)
+        missing = self._on_loop(add)
+        while missing:
+            if monotonic() >= until_s:
+                raise UnopenedError(f"{version.path}: {missing}")
+            sleep(LOOK_S)
+            missing = self._on_loop(partial(self._why_missing, engine.parts))
         return engine
 
     def why_not_yet(self, version: ModelVersion) -> str:
         """Returns why the shards cannot serve ``version`` yet, "" if they can; called in another
         thread than the event loop's."""
-        parts = served_parts(version)
-
-        def look() -> str:
-            try:
-                self._expect(parts)
-            except (OSError, ValueError) as error:
-                return str(error)
-            return self._missing(parts)
-
-        return self._on_loop(look)
+        return self._on_loop(partial(self._why_missing, served_parts(version)))
 
     def _on_loop(self, function: Callable[[], T]) -> T:
-        """Calls ``function`` on the event loop and returns its result."""
+        """Calls ``function`` on the event loop and returns its result.
+
+        Raises:
+            UnopenedError: the event loop has not called it within CALL_S_MAX.
+        """
         result: Future[T] = Future()
         assert self.loop is not None
         self.loop.call_soon_threadsafe(partial(_settle, result, function))
-        return result.result(CALL_S_MAX)
+        try:
+            return result.result(CALL_S_MAX)
+        except TimeoutError as error:
+            raise UnopenedError(f"the event loop was busy for {CALL_S_MAX:g} s") from error
 
 
 def _settle(result: Future[T], function: Callable[[], T]) -> None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from typing import IO
 
@@ -27,6 +27,8 @@ SHARD_PORTS = range(20_000, 32_000)
 REPORT_BYTES = 4096
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
+_used_ports: set[int] = set()
+"""Ports of the children of this process, which may not have bound them yet."""
 
 
 class Child:
@@ -64,6 +66,7 @@ class Child:
         self._is_piped, self._environment = is_piped, environment
         self._ready_s: float | None = None
         self._failures = 0
+        self._ports: list[int] = []
 
     def start(self, notify_address: str) -> IO[bytes] | None:
         """Starts the process. Returns its stderr; None if that is this process's own.
@@ -74,7 +77,8 @@ class Child:
         arguments = list(self._arguments)
         host = self._shard_host
         if host:
-            http_port, grpc_port = _free_port(host), _free_port(host)
+            self._release_ports()
+            http_port, grpc_port = self._take_port(host), self._take_port(host)
             self.address = f"{bracketed(host)}:{grpc_port}"
             arguments += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         parent = os.getpid()
@@ -104,12 +108,23 @@ class Child:
     def on_end(self, now_s: float) -> float:
         """Sets the time of the next start. Returns the seconds until then."""
         self.process = None
+        self._release_ports()
         if self._ready_s is not None and now_s - self._ready_s >= QUICK_END_S:
             self._failures = 0
         delay_s = restart_delay_s(self._failures, was_ready=self._ready_s is not None)
         self._failures += 1
         self.restart_at_s = now_s + delay_s
         return delay_s
+
+    def _take_port(self, host: str) -> int:
+        port = _free_port(host, _used_ports)
+        _used_ports.add(port)
+        self._ports.append(port)
+        return port
+
+    def _release_ports(self) -> None:
+        _used_ports.difference_update(self._ports)
+        self._ports.clear()
 
     def signal(self, number: signal.Signals, *, only_ready: bool = False) -> None:
         """Sends a signal to the process, if there is one."""
@@ -124,11 +139,13 @@ def _child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in settings}
 
 
-def _free_port(host: str) -> int:
-    """Returns a port of ``host`` that nobody listens on. Raises OSError if it is no address of this
-    host."""
+def _free_port(host: str, used: Set[int]) -> int:
+    """Returns a port of ``host`` that nobody listens on and that is not in ``used``. Raises OSError
+    if ``host`` is no address of this host."""
     while True:
         port = random.choice(SHARD_PORTS)
+        if port in used:
+            continue
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as sock:
             try:

@@ -147,7 +147,7 @@ class ShardConnection(asyncio.Protocol):
                 )
         except TimeoutError:
             self._end(f"no connection within {CONNECT_S_MAX:g} s")
-        except (OSError, ssl.SSLError) as error:
+        except (OSError, ValueError) as error:  # ValueError: the host is no valid name
             self._end(f"cannot connect: {error}")
 
     # Calls

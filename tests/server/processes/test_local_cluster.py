@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from running_servers import is_running
 from server.python import environment
 
-from embedserve.processes.cluster_child import Child
+from embedserve.processes.cluster_child import SHARD_PORTS, Child
 from embedserve.processes.local_cluster import ClusterSettings, _router_arguments, _shard
 from embedserve.processes.supervisor import QUICK_END_S
 
@@ -187,6 +188,32 @@ def test_a_child_that_was_ready_is_started_again_immediately_once_a_minute() -> 
     assert child.on_end(2.0) == 1.0
     child.on_ready(3.0)
     assert child.on_end(3.0 + QUICK_END_S) == 0.0
+
+
+def test_children_get_different_ports_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+
+    def start() -> Child:
+        """Starts a child that tries the ports of the others first."""
+        tried = iter([*used, *SHARD_PORTS])
+        monkeypatch.setattr(random, "choice", lambda _: next(tried))
+        child = Child("part 0", [sys.executable, "-S", "-c", ""], shard_host="127.0.0.1")
+        child.start("@nobody")
+        assert child.process is not None
+        _, http_port, _, grpc_port = child.process.args[-4:]  # type: ignore[index]
+        used.extend(int(str(port)) for port in (http_port, grpc_port))
+        return child
+
+    children = [start() for _ in range(3)]
+    assert len(set(used)) == 6
+    for child in children:
+        assert child.process is not None
+        child.process.wait(WAIT_S_MAX)
+        child.on_end(0.0)
+    last = start().process
+    assert last is not None
+    last.wait(WAIT_S_MAX)
+    assert used[-1] in used[:6]
 
 
 def test_shards_hold_versions_and_the_router_follows_aliases() -> None:

@@ -18,6 +18,9 @@ from embedserve.shard_client.discovery import write_shards
 
 POLL_S = 0.5
 """Seconds between two polls of a shard's state, a call of about a millisecond."""
+ANSWER_S_MAX = 10.0
+"""Seconds that the first write to a file that is there already waits for the states of all shards:
+the process that wrote it may have known addresses of shards that answer late."""
 NUMBER = re.compile(r"[0-9]{1,5}")
 """Numbers in names of actors. Others may have such names, too, and a part costs memory."""
 
@@ -75,9 +78,12 @@ class ShardWatch:
         self._pending: dict[Any, ShardName] = {}  # by Ray's reference of the call
         self._addresses: dict[ShardName, str] = {}
         self._written: list[list[str]] | None = None
+        self._wait_until_s: float | None = None
 
     def adopt(self, actors: Mapping[ShardName, Any]) -> None:
         """Replaces the actors by those of the handles ``actors``."""
+        if self._wait_until_s is None:
+            self._wait_until_s = time.monotonic() + ANSWER_S_MAX
         self._actors = dict(actors)
         self._pending = {ref: one for ref, one in self._pending.items() if one in actors}
         self.lost.clear()
@@ -112,6 +118,8 @@ class ShardWatch:
         counts = {name.parts for name in self._actors}
         if len(counts) != 1:
             return  # two clusters, one of them ending
+        if self._written is None and self._path.exists() and self._waits():
+            return
         found: list[list[str]] = [[] for _ in range(counts.pop())]
         for name in sorted(self._actors, key=str):
             if address := self._addresses.get(name):
@@ -119,3 +127,10 @@ class ShardWatch:
         if found != self._written and all(found):
             write_shards(self._path, found)
             self._written = found
+
+    def _waits(self) -> bool:
+        """Returns whether shards have yet to answer for the first time, and may still do so."""
+        is_late = self._wait_until_s is not None and time.monotonic() >= self._wait_until_s
+        return not is_late and any(
+            one not in self.states and one not in self.lost for one in self._actors
+        )

@@ -200,7 +200,8 @@ class RolloutCoordinator:
     def _on_failed_load(self, worker: int, name: str, status: NameStatus) -> None:
         rollout, serving = self._rollout, self._names[name].serving
         if rollout is not None and status.generation == rollout.version.generation:
-            self._reject(rollout, status.reason)
+            number, is_final = rollout.version.number, status.is_final
+            self._fail(name, number, status.reason, is_final=is_final)
         elif serving is not None and status.generation == serving.generation:
             logger.error(
                 "worker %d cannot follow the others to %s version %d: %s",
@@ -241,6 +242,7 @@ class RolloutCoordinator:
             self._rollout = self._rollout if self._is_being_rolled_out(name, number) else None
         if one.candidate is not None and one.candidate.number != number:
             one.candidate = None
+        one.retried = None
         if one.failure is not None and one.failure.version != number:
             one.failure = None
 
@@ -285,9 +287,10 @@ class RolloutCoordinator:
     def _fail(self, name: str, number: int, reason: str, *, is_final: bool) -> None:
         """Keeps a version out. The reason is logged unless only its numbers have changed."""
         one = self._names[name]
-        before = one.failure
+        before = one.failure or one.retried
         is_same = before is not None and (before.version, before.is_final) == (number, is_final)
-        if before is not None and is_same and (is_final or before.reason == reason):
+        is_known = before is not None and is_same and (is_final or before.reason == reason)
+        if one.failure is not None and is_known:
             return
         one.failure = Failure(
             number, reason[:REASON_CHARACTERS_MAX], is_final, next(self._generations)
@@ -328,7 +331,7 @@ class RolloutCoordinator:
             if self._followed.is_held(name):
                 self._fail(name, candidate.number, HELD_REASON, is_final=False)
                 continue
-            one.failure = None
+            one.retried, one.failure = one.failure, None
             version = replace(candidate, generation=next(self._generations))
             try:
                 version = self._followed.prepare(name, version)

@@ -145,6 +145,7 @@ class NameStatus:
         version: version that serves; 0 for none.
         generation: generation of the target that ``state`` refers to.
         reason: why the version of that target could not be loaded, in the state FAILED.
+        is_final: False if a later attempt may load it, in the state FAILED.
         rows_generation: generation whose changed rows the version that serves reads; 0 for those
             that the server has started with, or none.
     """
@@ -153,6 +154,7 @@ class NameStatus:
     generation: int = 0
     state: LoadState = LoadState.ACTIVE
     reason: str = ""
+    is_final: bool = True
     rows_generation: int = 0
 
     def is_serving(self, target: Target) -> bool:

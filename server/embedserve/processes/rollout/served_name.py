@@ -45,6 +45,8 @@ class ServedName:
         starts_with: number of the version that forked workers start with.
         wanted: version that the store points to; 0 if that is not known.
         candidate: opened version whose rollout has not begun.
+        failure: version that is not served now, and why.
+        retried: failure of the attempt before the present one, which is not logged again.
         shares: those of the version that serves, also while the next one is prepared or rejected.
         found_shares: those that the store was last found to have.
     """
@@ -54,6 +56,7 @@ class ServedName:
     wanted: int = 0
     candidate: RolloutVersion | None = None
     failure: Failure | None = None
+    retried: Failure | None = None
     shares: AliasSettings | None = None
     found_shares: AliasSettings | None = None
 

@@ -22,9 +22,10 @@ from embedserve.processes.rollout.messages import (
     StoreReport,
 )
 from embedserve.processes.rollout.version_manager import VersionManager
-from embedserve.processes.rollout.version_resolver import UnopenedError, VersionResolver
+from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import StoreError
+from embedserve_store.errors import UnopenedError
 
 logger = logging.getLogger(__name__)
 

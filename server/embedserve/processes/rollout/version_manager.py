@@ -35,6 +35,7 @@ from embedserve.processes.rollout.messages import (
 )
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import ModelVersion, StoreError
+from embedserve_store.errors import UnopenedError
 from embedserve_store.memory.mapped_tables import drop_version_pages
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class _Load:
     Attributes:
         pending: what /models shows of it.
         found_s: perf_counter when it was found in the store.
+        is_final: False if a later attempt may load it, in the state FAILED.
     """
 
     target: Target
@@ -68,6 +70,7 @@ class _Load:
     found_s: float
     state: LoadState = LoadState.LOADING
     reason: str = ""
+    is_final: bool = True
     prepared: _Prepared | None = None
 
     def say_warming(self) -> None:
@@ -156,6 +159,7 @@ class VersionManager:
                     generation=load.target.generation,
                     state=load.state,
                     reason=load.reason,
+                    is_final=load.is_final,
                 )
             )
         return WorkerStatus(names)
@@ -269,6 +273,7 @@ class VersionManager:
             load.state = LoadState.PREPARED
         except (StoreError, OSError, ValueError) as error:
             load.state, load.reason = LoadState.FAILED, str(error)[:REASON_CHARACTERS_MAX]
+            load.is_final = not isinstance(error, UnopenedError)
         except Exception as error:  # any error: the coordinator waits for the result
             logger.exception("%s version %d cannot be loaded", name, load.target.version)
             reason = f"{type(error).__name__}: {error}"

@@ -15,14 +15,9 @@ from embedserve.processes.model_loading import (
 )
 from embedserve.processes.rollout.messages import AliasSettings, StoreEntry
 from embedserve_store import ModelStore, ModelVersion, StoreError
-from embedserve_store.errors import UnknownAliasError
+from embedserve_store.errors import UnknownAliasError, UnopenedError
 
 logger = logging.getLogger(__name__)
-
-
-class UnopenedError(StoreError):
-    """A version cannot be opened now. It may become available, when its files are fully copied or
-    repaired."""
 
 
 class VersionResolver:

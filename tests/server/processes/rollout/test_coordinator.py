@@ -61,10 +61,11 @@ class Worker:
     def status(self) -> WorkerStatus:
         return WorkerStatus(dict(self.names))
 
-    def load(self, name: str, reason: str = "") -> None:
+    def load(self, name: str, reason: str = "", *, is_final: bool = True) -> None:
         """What it loads is prepared, or fails for ``reason``."""
         state = LoadState.FAILED if reason else LoadState.PREPARED
-        self.names[name] = replace(self.names[name], state=state, reason=reason)
+        before = self.names[name]
+        self.names[name] = replace(before, state=state, reason=reason, is_final=is_final)
         self._activate(name, self.desired.names[name])
 
     def _activate(self, name: str, target: Target) -> None:
@@ -126,9 +127,11 @@ class Workers:
     def report(self, worker: int) -> None:
         self.coordinator.on_report(worker, self.workers[worker].status())
 
-    def load(self, *workers: int, name: str = "shop", reason: str = "") -> None:
+    def load(
+        self, *workers: int, name: str = "shop", reason: str = "", is_final: bool = True
+    ) -> None:
         for worker in workers:
-            self.workers[worker].load(name, reason)
+            self.workers[worker].load(name, reason, is_final=is_final)
             self.report(worker)
 
     def find(self, found: StoreEntry, name: str = "shop") -> None:
@@ -225,6 +228,41 @@ def test_where_one_cannot_none_does_and_it_is_said_once(
     assert workers.failures() == [None, None]
     workers.find(EIGHT)
     assert workers.told() == prepare(0, 1)
+
+
+def test_one_that_may_be_loaded_later_is_tried_at_each_poll_and_logged_once(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    for replicas in (1, 2, 2):
+        workers.find(StoreEntry(8))
+        workers.find(EIGHT)
+        assert workers.told() == prepare(0, 1)
+        assert workers.failures() == [None, None]
+        workers.load(0)
+        reason = f"{replicas} shards were not there"
+        workers.load(1, reason=reason, is_final=False)
+        assert workers.told() == activate(0, 1, version=7)
+        assert workers.failures() == [(8, reason)] * 2
+    workers.find(EIGHT)
+    workers.told()
+    workers.load(0)
+    workers.load(1, reason="its goldens differ")
+    assert workers.failures() == [(8, "its goldens differ")] * 2
+    workers.told()
+    workers.find(EIGHT)
+    assert workers.told() == []
+    logged = [line.partition(" out: ")[2] for line in caplog.messages]
+    assert logged == ["1 shards were not there", "its goldens differ"]
+
+
+def test_one_that_is_wanted_again_is_logged_again(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        workers.find(EIGHT)
+        workers.load(1, reason="a part is overloaded", is_final=False)
+        workers.find(StoreEntry(7))
+    assert caplog.messages == ["shop: version 8 stays out: a part is overloaded"] * 2
 
 
 def test_one_version_is_prepared_at_a_time_and_the_next_one_follows(workers: Workers) -> None:
@@ -402,7 +440,10 @@ def test_messages_are_read_as_they_were_written() -> None:
     )
     names = {"shop": target, "films@1": Target(1, "", 0, TargetPhase.SERVE)}
     desired = Desired(names, True, 2, True, True, True)
-    statuses = {"m": NameStatus(1, 2, LoadState.FAILED, "no\nroom")}
+    statuses = {
+        "m": NameStatus(1, 2, LoadState.FAILED, "no\nroom"),
+        "n": NameStatus(1, 2, LoadState.FAILED, "a part is overloaded", is_final=False),
+    }
     reports: list[Report | StartReport] = [
         WorkerStatus(statuses),
         StartReport(WorkerStage.WARM, statuses, "why"),

@@ -46,6 +46,7 @@ from embedserve.processes.single_process import run_single_process, start_rollou
 from embedserve.processes.startup.ports import claim_ports
 from embedserve.processes.threads import is_any_running
 from embedserve_store import ModelStore, ModelVersion, StoreError, set_alias
+from embedserve_store.errors import UnopenedError
 
 PUBLISH = """
 import sys, torch
@@ -234,6 +235,22 @@ async def test_a_version_that_fails_is_tried_once_and_said_once(
     appear(later, store, 3)
     assert await serving.look() == 3
     assert serving.pipeline.models.pending_versions == {}
+
+
+async def test_one_that_the_shards_do_not_answer_is_tried_at_each_look_and_said_once(
+    store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    serving = Serving(store, executor)
+    serving.failures[2] = UnopenedError("its goldens were not answered")
+    appear(later, store, 2)
+    for _ in range(3):
+        assert await serving.look() == 1
+    assert serving.attempts[:3] == [2, 2, 2]
+    assert caplog.messages == ["shop: version 2 stays out: its goldens were not answered"]
+    assert serving.pipeline.models.pending_versions[serving.name].state == "failed"
+    serving.failures.clear()
+    assert await serving.look() == 2
+    assert serving.shown() == (None, False)
 
 
 async def test_one_that_has_not_come_whole_is_waited_for(

@@ -1,0 +1,132 @@
+"""A router's process opens a version once it has found replicas of each part by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server.waiting import until
+from shard_client.fake_shards import FakeConnection, FakeTime
+
+from embedserve.config import ServeSettings
+from embedserve.fanout import shards as shards_module
+from embedserve.fanout.router_engine import ServedPart
+from embedserve.fanout.shards import Shards
+from embedserve.shard_client.shard_connection import Address, ConnectionOptions
+from embedserve_proto.embedding_pb2 import Model
+from embedserve_store import ModelStore, ModelVersion, TableSpec, publish
+from embedserve_store.errors import UnopenedError
+from embedserve_store.parts.part import NO_ROWS
+
+PARTS = 2
+
+
+class FoundShards:
+    """The shards of a file of addresses, over fake connections.
+
+    Attributes:
+        looks: number of looks for missing parts.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.connections: dict[int, FakeConnection] = {}  # by port, the number of the part
+        self.looks = 0
+        addresses = folder / "shards.json"
+        addresses.write_text(json.dumps({str(part): [f"a:{part + 1}"] for part in range(PARTS)}))
+        monkeypatch.setattr(shards_module, "ShardConnection", self._connect)
+        self.shards = Shards(ServeSettings(str(folder / "store"), shards=f"file:{addresses}"))
+        self._missing = self.shards._missing
+        monkeypatch.setattr(self.shards, "_missing", self._look)
+
+    def _look(self, parts: list[ServedPart]) -> str:
+        self.looks += 1
+        return self._missing(parts)
+
+    def _connect(
+        self,
+        address: Address,
+        options: ConnectionOptions,
+        on_ready: Callable[[], None],
+        on_end: Callable[[str], None],
+    ) -> FakeConnection:
+        part = address[1] - 1
+        self.connections[part] = FakeConnection(FakeTime(), address, on_ready, on_end)
+        return self.connections[part]
+
+    async def more_looks(self, opening: asyncio.Task[Any]) -> None:
+        """Returns after two more looks, or once ``opening`` has ended."""
+        until_looks = self.looks + 2
+        await until(lambda: opening.done() or self.looks >= until_looks)
+
+    def join(self, part: int, version: ModelVersion) -> None:
+        manifest = version.whole
+        connection = self.connections[part]
+        connection.ready()
+        connection.list(
+            Model(
+                model=manifest.model,
+                version=manifest.version,
+                fingerprint=manifest.fingerprint,
+                part=part,
+                parts=PARTS,
+            )
+        )
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> ModelVersion:
+    spec = [TableSpec("user", 8, 4, ("user",), "sum", "float32")]
+    weights = {"embedding_bags.user.weight": torch.zeros(8, 4)}
+    publish(weights, tmp_path / "store", model="m", tables=spec, hosts=PARTS)
+    return ModelStore(tmp_path / "store", holds=NO_ROWS).load("m")
+
+
+@pytest.fixture
+def found(tmp_path: Path, version: ModelVersion, monkeypatch: pytest.MonkeyPatch) -> FoundShards:
+    return FoundShards(tmp_path, monkeypatch)
+
+
+async def test_it_opens_a_version_once_each_part_has_a_replica(
+    found: FoundShards, version: ModelVersion
+) -> None:
+    async with found.shards._running():
+        opening = asyncio.create_task(asyncio.to_thread(found.shards.open, version))
+        for part in range(PARTS):
+            await found.more_looks(opening)
+            assert not opening.done()
+            found.join(part, version)
+        engine = await opening
+        assert [part.part for part in engine.parts] == [0, 1]
+        assert found.shards.replicas("m", 1) == [1, 1]
+
+
+async def test_it_gives_up_after_a_time_and_says_what_is_missing(
+    found: FoundShards, version: ModelVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "OPEN_S_MAX", 0.0)
+    async with found.shards._running():
+        with pytest.raises(UnopenedError, match="part 0 of 2 has no replica of m@1: a:1 connect"):
+            await asyncio.to_thread(found.shards.open, version)
+
+
+async def test_it_waits_for_addresses_that_cannot_be_read(
+    found: FoundShards, version: ModelVersion, tmp_path: Path
+) -> None:
+    addresses = tmp_path / "shards.json"
+    written = addresses.read_text()
+    addresses.write_text("{")
+    async with found.shards._running():
+        opening = asyncio.create_task(asyncio.to_thread(found.shards.open, version))
+        why = await asyncio.to_thread(found.shards.why_not_yet, version)
+        assert "shards.json" in why
+        assert not opening.done()
+        addresses.write_text(written)
+        await until(lambda: len(found.connections) == PARTS)
+        for part in range(PARTS):
+            found.join(part, version)
+        assert (await opening).manifest.version == 1

@@ -1,0 +1,107 @@
+"""The file of addresses of shards in Ray, over actors that answer when they are told to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from embedserve.processes.ray_backend import shard_watch
+from embedserve.processes.ray_backend.shard_actor import ShardState
+from embedserve.processes.ray_backend.shard_watch import ShardName, ShardWatch
+
+SHARDS = [ShardName("s", part, 2, replica) for part in range(2) for replica in range(2)]
+ADDRESSES = {shard: f"10.0.{shard.part}.{shard.replica}:1" for shard in SHARDS}
+ALL = [["10.0.0.0:1", "10.0.0.1:1"], ["10.0.1.0:1", "10.0.1.1:1"]]
+
+
+class EndedActorError(Exception):
+    pass
+
+
+class FakeRay:
+    """Actors of shards.
+
+    Attributes:
+        answering: shards whose actors answer.
+        ended: shards whose actors have ended.
+    """
+
+    exceptions = SimpleNamespace(RayError=EndedActorError)
+
+    def __init__(self) -> None:
+        self.answering: set[ShardName] = set()
+        self.ended: set[ShardName] = set()
+
+    def actors(self) -> dict[ShardName, Any]:
+        return {
+            shard: SimpleNamespace(state=SimpleNamespace(remote=lambda shard=shard: shard))
+            for shard in SHARDS
+        }
+
+    def wait(self, refs: list[ShardName], **_: object) -> tuple[list[ShardName], list[ShardName]]:
+        done = [ref for ref in refs if ref in self.answering | self.ended]
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, ref: ShardName) -> ShardState:
+        if ref in self.ended:
+            raise EndedActorError("it has ended")
+        return ShardState(ADDRESSES[ref], True, None)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(shard_watch, "POLL_S", 0)
+    return fake
+
+
+def watching(ray: FakeRay, path: Path) -> ShardWatch:
+    """Returns a watch that has polled once, when one shard has not answered yet."""
+    ray.answering = set(SHARDS[:-1])
+    watch = ShardWatch(path)
+    watch.adopt(ray.actors())
+    watch.poll()
+    return watch
+
+
+def written(path: Path) -> list[list[str]]:
+    return list(json.loads(path.read_text()).values())
+
+
+def test_the_addresses_of_the_process_before_stay_until_all_have_answered(
+    ray: FakeRay, tmp_path: Path
+) -> None:
+    path = tmp_path / "shards.json"
+    path.write_text(before := json.dumps({"0": ["kept"], "1": ["kept"]}))
+    watch = watching(ray, path)
+    assert path.read_text() == before
+    ray.answering = set(SHARDS)
+    watch.poll()
+    assert written(path) == ALL
+
+
+def test_a_shard_that_has_ended_is_not_waited_for(ray: FakeRay, tmp_path: Path) -> None:
+    path = tmp_path / "shards.json"
+    path.write_text("{}")
+    watch = watching(ray, path)
+    ray.ended = {SHARDS[-1]}
+    watch.poll()
+    assert written(path) == [ALL[0], ALL[1][:1]]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_new_file_and_a_late_one_have_the_addresses_that_are_known(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    path = tmp_path / "shards.json"
+    if is_late:
+        monkeypatch.setattr(shard_watch, "ANSWER_S_MAX", 0)
+        path.write_text("{}")
+    watching(ray, path)
+    assert written(path) == [ALL[0], ALL[1][:1]]
