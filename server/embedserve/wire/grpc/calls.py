@@ -46,6 +46,7 @@ from embedserve.wire.grpc.statuses import (
 )
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http2.turns import WORK_PER_TURN
 from embedserve.wire.http_stream import Headers
 
 logger = logging.getLogger(__name__)
@@ -240,6 +241,7 @@ class BidiCall:
         self._is_over = False
         self._is_draining = False
         self._is_taking = False
+        self._is_turn_due = False  # messages are left for a later event-loop iteration
 
     @property
     def is_read(self) -> bool:
@@ -251,8 +253,11 @@ class BidiCall:
         self.take_messages()
 
     def take_messages(self) -> None:
-        """Takes buffered messages while there is room for their responses; ends a finished call."""
-        if self._is_over or self._is_taking:
+        """Takes buffered messages while there is room for their responses; ends a finished call.
+
+        After WORK_PER_TURN it continues in a later event-loop iteration.
+        """
+        if self._is_over or self._is_taking or self._is_turn_due:
             return
         self._is_taking = True
         try:
@@ -271,14 +276,27 @@ class BidiCall:
                 self.finish(error_trailers(NotReadyError(DRAINING)))
 
     def _take_all(self) -> None:
-        while not self._is_over and not self._is_draining and self.has_room():
-            before = self._deframer.nbytes
-            message = self._deframer.next_message()
-            if message is None:
-                self._want_more()
-                return
-            self._stream.consumed(min(self._stream.held_bytes, before - self._deframer.nbytes))
-            self.take(message)
+        deframer, connection = self._deframer, self._stream.connection
+        work_before = deframer.work
+        try:
+            while not self._is_over and not self._is_draining and self.has_room():
+                if deframer.work - work_before >= WORK_PER_TURN:
+                    self._is_turn_due = True
+                    connection.message_turns.add(self._take_turn)
+                    return
+                before = deframer.nbytes
+                message = deframer.next_message()
+                if message is None:
+                    self._want_more()
+                    return
+                self._stream.consumed(min(self._stream.held_bytes, before - deframer.nbytes))
+                self.take(message)
+        finally:
+            connection.spend_turn(deframer.work - work_before)
+
+    def _take_turn(self) -> None:
+        self._is_turn_due = False
+        self.take_messages()
 
     def _want_more(self) -> None:
         if self._has_all:
@@ -311,6 +329,7 @@ class BidiCall:
         if self._is_over:
             return
         self._is_over = True
+        self._deframer.drop()
         trailers = [*trailers, *self.extra_trailers(trailers is not OK_TRAILERS)]
         if self._has_started:
             self._stream.end(encode(trailers))
@@ -329,6 +348,7 @@ class BidiCall:
 
     def reset(self) -> None:
         self._is_over = True
+        self._deframer.drop()
 
     def resume(self) -> None:
         self.take_messages()
@@ -338,7 +358,7 @@ class BidiCall:
 
         Between messages a stream may be idle for as long as its connection is open.
         """
-        if not (self._deframer.nbytes and self.has_room()):
+        if self._is_turn_due or not (self._deframer.nbytes and self.has_room()):
             self._whole_s = now_s
         elif now_s - self._whole_s > UPLOAD_S_MAX:
             self.finish(error_trailers(late_request()))

@@ -19,6 +19,8 @@ ENCODINGS = b"identity,deflate,gzip"
 """Supported compressions of requests, as the value of grpc-accept-encoding."""
 WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 """zlib window bits by encoding: with gzip's header and trailer, or with zlib's own."""
+MESSAGE_WORK = 256
+"""Work units of one message. A connection has WORK_PER_TURN in an event-loop iteration."""
 SECONDS_PER_UNIT = {
     ord("H"): 3600.0,
     ord("M"): 60.0,
@@ -86,6 +88,7 @@ class Deframer:
 
     Attributes:
         nbytes: buffered bytes of messages that are not extracted yet.
+        work: work units of the messages extracted so far.
     """
 
     def __init__(self, bytes_max: int, encoding: bytes) -> None:
@@ -103,6 +106,7 @@ class Deframer:
         self._bytes_max = bytes_max
         self._encoding = encoding
         self._pieces = ByteQueue()
+        self.work = 0
 
     @property
     def nbytes(self) -> int:
@@ -126,12 +130,17 @@ class Deframer:
             raise self._too_large(size)
         if pieces.nbytes < PREFIX_BYTES + size:
             return None
+        self.work += MESSAGE_WORK
         message = pieces.take(PREFIX_BYTES + size, PREFIX_BYTES)
         if flag == 0:
             return message
         if flag != 1 or self._encoding == b"identity":
             raise WireError("INTERNAL", "a message is compressed, but grpc-encoding names no way")
         return self._decompressed(message)
+
+    def drop(self) -> None:
+        """Drops the buffered bytes, after the call has ended."""
+        self._pieces = ByteQueue()
 
     def check_end(self) -> None:
         """Raises WireError (INTERNAL) if the body ended within a message."""
