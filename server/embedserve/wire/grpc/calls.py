@@ -29,8 +29,11 @@ from embedserve.pipeline import (
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
 from embedserve.wire.call_writer import CallWriter
 from embedserve.wire.grpc.grpc_framing import (
+    PLAIN_BYTES_MAX,
+    PLAIN_LIMIT,
     PREFIX_BYTES,
     Deframer,
+    LargeMessage,
     WireError,
     framed,
     only_message,
@@ -44,6 +47,7 @@ from embedserve.wire.grpc.statuses import (
     only_trailers,
     wire_error_trailers,
 )
+from embedserve.wire.grpc.unary_body import UnaryBody
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.turns import WORK_PER_TURN
@@ -53,42 +57,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 64 << 20
 """Bytes of one stream's responses that are pending or unsent; one request above it is accepted."""
-
-
-class UnaryBody:
-    """The body of a unary call, received in chunks."""
-
-    __slots__ = ("_bytes_max", "_deframer", "_encoding", "_stream")
-
-    def __init__(self, stream: Stream, encoding: bytes, bytes_max: int) -> None:
-        self._stream = stream
-        self._encoding = encoding
-        self._bytes_max = bytes_max
-        self._deframer: Deframer | None = None
-
-    def receive(self, data: bytes, is_end: bool) -> bytes | None:
-        """Takes a chunk. Returns the message after the last chunk, otherwise None.
-
-        Raises:
-            WireError: the body is not exactly one message, or the message is too large, or its
-                framing or compression is malformed.
-        """
-        if self._deframer is None:
-            self._deframer = Deframer(self._bytes_max, self._encoding)
-        deframer = self._deframer
-        deframer.feed(data)
-        if not is_end:
-            # The prefix has the size: a message that is too large is rejected before it arrives.
-            self._stream.expect(deframer.check_size())
-            return None
-        self._stream.consumed(self._stream.held_bytes)
-        message = deframer.next_message()
-        if message is None:
-            deframer.check_end()
-            raise WireError("UNIMPLEMENTED", "the method requires exactly one message: none came")
-        if deframer.nbytes:
-            raise WireError("UNIMPLEMENTED", "the method requires exactly one message: more came")
-        return message
 
 
 class GrpcEmbedCall(CallWriter[Stream]):
@@ -135,7 +103,9 @@ class GrpcEmbedCall(CallWriter[Stream]):
         except WireError as error:
             self._fail_framing(context, error)
             return
-        if message is not None:
+        if isinstance(message, LargeMessage):
+            context.pipeline.submit_unread(context, message.nbytes, message.whole)
+        elif message is not None:
             context.pipeline.submit(context, message)
 
     def _fail_framing(self, context: RequestContext, error: WireError) -> None:
@@ -161,13 +131,15 @@ class GrpcEmbedCall(CallWriter[Stream]):
 
 
 class GrpcUnaryCall:
-    """A unary call that a plain function answers without a lookup."""
+    """A unary call that a plain function answers without a lookup.
+
+    Its message has at most PLAIN_BYTES_MAX.
+    """
 
     def __init__(
         self,
         function: Callable[[bytes], bytes],
         encoding: bytes,
-        bytes_max: int,
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
@@ -176,7 +148,6 @@ class GrpcUnaryCall:
             function: takes the request message and returns the response message, or raises
                 EmbedServeError.
             encoding: value of grpc-encoding.
-            bytes_max: limit of the message in bytes.
             headers: headers of the call by name.
             stream: stream of the call.
         """
@@ -184,13 +155,14 @@ class GrpcUnaryCall:
         self._headers = headers
         self._stream = stream
         self._start_s = perf_counter()
-        self._message = UnaryBody(stream, encoding, bytes_max)
+        self._message = UnaryBody(stream, encoding, PLAIN_BYTES_MAX, PLAIN_LIMIT)
 
     def receive(self, data: bytes, is_end: bool) -> None:
         try:
             message = self._message.receive(data, is_end)
             if message is None:
                 return
+            assert isinstance(message, bytes)  # PLAIN_BYTES_MAX are decompressed inline
             answer = framed(self._function(message))
         except WireError as error:
             self._end(wire_error_trailers(error))
@@ -229,12 +201,28 @@ class BidiCall:
     """
 
     def __init__(
-        self, encoding: bytes, bytes_max: int, headers: Mapping[bytes, bytes], stream: Stream
+        self,
+        encoding: bytes,
+        headers: Mapping[bytes, bytes],
+        stream: Stream,
+        bytes_max: int = PLAIN_BYTES_MAX,
+        limit: str = PLAIN_LIMIT,
     ) -> None:
-        """Raises WireError (UNIMPLEMENTED) if ``encoding`` is not supported."""
+        """
+        Args:
+            encoding: value of grpc-encoding.
+            headers: headers of the call by name.
+            stream: stream of the call.
+            bytes_max: limit of a message in bytes; if it is larger than the default, the subclass
+                has ``take_large``.
+            limit: name of that limit.
+
+        Raises:
+            WireError: UNIMPLEMENTED, ``encoding`` is not supported.
+        """
         self.headers = headers
         self._stream = stream
-        self._deframer = Deframer(bytes_max, encoding)
+        self._deframer = Deframer(bytes_max, encoding, limit)
         self._whole_s = perf_counter()  # when last no incomplete message was buffered
         self._has_started = False
         self._has_all = False
@@ -290,7 +278,10 @@ class BidiCall:
                     self._want_more()
                     return
                 self._stream.consumed(min(self._stream.held_bytes, before - deframer.nbytes))
-                self.take(message)
+                if isinstance(message, LargeMessage):
+                    self.take_large(message)
+                else:
+                    self.take(message)
         finally:
             connection.spend_turn(deframer.work - work_before)
 
@@ -315,6 +306,10 @@ class BidiCall:
     def take(self, message: bytes) -> None:
         """Processes ``message``; the response may be written later."""
         raise AssertionError("a subclass takes messages")
+
+    def take_large(self, message: LargeMessage) -> None:
+        """Processes a message that must be decompressed off the event loop."""
+        raise AssertionError("a subclass with a larger limit takes such messages")
 
     def write(self, parts: ResponseChunks, nbytes: int) -> None:
         """Sends one response message."""

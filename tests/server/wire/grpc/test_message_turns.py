@@ -39,7 +39,7 @@ class CountingCall(BidiCall):
     """Counts its messages, and answers each with itself if it ``echoes``."""
 
     def __init__(self, stream: Stream, *, echoes: bool = True) -> None:
-        super().__init__(b"identity", 1000, {}, stream)
+        super().__init__(b"identity", {}, stream)
         self.taken = 0
         self.echoes = echoes
 
