@@ -89,7 +89,7 @@ class RequestPipeline:
             else:
                 request = self._decoders(context)[0](body, options.model, self.limits)
             if request is None:
-                self._decode_later(context, body)
+                self._decode_later(context, len(body), lambda: body)
             else:
                 quota = context.quota
                 if quota is not None and quota.models is not None:
@@ -100,11 +100,32 @@ class RequestPipeline:
         except Exception:
             context.fail()
 
-    def _decode_later(self, context: RequestContext, body: bytes) -> None:
+    def submit_unread(
+        self, context: RequestContext, nbytes: int, read_body: Callable[[], bytes]
+    ) -> None:
+        """Submits a request whose body must be read in the codec thread first. Never raises.
+
+        Args:
+            nbytes: limit of the body's bytes.
+            read_body: returns the body, or raises EmbedServeError.
+        """
+        try:
+            if context.deadline_s != NEVER:
+                _check_deadline(context)
+            self._decode_later(context, nbytes, read_body)
+        except EmbedServeError as error:
+            context.reject(error)
+        except Exception:
+            context.fail()
+
+    def _decode_later(
+        self, context: RequestContext, nbytes: int, read_body: Callable[[], bytes]
+    ) -> None:
         options = context.options
         _, decode_whole = self._decoders(context)
 
         def decode() -> LookupRequest:
+            body = read_body()
             if self.models.has_full_queue:  # The queue may have filled while the body waited.
                 self.models.check_queue_for_body(options.model, body, options.codec)
             return decode_whole(body, options.model, self.limits)
@@ -115,7 +136,7 @@ class RequestPipeline:
             self.models.enqueue(request, context)
             context.writer.on_enqueued()
 
-        self._codec_executor.submit(context, "body", len(body), decode, enqueue)
+        self._codec_executor.submit(context, "body", nbytes, decode, enqueue)
 
     def _decoders(self, context: RequestContext) -> tuple[TryDecodeInline, Decode]:
         """Returns (inline decoder, full decoder) for the body.

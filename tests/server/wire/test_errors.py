@@ -47,6 +47,8 @@ STATUSES = {
 }
 OF_ADMINISTRATORS = {"NotJsonError": 415, "RefusedError": 409}
 """No request for vectors is answered so."""
+OF_GRPC = "WireError"
+"""Carries a code of its own, and no REST request ends with it."""
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 INTERNAL = "an error of the server; its log says which"
 
@@ -60,7 +62,7 @@ def leaves(error: type[EmbedServeError] = EmbedServeError) -> Iterator[type[Embe
 
 
 LEAVES = sorted(
-    (leaf for leaf in leaves() if leaf.__name__ not in OF_ADMINISTRATORS),
+    (leaf for leaf in leaves() if leaf.__name__ not in (*OF_ADMINISTRATORS, OF_GRPC)),
     key=lambda leaf: leaf.__name__,
 )
 

@@ -7,11 +7,14 @@ from collections import Counter
 
 import pytest
 from server.live import PROTOBUF
-from server.raw_http import OurServer, post, read_answer
+from server.raw_http import OurServer, get, post, read_answer
 from server.waiting import until
 
 from embedserve.config import Limits
 from embedserve.wire.connections import LingeringClose
+from embedserve.wire.http1.connection import PIECE_BYTES as HTTP1_PIECE_BYTES
+from embedserve.wire.http1.connection import Http1Connection
+from embedserve.wire.http1.stream import Http1Stream
 from embedserve.wire.http2.frames import PREFACE
 
 SENT_BYTES = 16 << 20
@@ -48,6 +51,30 @@ async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between
     assert status == 413  # of what it costs, which is seen once it is whole
     assert turns.nbytes.total() >= SENT_BYTES
     assert max(turns.nbytes.values()) <= PIECE_BYTES_MAX
+
+
+async def test_requests_that_are_refused_at_once_are_answered_piece_by_piece(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is lost, and the others of the pipeline are answered in order."""
+    turns = Turns()
+    response_sent = Http1Connection.response_sent
+
+    def count(connection: Http1Connection, stream: Http1Stream) -> None:
+        turns.count(1)
+        response_sent(connection, stream)
+
+    monkeypatch.setattr(Http1Connection, "response_sent", count)
+    refused = b"GET /embed HTTP/1.1\r\nHost:a\r\n\r\n"
+    number = 8 * HTTP1_PIECE_BYTES // len(refused)
+    reader, writer = await server.open()
+    writer.write(refused * number + get("/health/live", "Connection: close"))
+    statuses = [(await read_answer(reader))[0] for _ in range(number + 1)]
+    assert statuses == [405] * number + [200]
+    assert await reader.read() == b""
+    writer.close()
+    assert turns.nbytes.total() == number + 1
+    assert max(turns.nbytes.values()) <= 1 + HTTP1_PIECE_BYTES // len(refused)
 
 
 async def test_so_is_what_is_thrown_away(

@@ -29,8 +29,11 @@ from embedserve.pipeline import (
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header, request_id_of
 from embedserve.wire.call_writer import CallWriter
 from embedserve.wire.grpc.grpc_framing import (
+    PLAIN_BYTES_MAX,
+    PLAIN_LIMIT,
     PREFIX_BYTES,
     Deframer,
+    LargeMessage,
     WireError,
     framed,
     only_message,
@@ -44,50 +47,16 @@ from embedserve.wire.grpc.statuses import (
     only_trailers,
     wire_error_trailers,
 )
+from embedserve.wire.grpc.unary_body import UnaryBody
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.stream import Stream
+from embedserve.wire.http2.turns import WORK_PER_TURN
 from embedserve.wire.http_stream import Headers
 
 logger = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 64 << 20
 """Bytes of one stream's responses that are pending or unsent; one request above it is accepted."""
-
-
-class UnaryBody:
-    """The body of a unary call, received in chunks."""
-
-    __slots__ = ("_bytes_max", "_deframer", "_encoding", "_stream")
-
-    def __init__(self, stream: Stream, encoding: bytes, bytes_max: int) -> None:
-        self._stream = stream
-        self._encoding = encoding
-        self._bytes_max = bytes_max
-        self._deframer: Deframer | None = None
-
-    def receive(self, data: bytes, is_end: bool) -> bytes | None:
-        """Takes a chunk. Returns the message after the last chunk, otherwise None.
-
-        Raises:
-            WireError: the body is not exactly one message, or the message is too large, or its
-                framing or compression is malformed.
-        """
-        if self._deframer is None:
-            self._deframer = Deframer(self._bytes_max, self._encoding)
-        deframer = self._deframer
-        deframer.feed(data)
-        if not is_end:
-            # The prefix has the size: a message that is too large is rejected before it arrives.
-            self._stream.expect(deframer.check_size())
-            return None
-        self._stream.consumed(self._stream.held_bytes)
-        message = deframer.next_message()
-        if message is None:
-            deframer.check_end()
-            raise WireError("UNIMPLEMENTED", "the method requires exactly one message: none came")
-        if deframer.nbytes:
-            raise WireError("UNIMPLEMENTED", "the method requires exactly one message: more came")
-        return message
 
 
 class GrpcEmbedCall(CallWriter[Stream]):
@@ -134,7 +103,9 @@ class GrpcEmbedCall(CallWriter[Stream]):
         except WireError as error:
             self._fail_framing(context, error)
             return
-        if message is not None:
+        if isinstance(message, LargeMessage):
+            context.pipeline.submit_unread(context, message.nbytes, message.whole)
+        elif message is not None:
             context.pipeline.submit(context, message)
 
     def _fail_framing(self, context: RequestContext, error: WireError) -> None:
@@ -160,13 +131,15 @@ class GrpcEmbedCall(CallWriter[Stream]):
 
 
 class GrpcUnaryCall:
-    """A unary call that a plain function answers without a lookup."""
+    """A unary call that a plain function answers without a lookup.
+
+    Its message has at most PLAIN_BYTES_MAX.
+    """
 
     def __init__(
         self,
         function: Callable[[bytes], bytes],
         encoding: bytes,
-        bytes_max: int,
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
@@ -175,7 +148,6 @@ class GrpcUnaryCall:
             function: takes the request message and returns the response message, or raises
                 EmbedServeError.
             encoding: value of grpc-encoding.
-            bytes_max: limit of the message in bytes.
             headers: headers of the call by name.
             stream: stream of the call.
         """
@@ -183,13 +155,14 @@ class GrpcUnaryCall:
         self._headers = headers
         self._stream = stream
         self._start_s = perf_counter()
-        self._message = UnaryBody(stream, encoding, bytes_max)
+        self._message = UnaryBody(stream, encoding, PLAIN_BYTES_MAX, PLAIN_LIMIT)
 
     def receive(self, data: bytes, is_end: bool) -> None:
         try:
             message = self._message.receive(data, is_end)
             if message is None:
                 return
+            assert isinstance(message, bytes)  # PLAIN_BYTES_MAX are decompressed inline
             answer = framed(self._function(message))
         except WireError as error:
             self._end(wire_error_trailers(error))
@@ -228,18 +201,35 @@ class BidiCall:
     """
 
     def __init__(
-        self, encoding: bytes, bytes_max: int, headers: Mapping[bytes, bytes], stream: Stream
+        self,
+        encoding: bytes,
+        headers: Mapping[bytes, bytes],
+        stream: Stream,
+        bytes_max: int = PLAIN_BYTES_MAX,
+        limit: str = PLAIN_LIMIT,
     ) -> None:
-        """Raises WireError (UNIMPLEMENTED) if ``encoding`` is not supported."""
+        """
+        Args:
+            encoding: value of grpc-encoding.
+            headers: headers of the call by name.
+            stream: stream of the call.
+            bytes_max: limit of a message in bytes; if it is larger than the default, the subclass
+                has ``take_large``.
+            limit: name of that limit.
+
+        Raises:
+            WireError: UNIMPLEMENTED, ``encoding`` is not supported.
+        """
         self.headers = headers
         self._stream = stream
-        self._deframer = Deframer(bytes_max, encoding)
+        self._deframer = Deframer(bytes_max, encoding, limit)
         self._whole_s = perf_counter()  # when last no incomplete message was buffered
         self._has_started = False
         self._has_all = False
         self._is_over = False
         self._is_draining = False
         self._is_taking = False
+        self._is_turn_due = False  # messages are left for a later event-loop iteration
 
     @property
     def is_read(self) -> bool:
@@ -251,8 +241,11 @@ class BidiCall:
         self.take_messages()
 
     def take_messages(self) -> None:
-        """Takes buffered messages while there is room for their responses; ends a finished call."""
-        if self._is_over or self._is_taking:
+        """Takes buffered messages while there is room for their responses; ends a finished call.
+
+        After WORK_PER_TURN it continues in a later event-loop iteration.
+        """
+        if self._is_over or self._is_taking or self._is_turn_due:
             return
         self._is_taking = True
         try:
@@ -271,14 +264,30 @@ class BidiCall:
                 self.finish(error_trailers(NotReadyError(DRAINING)))
 
     def _take_all(self) -> None:
-        while not self._is_over and not self._is_draining and self.has_room():
-            before = self._deframer.nbytes
-            message = self._deframer.next_message()
-            if message is None:
-                self._want_more()
-                return
-            self._stream.consumed(min(self._stream.held_bytes, before - self._deframer.nbytes))
-            self.take(message)
+        deframer, connection = self._deframer, self._stream.connection
+        work_before = deframer.work
+        try:
+            while not self._is_over and not self._is_draining and self.has_room():
+                if deframer.work - work_before >= WORK_PER_TURN:
+                    self._is_turn_due = True
+                    connection.message_turns.add(self._take_turn)
+                    return
+                before = deframer.nbytes
+                message = deframer.next_message()
+                if message is None:
+                    self._want_more()
+                    return
+                self._stream.consumed(min(self._stream.held_bytes, before - deframer.nbytes))
+                if isinstance(message, LargeMessage):
+                    self.take_large(message)
+                else:
+                    self.take(message)
+        finally:
+            connection.spend_turn(deframer.work - work_before)
+
+    def _take_turn(self) -> None:
+        self._is_turn_due = False
+        self.take_messages()
 
     def _want_more(self) -> None:
         if self._has_all:
@@ -298,6 +307,10 @@ class BidiCall:
         """Processes ``message``; the response may be written later."""
         raise AssertionError("a subclass takes messages")
 
+    def take_large(self, message: LargeMessage) -> None:
+        """Processes a message that must be decompressed off the event loop."""
+        raise AssertionError("a subclass with a larger limit takes such messages")
+
     def write(self, parts: ResponseChunks, nbytes: int) -> None:
         """Sends one response message."""
         if not self._has_started:
@@ -311,6 +324,7 @@ class BidiCall:
         if self._is_over:
             return
         self._is_over = True
+        self._deframer.drop()
         trailers = [*trailers, *self.extra_trailers(trailers is not OK_TRAILERS)]
         if self._has_started:
             self._stream.end(encode(trailers))
@@ -329,6 +343,7 @@ class BidiCall:
 
     def reset(self) -> None:
         self._is_over = True
+        self._deframer.drop()
 
     def resume(self) -> None:
         self.take_messages()
@@ -338,7 +353,7 @@ class BidiCall:
 
         Between messages a stream may be idle for as long as its connection is open.
         """
-        if not (self._deframer.nbytes and self.has_room()):
+        if self._is_turn_due or not (self._deframer.nbytes and self.has_room()):
             self._whole_s = now_s
         elif now_s - self._whole_s > UPLOAD_S_MAX:
             self.finish(error_trailers(late_request()))

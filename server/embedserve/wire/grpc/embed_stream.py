@@ -18,6 +18,8 @@ from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.grpc.calls import ANSWER_BYTES_MAX, BidiCall
+from embedserve.wire.grpc.grpc_framing import BODY_LIMIT, LargeMessage, WireError
+from embedserve.wire.grpc.statuses import wire_error_trailers
 from embedserve.wire.http2.stream import Stream
 
 if TYPE_CHECKING:
@@ -81,6 +83,10 @@ class StreamedResponse(ResponseWriter):
         self._end(parts, nbytes)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
+        if isinstance(error, WireError):  # found when the message was decompressed
+            self.context = None
+            self._stream.finish(wire_error_trailers(error))
+            return
         body = self._options.response_codec.encode_streamed_error(error)
         self._end((body,), len(body))
 
@@ -109,7 +115,8 @@ class EmbedStream(BidiCall):
         stream: Stream,
         answer_bytes_max: int = ANSWER_BYTES_MAX,
     ) -> None:
-        super().__init__(encoding, pipeline.limits.body_bytes_max, headers, stream)
+        bytes_max = pipeline.limits.body_bytes_max
+        super().__init__(encoding, headers, stream, bytes_max, BODY_LIMIT)
         self._options = options
         self._authorization = headers.get(b"authorization")
         self.pipeline = pipeline
@@ -133,14 +140,20 @@ class EmbedStream(BidiCall):
     def connection(self) -> Http2Connection:
         return self._stream.connection
 
-    def take(self, message: bytes) -> None:
+    def take(self, message: bytes | LargeMessage) -> None:
         response = StreamedResponse(self._options, self)
         self._responses.append(response)
         context, authenticator = response.context, self.pipeline.authenticator
         assert context is not None
         if authenticator is None or authenticator.admit(context, self._authorization):
-            self.pipeline.submit(context, message)
+            if isinstance(message, LargeMessage):
+                self.pipeline.submit_unread(context, message.nbytes, message.whole)
+            else:
+                self.pipeline.submit(context, message)
         self.reserve(response)
+
+    def take_large(self, message: LargeMessage) -> None:
+        self.take(message)
 
     def reserve(self, response: StreamedResponse) -> None:
         """Reserves the bytes of ``response`` in the response budget.

@@ -10,6 +10,7 @@ import struct
 import zlib
 from urllib.parse import quote
 
+from embedserve.errors import EmbedServeError
 from embedserve.wire.byte_queue import ByteQueue
 
 PREFIX = struct.Struct(">BI")
@@ -19,6 +20,20 @@ ENCODINGS = b"identity,deflate,gzip"
 """Supported compressions of requests, as the value of grpc-accept-encoding."""
 WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 """zlib window bits by encoding: with gzip's header and trailer, or with zlib's own."""
+MESSAGE_WORK = 256
+"""Work units of one message. A connection has WORK_PER_TURN in an event-loop iteration."""
+DECOMPRESSED_BYTES_PER_WORK = 16
+"""Bytes of a decompressed message for each further work unit."""
+INLINE_BYTES_MAX = 64 << 10
+"""Bytes to which a message is decompressed on the event loop; a larger one is a LargeMessage."""
+PLAIN_BYTES_MAX = INLINE_BYTES_MAX
+"""Bytes of a message to a method without a lookup, such as health, reflection and management."""
+BODY_LIMIT = "--body-bytes-max"
+PLAIN_LIMIT = "fixed for methods without a lookup"
+EXPANSION_MAX = 1032
+"""Bytes that one byte of zlib's or gzip's format becomes at most."""
+SIZE_BYTES = 4
+"""Bytes at the end of gzip's format that have the decompressed size."""
 SECONDS_PER_UNIT = {
     ord("H"): 3600.0,
     ord("M"): 60.0,
@@ -33,18 +48,16 @@ UNRESERVED = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
 printable ASCII except %."""
 
 
-class WireError(Exception):
-    """The client's bytes are malformed gRPC.
+class WireError(EmbedServeError):
+    """The client's bytes are malformed gRPC. It ends the whole call, also that of a stream.
 
     Attributes:
         code: name of the canonical status code that ends the call.
-        message: error message for the caller.
     """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-        self.message = message
 
 
 def framed(*parts: bytes | memoryview) -> bytes:
@@ -81,18 +94,53 @@ def only_message(body: bytes, bytes_max: int) -> bytes | None:
     return body[PREFIX_BYTES:]
 
 
+class LargeMessage:
+    """A compressed message of more than INLINE_BYTES_MAX, to be decompressed off the event loop.
+
+    Attributes:
+        nbytes: limit of its decompressed bytes: their number by gzip's format, or an upper bound.
+    """
+
+    __slots__ = ("_bytes_max", "_encoding", "_limit", "_message", "nbytes")
+
+    def __init__(self, message: bytes, encoding: bytes, bytes_max: int, limit: str) -> None:
+        self._message = message
+        self._encoding = encoding
+        self._bytes_max = bytes_max
+        self._limit = limit
+        nbytes = len(message) * EXPANSION_MAX
+        if encoding == b"gzip":
+            nbytes = int.from_bytes(message[-SIZE_BYTES:], "little")
+        self.nbytes = max(INLINE_BYTES_MAX, min(nbytes, bytes_max))
+
+    def whole(self) -> bytes:
+        """Returns all of the message.
+
+        Raises:
+            WireError: the message is too large, or its compression is malformed.
+        """
+        stream = zlib.decompressobj(WINDOW_BITS[self._encoding])
+        whole = _decompressed(stream, self._message, self.nbytes + 1)
+        if len(whole) > self._bytes_max:
+            raise _too_large(f"over {self._bytes_max} decompressed", self._bytes_max, self._limit)
+        _check_whole(stream)
+        return whole
+
+
 class Deframer:
-    """Extracts messages from the chunks of a request body, and decompresses them.
+    """Extracts messages from the chunks of a request body, and decompresses small ones.
 
     Attributes:
         nbytes: buffered bytes of messages that are not extracted yet.
+        work: work units of the messages extracted so far.
     """
 
-    def __init__(self, bytes_max: int, encoding: bytes) -> None:
+    def __init__(self, bytes_max: int, encoding: bytes, limit: str = BODY_LIMIT) -> None:
         """
         Args:
             bytes_max: limit of a message in bytes, both as received and decompressed.
             encoding: value of grpc-encoding.
+            limit: name of that limit, for the error.
 
         Raises:
             WireError: UNIMPLEMENTED, ``encoding`` is not supported.
@@ -101,8 +149,10 @@ class Deframer:
             name = encoding.decode("latin-1")
             raise WireError("UNIMPLEMENTED", f"grpc-encoding is {name!r}, which is not supported")
         self._bytes_max = bytes_max
+        self._limit = limit
         self._encoding = encoding
         self._pieces = ByteQueue()
+        self.work = 0
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +161,7 @@ class Deframer:
     def feed(self, chunk: bytes) -> None:
         self._pieces.append(chunk)
 
-    def next_message(self) -> bytes | None:
+    def next_message(self) -> bytes | LargeMessage | None:
         """Returns the next message, or None if it is incomplete.
 
         Raises:
@@ -126,12 +176,17 @@ class Deframer:
             raise self._too_large(size)
         if pieces.nbytes < PREFIX_BYTES + size:
             return None
+        self.work += MESSAGE_WORK
         message = pieces.take(PREFIX_BYTES + size, PREFIX_BYTES)
         if flag == 0:
             return message
         if flag != 1 or self._encoding == b"identity":
             raise WireError("INTERNAL", "a message is compressed, but grpc-encoding names no way")
-        return self._decompressed(message)
+        return self._read(message)
+
+    def drop(self) -> None:
+        """Drops the buffered bytes, after the call has ended."""
+        self._pieces = ByteQueue()
 
     def check_end(self) -> None:
         """Raises WireError (INTERNAL) if the body ended within a message."""
@@ -153,20 +208,40 @@ class Deframer:
         return max(0, PREFIX_BYTES + size - nbytes)
 
     def _too_large(self, size: int | str) -> WireError:
-        return WireError(
-            "RESOURCE_EXHAUSTED",
-            f"the message has {size} bytes, the limit is {self._bytes_max} (--body-bytes-max)",
-        )
+        return _too_large(size, self._bytes_max, self._limit)
 
-    def _decompressed(self, message: bytes) -> bytes:
-        """Decompresses a message. Its output never exceeds the limit by more than one byte."""
+    def _read(self, message: bytes) -> bytes | LargeMessage:
+        """Decompresses ``message`` if that is quick."""
         stream = zlib.decompressobj(WINDOW_BITS[self._encoding])
+        size = inline_bytes = min(self._bytes_max, INLINE_BYTES_MAX)
         try:
-            whole = stream.decompress(message, self._bytes_max + 1)
-        except zlib.error as error:
-            raise WireError("INTERNAL", f"a message cannot be decompressed: {error}") from error
-        if len(whole) > self._bytes_max:
+            whole = _decompressed(stream, message, inline_bytes + 1)
+            size = len(whole)
+        finally:
+            self.work += size // DECOMPRESSED_BYTES_PER_WORK
+        if len(whole) > inline_bytes:
+            if inline_bytes < self._bytes_max:
+                return LargeMessage(message, self._encoding, self._bytes_max, self._limit)
             raise self._too_large(f"over {self._bytes_max} decompressed")
-        if not stream.eof or stream.unused_data:
-            raise WireError("INTERNAL", "a message cannot be decompressed: it has another length")
+        _check_whole(stream)
         return whole
+
+
+def _too_large(size: int | str, bytes_max: int, limit: str) -> WireError:
+    return WireError(
+        "RESOURCE_EXHAUSTED", f"the message has {size} bytes, the limit is {bytes_max} ({limit})"
+    )
+
+
+def _decompressed(stream: zlib._Decompress, message: bytes, bytes_max: int) -> bytes:
+    """Returns at most ``bytes_max`` of what ``stream`` decompresses ``message`` to."""
+    try:
+        return stream.decompress(message, bytes_max)
+    except zlib.error as error:
+        raise WireError("INTERNAL", f"a message cannot be decompressed: {error}") from error
+
+
+def _check_whole(stream: zlib._Decompress) -> None:
+    """Raises WireError (INTERNAL) unless ``stream`` has ended with its input."""
+    if not stream.eof or stream.unused_data:
+        raise WireError("INTERNAL", "a message cannot be decompressed: it has another length")

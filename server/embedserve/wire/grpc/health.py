@@ -65,11 +65,10 @@ class Watch(BidiCall):
         self,
         health: HealthStatuses,
         encoding: bytes,
-        bytes_max: int,
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
-        super().__init__(encoding, bytes_max, headers, stream)
+        super().__init__(encoding, headers, stream)
         self._health = health
         self._service: str | None = None
         self._told: Any = None

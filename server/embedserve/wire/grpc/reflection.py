@@ -24,11 +24,10 @@ class ServerReflection(BidiCall):
         self,
         services: Iterable[str],
         encoding: bytes,
-        bytes_max: int,
         headers: Mapping[bytes, bytes],
         stream: Stream,
     ) -> None:
-        super().__init__(encoding, bytes_max, headers, stream)
+        super().__init__(encoding, headers, stream)
         self._servicer = reflection.ReflectionServicer(services)
 
     def take(self, message: bytes) -> None:

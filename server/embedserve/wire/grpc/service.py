@@ -75,7 +75,6 @@ class GrpcService:
         self._pipeline = pipeline
         authenticator = pipeline.authenticator if asks_admins else None
         self._metrics = pipeline.metrics.protocols["grpc"]
-        self._bytes_max = pipeline.limits.body_bytes_max
         models = pipeline.models
         self.health = health.HealthStatuses(
             (*SERVICES, health.SERVICE_NAME), lambda: models.is_ready
@@ -187,20 +186,18 @@ class GrpcService:
 
     def _unary(self, function: Callable[[bytes], bytes]) -> Method:
         return lambda encoding, options, headers: (
-            lambda stream: GrpcUnaryCall(function, encoding, self._bytes_max, headers, stream)
+            lambda stream: GrpcUnaryCall(function, encoding, headers, stream)
         )
 
     def _watch(self, encoding: bytes, options: RequestOptions, headers: HeadersByName) -> MakeCall:
         check_encoding(encoding)
-        return lambda stream: health.Watch(self.health, encoding, self._bytes_max, headers, stream)
+        return lambda stream: health.Watch(self.health, encoding, headers, stream)
 
     def _reflection(
         self, encoding: bytes, options: RequestOptions, headers: HeadersByName
     ) -> MakeCall:
         check_encoding(encoding)
-        return lambda stream: reflection.ServerReflection(
-            self._names, encoding, self._bytes_max, headers, stream
-        )
+        return lambda stream: reflection.ServerReflection(self._names, encoding, headers, stream)
 
     def _guarded(
         self,

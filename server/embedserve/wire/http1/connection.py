@@ -71,7 +71,7 @@ class Http1Connection(asyncio.Protocol):
         self.is_read_paused = self.is_write_paused = False
         self._held: list[bytes] = []  # received behind the request being answered
         self._streams: deque[Http1Stream] = deque()  # being answered, then those queued
-        self._is_advancing = False
+        self._is_advancing = self._has_answered = self._is_take_due = False
         self._is_draining = self._has_ended = False
         self._idle_since_s = 0.0
         self._unread: UnsentMemory | None = None
@@ -103,13 +103,21 @@ class Http1Connection(asyncio.Protocol):
         return bool(self._parser.message_since_s) or not self.is_write_paused
 
     def parse(self, data: bytes) -> None:
-        """Parses requests until one must wait for an earlier response; holds the rest."""
+        """Parses requests until one must wait for an earlier response; holds the rest.
+
+        After a piece with requests that were answered at once, other connections have their turn.
+        """
         for start in range(0, len(data), PIECE_BYTES):
             if self._has_ended:
+                return
+            if self._has_answered and start:
+                self.hold(data[start:])
+                self.take_held_soon()
                 return
             if not self._may_parse():
                 self.hold(data[start:])
                 return
+            self._has_answered = False
             try:
                 self._parser.feed(data[start : start + PIECE_BYTES])
             except EmbedServeError as error:
@@ -124,11 +132,18 @@ class Http1Connection(asyncio.Protocol):
         self._manager.record_growth(len(data))
         self._pause_reading()
 
+    def take_held_soon(self) -> None:
+        """Calls `take_held` in the next event-loop iteration, once."""
+        if not self._is_take_due:
+            self._is_take_due = True
+            self.loop.call_soon(self.take_held)
+
     def take_held(self) -> None:
         """Processes the held data, then resumes reading.
 
         Reading stays paused until this call runs, because uvloop may read before a scheduled call.
         """
+        self._is_take_due = False
         if not self._held or not self.may_take() or self.transport.is_closing():
             return
         data = b"".join(self._held)
@@ -195,7 +210,7 @@ class Http1Connection(asyncio.Protocol):
                 break
         self._is_advancing = False
         if self._held:
-            self.loop.call_soon(self.take_held)
+            self.take_held_soon()
 
     def ends_with(self, stream: Http1Stream) -> bool:
         """Returns whether a draining connection ends with the response to ``stream``."""
@@ -204,6 +219,7 @@ class Http1Connection(asyncio.Protocol):
     def response_sent(self, stream: Http1Stream) -> None:
         """Continues after the response to ``stream``, the first request, is written."""
         self._streams.popleft()
+        self._has_answered = True
         self._idle_since_s = perf_counter()
         if stream.is_last:
             self._drop_streams()
@@ -299,7 +315,9 @@ class Http1Connection(asyncio.Protocol):
     def _close_if_idle(self) -> None:
         if self.transport.is_closing() or self._streams:
             return  # the pending requests are answered first; the last response ends it
-        if self._parser.is_in_head or not self.is_busy():
+        if self._is_take_due:
+            self.loop.call_soon(self._close_if_idle)  # what is held is taken before
+        elif self._parser.is_in_head or not self.is_busy():
             self.linger()
 
     def abort(self) -> None:

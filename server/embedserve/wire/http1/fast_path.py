@@ -189,7 +189,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         if is_last:
             self.linger()
         elif self._held:
-            self.loop.call_soon(self.take_held)
+            self.take_held_soon()
 
     @property
     def held_bytes(self) -> int:

@@ -41,19 +41,15 @@ from embedserve.wire.http2.request_frames import UNSENT_BYTES_MAX, RequestFrames
 from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.token_bucket import TokenBucket
+from embedserve.wire.http2.turns import (
+    FRAMES_PER_TURN,
+    IDLE_BYTES,
+    IDLE_WORK,
+    WORK_PER_TURN,
+    MessageTurns,
+)
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import NULL_HANDLER, UNREAD_S_MAX, Handler
-
-WORK_PER_TURN = 32 << 10
-"""Work units a connection may spend in one event-loop iteration, before it yields to others.
-A decoded header block costs its bytes plus 32 per header, as HPACK counts. A frame without a
-request costs IDLE_WORK. The whole budget takes some milliseconds."""
-FRAMES_PER_TURN = 512
-"""Frames of any type read in one event-loop iteration; STREAMS_MAX requests need fewer."""
-IDLE_WORK = 1024
-"""Work units of one frame without a request. A reset also pays for the stream opened before it."""
-IDLE_BYTES = 64
-"""Payload bytes of a frame without a request that are charged as one more frame."""
 
 
 class Http2Connection:
@@ -69,6 +65,7 @@ class Http2Connection:
         streams_max: limit of concurrent streams; 0 once new streams are no longer accepted.
         next_id: lowest stream identifier that the client has neither opened nor skipped.
         closed_streams: recently closed streams.
+        message_turns: turns of streams that have many messages to take.
         required_frame_type: required type of the next frame; None: any type. The first frame must
             be SETTINGS, and only CONTINUATION may follow an incomplete header block.
         certificate: client certificate from the TLS handshake; None if there was none.
@@ -93,6 +90,7 @@ class Http2Connection:
         "frame_writer",
         "has_more",
         "is_over",
+        "message_turns",
         "next_id",
         "on_output",
         "peer",
@@ -113,6 +111,7 @@ class Http2Connection:
         """
         self.frame_writer = FrameWriter()
         self.flow_control = InboundFlowControl(self.frame_writer.out, uploads, on_output)
+        self.message_turns = MessageTurns(self.flow_control, on_output)
         self.streams: dict[int, Stream] = {}
         self.certificate: Certificate | None = None
         self.peer = ""

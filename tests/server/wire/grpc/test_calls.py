@@ -380,7 +380,7 @@ class BrokenStream(BidiCall):
 
 def test_an_unforeseen_error_ends_its_stream_alone(caplog: pytest.LogCaptureFixture) -> None:
     def open_request(headers: Headers) -> ResolvedRoute:
-        return ResolvedRoute(lambda stream: BrokenStream(b"identity", 100, {}, stream), None)
+        return ResolvedRoute(lambda stream: BrokenStream(b"identity", {}, stream), None)
 
     peer = Peer(open_request)
     first, second = (

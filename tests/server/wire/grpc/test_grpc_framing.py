@@ -32,6 +32,7 @@ def messages_of(deframer: Deframer, *chunks: bytes) -> list[bytes]:
     for chunk in chunks:
         deframer.feed(chunk)
         while (message := deframer.next_message()) is not None:
+            assert isinstance(message, bytes)
             messages.append(message)
     return messages
 

@@ -25,10 +25,10 @@ from server.wire.http2.peer import (
     update,
 )
 
-from embedserve.wire.http2.connection import FRAMES_PER_TURN, IDLE_BYTES, IDLE_WORK, WORK_PER_TURN
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.token_bucket import IDLE_WORK_MAX
+from embedserve.wire.http2.turns import FRAMES_PER_TURN, IDLE_BYTES, IDLE_WORK, WORK_PER_TURN
 
 OK = encode([(b":status", b"200")])
 

@@ -1,0 +1,173 @@
+"""Compressed messages: what is decompressed on the event loop is bounded, also for strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from server.fake_engine import FakeEngine
+from server.live import make_pipeline
+from server.wire.grpc.test_calls import CHECK, EMBED, STREAM, WATCH, GrpcPeer, head, vector
+from server.wire.http2.peer import data
+
+from embedserve.config import Limits
+from embedserve.wire.grpc import grpc_framing
+from embedserve.wire.grpc.grpc_framing import (
+    DECOMPRESSED_BYTES_PER_WORK,
+    INLINE_BYTES_MAX,
+    PLAIN_BYTES_MAX,
+    framed,
+)
+from embedserve.wire.grpc.service import SERVICE_NAME
+from embedserve.wire.http2.turns import WORK_PER_TURN
+from embedserve_proto import embedding_pb2 as pb
+
+BODY_MAX = 1 << 20
+GZIP = [(b"grpc-encoding", b"gzip")]
+REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+LARGE = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1] + [0] * 300_000).SerializeToString()
+SMALL = pb.EmbedRequest(keys=["user"], ids=[2], lengths=[1]).SerializeToString()
+ZEROS = bytes(BODY_MAX)
+
+
+def packed(message: bytes, data: bytes | None = None) -> bytes:
+    data = gzip.compress(message) if data is None else data
+    return b"\1" + len(data).to_bytes(4, "big") + data
+
+
+@pytest.fixture
+def inflated(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes that were decompressed, by thread."""
+    counts: dict[str, int] = {"loop": 0, "codec": 0}
+    decompress = grpc_framing._decompressed
+
+    def count(stream: zlib._Decompress, message: bytes, bytes_max: int) -> bytes:
+        whole = decompress(stream, message, bytes_max)
+        is_loop = threading.current_thread() is threading.main_thread()
+        counts["loop" if is_loop else "codec"] += len(whole)
+        return whole
+
+    monkeypatch.setattr(grpc_framing, "_decompressed", count)
+    return counts
+
+
+@pytest.fixture
+async def peer(engine: FakeEngine, executor: ThreadPoolExecutor) -> GrpcPeer:
+    limits = Limits(body_bytes_max=BODY_MAX)
+    return GrpcPeer(make_pipeline(engine, executor=executor, limits=limits))
+
+
+@pytest.mark.parametrize(
+    "path", [CHECK, WATCH, REFLECTION, f"/{SERVICE_NAME}/ListModels", f"/{SERVICE_NAME}/GetModel"]
+)
+async def test_a_method_without_a_lookup_takes_small_messages_only(
+    peer: GrpcPeer, inflated: dict[str, int], path: str
+) -> None:
+    peer.call(1, path, packed(ZEROS), more=GZIP)
+    peer.call(3, path, framed(bytes(PLAIN_BYTES_MAX + 1))[:5])
+    for number, size in ((1, "over 65536 bytes decompressed"), (3, "65537 bytes")):
+        assert peer.status(number)[0] == 8
+        assert "the limit is 65536 (fixed for methods without a lookup)" in peer.status(number)[1]
+        assert size.split()[0] in peer.status(number)[1]
+    assert inflated == {"loop": PLAIN_BYTES_MAX + 1, "codec": 0}
+
+
+async def test_a_turn_decompresses_few_messages(peer: GrpcPeer, inflated: dict[str, int]) -> None:
+    body = packed(bytes(PLAIN_BYTES_MAX))
+    count = 40
+    sent = b""
+    for number in range(1, 2 * count, 2):
+        sent += peer.headers(number, head(CHECK, *GZIP), is_end=False).serialize()
+        sent += data(number, body, is_end=True).serialize()
+    peer.connection.receive(sent)
+    turns = 1
+    while peer.connection.has_more:
+        assert inflated["loop"] <= turns * (
+            WORK_PER_TURN * DECOMPRESSED_BYTES_PER_WORK + PLAIN_BYTES_MAX
+        )
+        peer.connection.receive(b"")
+        turns += 1
+    assert inflated["loop"] == count * PLAIN_BYTES_MAX
+    assert turns >= count * PLAIN_BYTES_MAX // (
+        WORK_PER_TURN * DECOMPRESSED_BYTES_PER_WORK + PLAIN_BYTES_MAX
+    )
+
+
+async def test_so_does_a_turn_of_a_stream(peer: GrpcPeer, inflated: dict[str, int]) -> None:
+    body = packed(bytes(PLAIN_BYTES_MAX)) * 40
+    peer.connection.receive(
+        peer.headers(1, head(STREAM, *GZIP), is_end=False).serialize()
+        + data(1, body, is_end=True).serialize()
+    )
+    per_turn = WORK_PER_TURN * DECOMPRESSED_BYTES_PER_WORK + PLAIN_BYTES_MAX
+    before = 0
+    while inflated["loop"] < 40 * PLAIN_BYTES_MAX:
+        assert before < inflated["loop"] <= before + per_turn
+        before = inflated["loop"]
+        await asyncio.sleep(0)
+    await peer.ended(1)
+    assert peer.status(1) == (0, "")
+
+
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", None)])
+async def test_a_large_message_is_decompressed_in_the_codec_thread(
+    peer: GrpcPeer, engine: FakeEngine, inflated: dict[str, int], encoding: str, compress: object
+) -> None:
+    body = packed(LARGE, None if compress else zlib.compress(LARGE))
+    more = [(b"grpc-encoding", encoding.encode())]
+    peer.call(1, EMBED, body, more=more)
+    assert inflated == {"loop": INLINE_BYTES_MAX + 1, "codec": 0}
+    await peer.ended(1)
+    assert inflated == {"loop": INLINE_BYTES_MAX + 1, "codec": len(LARGE)}
+    assert peer.status(1)[0] == 8
+    assert "examples" in peer.status(1)[1]  # of which there are too many
+
+
+async def test_messages_of_a_stream_keep_their_order(
+    peer: GrpcPeer, engine: FakeEngine, inflated: dict[str, int]
+) -> None:
+    """Padded by an unknown field, which readers of protobuf skip."""
+    large = SMALL + b"\xfa\x3f\xa0\x8d\x06" + bytes(100_000)
+    first = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1]).SerializeToString()
+    peer.call(1, STREAM, packed(first) + packed(large) + packed(first), more=GZIP)
+    await peer.ended(1)
+    assert peer.status(1) == (0, "")
+    rows = engine.tables["t_user"]
+    assert [vector(one) for one in peer.messages(1)] == [rows[i].tolist() for i in (1, 2, 1)]
+    assert inflated["codec"] == len(large)
+
+
+@pytest.mark.parametrize("path", [EMBED, STREAM])
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        (packed(bytes(BODY_MAX + 1)), 8, "over 1048576 decompressed bytes"),
+        (packed(b"", gzip.compress(ZEROS)[:-1]), 13, "another length"),
+        (packed(b"", gzip.compress(ZEROS) + b"x"), 13, "another length"),
+        (packed(b"", gzip.compress(ZEROS)[:-4] + b"\0\0\2\0"), 13, "another length"),
+    ],
+)
+async def test_what_is_wrong_with_a_large_message_ends_the_call(
+    peer: GrpcPeer, path: str, body: bytes, code: int, said: str
+) -> None:
+    peer.call(1, path, body, more=GZIP)
+    await peer.ended(1)
+    assert peer.status(1)[0] == code
+    assert set(said.split()) <= set(peer.status(1)[1].replace(",", "").split())
+    assert peer.messages(1) == []
+
+
+async def test_no_more_is_decompressed_than_gzip_says(
+    peer: GrpcPeer, inflated: dict[str, int]
+) -> None:
+    size = 100_000
+    peer.call(
+        1, EMBED, packed(b"", gzip.compress(ZEROS)[:-4] + size.to_bytes(4, "little")), more=GZIP
+    )
+    await peer.ended(1)
+    assert peer.status(1)[0] == 13
+    assert inflated["codec"] == size + 1
