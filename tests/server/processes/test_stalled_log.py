@@ -129,6 +129,6 @@ def test_lines_that_were_dropped_are_counted_and_told_once_it_is_read(
             assert time.monotonic() < end_s
         server.read_until(".")
         server.process.send_signal(signal.SIGTERM)
-        logged = server.read_until("stopped")
-        assert " lines of the log were dropped: its reader did not keep up" in logged
+        # Not by "stopped": all requests may have come to one worker, and the other stops before it.
+        server.read_until(" lines of the log were dropped: its reader did not keep up")
         assert server.process.wait(WAIT_S_MAX) == 0
