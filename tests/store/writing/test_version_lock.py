@@ -7,6 +7,7 @@ import fcntl
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,11 +157,11 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets nobody open a read-only manifest for writing, not even root."""
     opened = os.open
 
-    def checked(path: Path, flags: int, *mode: int) -> int:
+    def checked(path: Path, flags: int, *mode: int, **folder: Any) -> int:
         is_manifest = Path(path).name == "manifest.json"
         if is_manifest and flags & os.O_RDWR and not Path(path).stat().st_mode & stat.S_IWUSR:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return opened(path, flags, *mode)
+        return opened(path, flags, *mode, **folder)
 
     monkeypatch.setattr(os, "open", checked)
 
