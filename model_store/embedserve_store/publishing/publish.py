@@ -135,7 +135,12 @@ def make_draft(
     from embedserve_store.sources.checkpoint import check_rows
 
     described = tables if isinstance(tables, Description) else None
-    made = make_source(source, tables, options.get("prefix", ""), options.get("dtype"))
+    vocabularies = {
+        **(described.vocabularies if described else {}),
+        **(options.get("vocabularies") or {}),
+    }
+    prefix, dtype = options.get("prefix", ""), options.get("dtype")
+    made = make_source(source, tables, prefix, dtype, vocabularies)
     if (is_weighted := options.get("is_weighted")) is not None:
         made = replace(made, is_weighted=is_weighted)
     sharding = _wanted_sharding(made.tables, options, described)
@@ -151,10 +156,6 @@ def make_draft(
         device_memory_bytes=options.get("device_memory_bytes"),
         hosts=options.get("hosts"),
     )
-    vocabularies = {
-        **(described.vocabularies if described else {}),
-        **(options.get("vocabularies") or {}),
-    }
     specs, id_maps = resolve_ids(made.tables, options.get("ids") or {}, vocabularies)
     _check_description(specs, model)
     goldens = FROM_TRAINING if made.ebc is not None else FROM_DESCRIPTION

@@ -6,7 +6,7 @@ Hands publish.py tables with their rows, which are not yet read. Imports torch o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +34,11 @@ def make_source(
     tables: Description | Sequence[TableSpec] | None,
     prefix: str,
     dtype: Choice | None,
+    with_vocabulary: Collection[str],
 ) -> Source:
     """Returns a Source. Raises InvalidModelError or StoreError as ``publish`` does."""
     if isinstance(source, (str, os.PathLike, Mapping)):
-        return _from_checkpoint(source, tables, prefix, dtype)
+        return _from_checkpoint(source, tables, prefix, dtype, with_vocabulary)
     if tables is not None:
         raise InvalidModelError(
             "tables describe a state dict or a checkpoint; a module describes itself"
@@ -64,6 +65,7 @@ def _from_checkpoint(
     tables: Description | Sequence[TableSpec] | None,
     prefix: str,
     dtype: Choice | None,
+    with_vocabulary: Collection[str],
 ) -> Source:
     if tables is None:
         raise InvalidModelError(
@@ -74,7 +76,7 @@ def _from_checkpoint(
         checkpoint = from_state_dict(source)
     else:
         checkpoint = open_checkpoint(Path(source))
-    rows, skipped = find_tables(checkpoint, described, prefix)
+    rows, skipped = find_tables(checkpoint, described, prefix, with_vocabulary)
     return Source(
         kind=checkpoint.kind,
         tables=described if dtype is None else with_dtypes(described, dtype),

@@ -7,7 +7,7 @@ values and runs no code of a checkpoint.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,15 @@ COLLECTIONS = {"embedding_bags": True, "embeddings": False}
 """Names under which TorchRec's collections keep their tables in a state dict, and whether the
 collection is pooled."""
 _PREFIXES_SHOWN = 10
+
+_MAPS_IDS = "_managed_collision_collection"
+_CHANGES_LOOKUPS = {
+    "_embedding_bag_collection": ("_feature_processors", "_itep_module"),
+    "_embedding_collection": ("_itep_module",),
+    "_embedding_module": (_MAPS_IDS,),
+}
+"""Modules of TorchRec that change ids or weights before the lookup, by the name of the collection
+beside them. A vocabulary can stand for managed collisions, and for no other module."""
 
 
 @dataclass(frozen=True)
@@ -129,27 +138,36 @@ def _table_key(key: str) -> TableKey | None:
 
 
 def find_tables(
-    checkpoint: Checkpoint, tables: Sequence[TableSpec], prefix: str = ""
+    checkpoint: Checkpoint,
+    tables: Sequence[TableSpec],
+    prefix: str = "",
+    with_vocabulary: Collection[str] = (),
 ) -> tuple[dict[str, TableRows], tuple[str, ...]]:
     """Returns the rows of ``tables`` by table name, and the keys of all other entries.
 
     Args:
         prefix: selects collections, as in ``table_keys``.
+        with_vocabulary: names of the tables whose ids a vocabulary maps to rows.
 
     Raises:
         InvalidModelError: a table is missing, occurs several times, or is not a plain 2-D
-            floating-point tensor.
+            floating-point tensor. Also raised if another module changes the ids or weights of the
+            table's lookups.
         StoreError: a table's shards are missing, damaged or incomplete.
     """
     keys = (*checkpoint.tensors, *checkpoint.others)
     found = table_keys(keys, prefix)
-    chosen = {table.name: _key_of(table, found, prefix) for table in tables}
+    chosen = {}
+    for table in tables:
+        one = _key_of(table, found, prefix)
+        check_lookups_unchanged(one, keys, table.name in with_vocabulary)
+        chosen[table.name] = one.key
     rows = {name: _rows(checkpoint, key, name) for name, key in chosen.items()}
     used = set(chosen.values())
     return rows, tuple(key for key in keys if key not in used)
 
 
-def _key_of(table: TableSpec, found: Sequence[TableKey], prefix: str) -> str:
+def _key_of(table: TableSpec, found: Sequence[TableKey], prefix: str) -> TableKey:
     is_pooled = table.pooling != "none"
     matches = [one for one in found if one.name == table.name and one.is_pooled == is_pooled]
     if not matches:
@@ -160,7 +178,30 @@ def _key_of(table: TableSpec, found: Sequence[TableKey], prefix: str) -> str:
             f"table {table.name!r}: {len(matches)} collections have it: {shown}; "
             "choose one with prefix (--prefix)"
         )
-    return matches[0].key
+    return matches[0]
+
+
+def check_lookups_unchanged(table: TableKey, keys: Iterable[str], has_vocabulary: bool) -> None:
+    """Raises InvalidModelError if another module changes the ids or weights of lookups.
+
+    Args:
+        keys: all keys of the checkpoint.
+    """
+    parent, _, collection = table.prefix.rpartition(".")
+    for module in _CHANGES_LOOKUPS.get(collection, ()):
+        path = f"{parent}.{module}" if parent else module
+        if not any(key.startswith(f"{path}.") for key in keys):
+            continue
+        if module != _MAPS_IDS:
+            raise InvalidModelError(
+                f"table {table.name!r}: {path} beside it changes ids or weights before they are "
+                "looked up: only its rows could be served"
+            )
+        if not has_vocabulary:
+            raise InvalidModelError(
+                f"table {table.name!r}: {path} beside it maps ids to rows: publish the table with "
+                "a vocabulary, from id to row"
+            )
 
 
 def shown_prefixes(found: Sequence[TableKey]) -> str:

@@ -15,6 +15,7 @@ from embedserve_store.goldens.expected import Expected
 from embedserve_store.sources.checkpoint import (
     Checkpoint,
     TableKey,
+    check_lookups_unchanged,
     check_rows,
     shown_prefixes,
     table_keys,
@@ -46,7 +47,7 @@ def draft_description(
             f"embeddings.<table>.weight, of {len(keys)} entries"
         )
     _check_one_model(found, checkpoint)
-    good, bad = _read(checkpoint, found)
+    good, bad = _read(checkpoint, found, keys)
     if not good:
         raise InvalidModelError(f"{checkpoint.path}: {bad[0]}")
     if expected is None:
@@ -85,8 +86,14 @@ def _check_one_model(found: Sequence[TableKey], checkpoint: Checkpoint) -> None:
     )
 
 
-def _read(checkpoint: Checkpoint, found: Sequence[TableKey]) -> tuple[list[TableSpec], list[str]]:
-    """Returns the tables that can be served, and a reason for each other table."""
+def _read(
+    checkpoint: Checkpoint, found: Sequence[TableKey], keys: Sequence[str]
+) -> tuple[list[TableSpec], list[str]]:
+    """Returns the tables that can be served, and a reason for each other table.
+
+    Args:
+        keys: all keys of the checkpoint.
+    """
     good: list[TableSpec] = []
     bad: list[str] = []
     for one in found:
@@ -100,6 +107,7 @@ def _read(checkpoint: Checkpoint, found: Sequence[TableKey]) -> tuple[list[Table
         table = TableSpec(one.name, *rows.shape, (one.name,), pooling, dtype)
         try:
             check_table(table, where)
+            check_lookups_unchanged(one, keys, has_vocabulary=True)
             check_rows(table, rows)
         except StoreError as error:
             bad.append(str(error))

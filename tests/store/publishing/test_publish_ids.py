@@ -14,9 +14,16 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 
 from embedserve_store import IdRule, ModelStore, ModelVersion, publish, verify
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.reference_pooling import row_numbers
 from embedserve_store.publishing.publish_sharded import publish_sharded
 
@@ -191,6 +198,35 @@ def test_a_state_dict_of_an_embedding_collection(tmp_path: Path) -> None:
         tables=published.manifest.tables,
     )
     assert again.manifest.tables == published.manifest.tables
+
+
+def managed_collisions() -> ManagedCollisionEmbeddingBagCollection:
+    config = EmbeddingBagConfig(name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"])
+    module = MCHManagedCollisionModule(
+        device=torch.device("cpu"),
+        zch_size=8,
+        eviction_policy=LFU_EvictionPolicy(),
+        eviction_interval=10,
+    )
+    return ManagedCollisionEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=[config]), ManagedCollisionCollection({"t": module}, [config])
+    )
+
+
+def test_a_table_behind_managed_collisions_needs_a_vocabulary(tmp_path: Path) -> None:
+    torch.save(torch.nn.ModuleDict({"mc": managed_collisions()}).state_dict(), tmp_path / "mc.pt")
+    tables = [TableSpec("t", 8, 4, ("f",), "sum", "float32")]
+    source = tmp_path / "mc.pt"
+    for ids in ({}, {"t": IdRule(rule="modulo")}):
+        with pytest.raises(
+            InvalidModelError,
+            match=r"'t': mc\._managed_collision_collection beside it maps .* with a vocabulary",
+        ):
+            publish(source, tmp_path / "store", tables=tables, model="m", ids=ids)
+        assert not (tmp_path / "store").exists()
+    slots = {"t": {10**15 + 1: 0, 10**15 + 2: 5}}
+    publish(source, tmp_path / "store", tables=tables, model="m", vocabularies=slots)
+    assert load(tmp_path / "store").manifest.tables[0].ids.entries == 2
 
 
 def test_an_unsharded_module_is_not_published_as_sharded(

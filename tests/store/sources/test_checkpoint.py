@@ -9,6 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from store.sources.dcp_folder import grid, save_alone, write_dcp
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import TableSpec
@@ -158,6 +164,57 @@ def test_a_table_that_is_not_there_is_named_with_those_that_are() -> None:
 def test_an_entry_that_is_not_rows_is_refused(value: Any) -> None:
     with pytest.raises(InvalidModelError, match=rf"'user': {KEY} is not a plain tensor of rows"):
         find_tables(from_state_dict({KEY: value}), [USER])
+
+
+def with_processors(named: bool) -> FeatureProcessedEmbeddingBagCollection:
+    config = EmbeddingBagConfig(
+        name="user", num_embeddings=10, embedding_dim=4, feature_names=["user"]
+    )
+    ebc = EmbeddingBagCollection(tables=[config], is_weighted=True)
+    processors = {"user": PositionWeightedModule(5)}
+    whole = PositionWeightedModuleCollection({"user": 5})
+    return FeatureProcessedEmbeddingBagCollection(ebc, processors if named else whole)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("prefix", ["", "fp", "fp._embedding_bag_collection"])
+def test_tables_behind_feature_processors_are_refused(
+    tmp_path: Path, named: bool, prefix: str
+) -> None:
+    torch.save(torch.nn.ModuleDict({"fp": with_processors(named)}).state_dict(), tmp_path / "fp.pt")
+    with pytest.raises(
+        InvalidModelError, match=r"^table 'user': fp\._feature_processors beside it changes ids or"
+    ):
+        find_tables(open_checkpoint(tmp_path / "fp.pt"), [USER], prefix)
+    with pytest.raises(InvalidModelError, match="'user': _feature_processors beside it changes"):
+        find_tables(from_state_dict(with_processors(named).state_dict()), [USER], "")
+
+
+@pytest.mark.parametrize("collection", ["embedding_bag_collection", "embedding_collection"])
+def test_tables_whose_rows_are_pruned_in_training_are_refused(collection: str) -> None:
+    kind, table = (
+        ("embeddings", WORD)
+        if collection == "embedding_collection"
+        else (
+            "embedding_bags",
+            USER,
+        )
+    )
+    state = {
+        f"m._{collection}.{kind}.user.weight": WEIGHT,
+        "m._itep_module.user_itp_address_lookup": torch.arange(10),
+    }
+    with pytest.raises(InvalidModelError, match=r"m\._itep_module beside it changes ids"):
+        find_tables(from_state_dict(state), [table])
+
+
+def test_processors_elsewhere_do_not_matter() -> None:
+    state = {
+        "a._embedding_bag_collection.embedding_bags.user.weight": WEIGHT,
+        "_feature_processors.f.position_weight": torch.ones(5),
+        "b._feature_processors.f.position_weight": torch.ones(5),
+    }
+    assert list(find_tables(from_state_dict(state), [USER])[0]) == ["user"]
 
 
 def test_damaged_shards_name_the_table(tmp_path: Path) -> None:

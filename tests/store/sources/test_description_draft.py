@@ -117,6 +117,17 @@ def test_what_cannot_be_served_is_left_out_with_the_reason(
     assert reason in str(caught.value)
 
 
+def test_a_table_behind_feature_processors_is_left_out() -> None:
+    state = {
+        "fp._embedding_bag_collection.embedding_bags.user.weight": torch.ones(10, 4),
+        "fp._feature_processors.position_weights.user": torch.ones(5),
+    }
+    with pytest.raises(InvalidModelError, match=r"fp\._feature_processors beside it changes ids"):
+        draft_description(from_state_dict(state))
+    text = draft_description(from_state_dict(state | USER), "m")
+    assert "left out" not in text
+
+
 def test_several_collections_need_a_prefix_unless_they_are_one_model(tmp_path: Path) -> None:
     item = {"n.embedding_bags.item.weight": torch.ones(7, 8)}
     together = draft_description(from_state_dict(USER | item))

@@ -47,7 +47,7 @@ def two() -> nn.Module:
 
 def of_source(source: object, prefix: str) -> float:
     tables = None if isinstance(source, nn.Module) else [TABLE]
-    return float(make_source(source, tables, prefix, None).rows["t"].read(0, 1)[0, 0])
+    return float(make_source(source, tables, prefix, None, ()).rows["t"].read(0, 1)[0, 0])
 
 
 def live(model: nn.Module, prefix: str, folder: Path) -> float:
