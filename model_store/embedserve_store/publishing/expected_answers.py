@@ -25,6 +25,13 @@ from embedserve_store.ids.id_map import IdMap
 from embedserve_store.sources.expected_tables import POOLINGS, fitting
 from embedserve_store.sources.rows import TableRows, source_rows
 
+GOLDEN_EXAMPLES_MAX = 10_000
+GOLDEN_IDS_MAX = 100_000
+GOLDEN_BYTES_MAX = 16 << 20
+"""Maximum examples of goldens, ids that they look up in all tables, and bytes of their lengths and
+results. A server reads goldens whole at each load, and a router looks them up in one request for
+each shard, so they stay well below the limits of files and requests."""
+
 
 def coverage_of(
     expected: Expected, manifest: Manifest, source: Mapping[str, TableRows]
@@ -130,7 +137,8 @@ def expected_goldens(
 ) -> tuple[Bags, NDArray[np.float32]]:
     """Returns ``expected`` as goldens: bags with callers' ids, and the model's float32 outputs.
 
-    Bags with a row that no caller's id maps to are emptied. Outputs are recomputed in float32 from
+    All examples are compared, and the first ones within the limits of goldens are returned. Bags
+    with a row that no caller's id maps to are emptied. Outputs are recomputed in float32 from
     the source's rows if any table is not float32.
 
     Args:
@@ -139,7 +147,7 @@ def expected_goldens(
         id_maps: id maps, by table name, for tables with the rule "map".
 
     Raises:
-        InvalidModelError: the rows give other outputs, the description has other keys, or no bag is
+        InvalidModelError: the rows give other outputs, the description has other keys, or no id is
             left.
     """
     bags = _in_order(expected, manifest)
@@ -149,7 +157,7 @@ def expected_goldens(
     answers = expected.answers
     if any(one.dtype != "float32" for one in rows.values()):
         answers = pool(manifest, bags, bags.ids, source_rows(rows))
-    return goldens, _answers_of(answers, bags, manifest, kept)
+    return _first_examples(goldens, _answers_of(answers, bags, manifest, kept), manifest)
 
 
 def _in_order(expected: Expected, manifest: Manifest) -> Bags:
@@ -332,3 +340,37 @@ def _answers_of(
         for one in manifest.columns
     ]
     return np.concatenate(blocks)
+
+
+def _first_examples(
+    bags: Bags, answers: NDArray[np.float32], manifest: Manifest
+) -> tuple[Bags, NDArray[np.float32]]:
+    """Returns the first examples within the limits of goldens, and their outputs.
+
+    Raises:
+        InvalidModelError: these examples have no id, and others have.
+    """
+    examples = bags.lengths.shape[1]
+    ids = np.sum([bags.lengths[one.feature] for one in manifest.columns], axis=0, dtype=np.int64)
+    values = sum(manifest.length_per_key) if manifest.is_pooled else ids * answers.shape[1]
+    nbytes = np.broadcast_to(4 * (len(manifest.features) + values), examples)
+    fits = (ids.cumsum() <= GOLDEN_IDS_MAX) & (nbytes.cumsum() <= GOLDEN_BYTES_MAX)
+    count = min(int(fits.sum()), GOLDEN_EXAMPLES_MAX)
+    if count == examples:
+        return bags, answers
+    is_first = np.repeat(np.tile(np.arange(examples) < count, len(bags.lengths)), bags.lengths.flat)
+    weights = None if bags.weights is None else bags.weights[is_first]
+    first = Bags(bags.ids[is_first], bags.lengths[:, :count], weights)
+    if bags.ids.size and not first.ids.size:
+        raise InvalidModelError(
+            f"expected: its first {count} examples have no ids that callers have, and goldens are "
+            f"the first examples: {GOLDEN_EXAMPLES_MAX:,} at most, with {GOLDEN_IDS_MAX:,} ids and "
+            f"{GOLDEN_BYTES_MAX:,} bytes: begin with others"
+        )
+    if manifest.is_pooled:
+        return first, answers[:count]
+    blocks = [
+        _block(answers, one, bags, manifest)[: int(first.lengths[one.feature].sum())]
+        for one in manifest.columns
+    ]
+    return first, np.concatenate(blocks)

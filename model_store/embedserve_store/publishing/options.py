@@ -43,7 +43,8 @@ class PublishOptions(TypedDict, total=False):
         max_error: largest relative L2 error of a table's pooled vectors; a larger error is
             rejected.
         expected: outputs of the training model, as write_expected writes them. The source's rows,
-            pooled as described, must give the same outputs. The outputs become the goldens.
+            pooled as described, must give the same outputs. The outputs of the first examples
+            become the goldens.
         accept_unchecked: also publish if the inputs of ``expected`` cannot verify the description
             of a feature. Examples are a feature without an id, and a feature without a bag of two
             ids.

@@ -37,6 +37,7 @@ from embedserve_store.publishing.pooled_error import PooledError, pooled_error
 from embedserve_store.publishing.tables_writer import write_tables
 from embedserve_store.sources import live
 from embedserve_store.sources.rows import TableRows, source_rows
+from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX
 from embedserve_store.writing.staging import publish_staged, sync, write_synced
 
 if TYPE_CHECKING:
@@ -138,8 +139,11 @@ def finish_version(
         previous: version that is returned instead, if it has the same content; None for none.
 
     Raises:
+        InvalidModelError: a file is larger than readers accept.
         OSError: an error of the file system.
     """
+    for name in CHECKED_FILES:
+        _check_size(name, (staging / name).stat().st_size)
     files = {name: _sha256(staging / name) for name in CHECKED_FILES}
     manifest = replace(manifest, files=files)
     if is_new := previous is None or not manifest.has_same_content(previous):
@@ -223,7 +227,13 @@ def _write_goldens(draft: Draft, manifest: Manifest, tables: TablesFile, staging
 
 def _write_manifest(staging: Path, manifest: Manifest, version: int) -> None:
     data = sealed_json(replace(manifest, version=version).to_json())
+    _check_size("manifest.json", len(data))
     write_synced(staging / "manifest.json", data)
+
+
+def _check_size(name: str, nbytes: int) -> None:
+    if nbytes > SMALL_FILE_BYTES_MAX:
+        raise InvalidModelError(f"{name}: {nbytes} bytes, the limit is {SMALL_FILE_BYTES_MAX}")
 
 
 def _sha256(path: Path) -> str:

@@ -32,6 +32,8 @@ from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.local_store import LocalStore
+from embedserve_store.publishing import expected_answers
+from embedserve_store.publishing.expected_answers import GOLDEN_EXAMPLES_MAX
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.write_expected import expected_of, write_expected
 from embedserve_store.sources import live
@@ -354,9 +356,9 @@ def test_inputs_that_cannot_tell_are_refused_unless_that_is_accepted(
 def answered(
     module: EmbeddingBagCollection, lengths: list[list[int]], weight: float | None = None
 ) -> Expected:
-    """What ``module`` answers to such bags, their ids 0, 1, 2, … of each feature."""
+    """What ``module`` answers to such bags, their ids 0, 1, 2, … of each feature, below 40."""
     manifest = Manifest("", 0, live.describe(module), weight is not None)
-    ids = np.concatenate([np.arange(sum(one), dtype=np.int64) for one in lengths])
+    ids = np.concatenate([np.arange(sum(one), dtype=np.int64) % 40 for one in lengths])
     weights = None if weight is None else np.full(len(ids), weight, np.float32)
     bags = Bags(ids, np.array(lengths, np.int32), weights)
     answers = live.answers(module, manifest, bags)
@@ -425,6 +427,73 @@ def test_checksums_of_other_tables_are_refused(tmp_path: Path) -> None:
         assert said == f"expected: {message}"
     with pytest.raises(InvalidModelError, match="rows is 'some', expected 'sampled' or 'all'"):
         expected_of(ebc, rows="some")  # type: ignore[arg-type]
+
+
+def test_goldens_are_the_first_of_many_examples(tmp_path: Path) -> None:
+    ebc = twins()
+    expected = answered(ebc, [[2] * 20_000, [1, 2] * 10_000])
+    assert publish_state(ebc, tmp_path, described(ebc), expected=expected) == ""
+    version = LocalStore(tmp_path).load("m")
+    assert version.manifest.source["compared"]["examples"] == 20_000
+    goldens = version.goldens()
+    lengths = goldens.bags.lengths
+    assert lengths.tolist() == [[2] * GOLDEN_EXAMPLES_MAX, [1, 2] * (GOLDEN_EXAMPLES_MAX // 2)]
+    first, second = (expected.bags.span(i).start for i in range(2))
+    ids = expected.bags.ids
+    assert np.array_equal(
+        goldens.bags.ids, [*ids[first : first + 20_000], *ids[second : second + 15_000]]
+    )
+    assert np.array_equal(goldens.source_answers, expected.answers[:GOLDEN_EXAMPLES_MAX])
+    changed = expected.answers.copy()
+    changed[-1] += 1  # of an example that is no golden
+    wrong = replace(expected, answers=changed)
+    assert "answers are others" in publish_state(ebc, tmp_path, described(ebc), expected=wrong)
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "examples"),
+    [("GOLDEN_IDS_MAX", 7, 1), ("GOLDEN_IDS_MAX", 8, 2), ("GOLDEN_BYTES_MAX", 2 * 72, 2)],
+)
+def test_goldens_stay_within_ids_and_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, examples: int
+) -> None:
+    """An example has 2 lengths and 16 values."""
+    monkeypatch.setattr(expected_answers, limit, value)
+    ebc = twins()
+    expected = answered(ebc, [[2, 2, 2], [2, 2, 2]])
+    assert publish_state(ebc, tmp_path, described(ebc), expected=expected) == ""
+    goldens = LocalStore(tmp_path).load("m").goldens()
+    assert goldens.bags.lengths.tolist() == [[2] * examples] * 2
+    assert np.array_equal(goldens.source_answers, expected.answers[:examples])
+
+
+def test_first_examples_without_ids_are_no_goldens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expected_answers, "GOLDEN_IDS_MAX", 9)
+    ebc = twins()
+    expected = answered(ebc, [[0, 8, 2], [0, 2, 0]])
+    said = publish_state(ebc, tmp_path, described(ebc), expected=expected)
+    assert said.startswith("expected: its first 1 examples have no ids that callers have, and")
+
+
+def test_goldens_of_an_embedding_collection_are_cut_key_by_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = [
+        EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=4, feature_names=features)
+        for name, features in (("a", ["x", "y"]), ("b", ["y"]))
+    ]
+    ec = EmbeddingCollection(tables=configs)
+    expected = expected_of(ec)
+    x, y = expected.bags.lengths
+    monkeypatch.setattr(expected_answers, "GOLDEN_IDS_MAX", x[0] + 2 * y[0])
+    publish(ec, tmp_path, model="m", expected=expected)
+    goldens = LocalStore(tmp_path).load("m").goldens()
+    assert goldens.bags.lengths.tolist() == [[2, 0], [2, 0]]
+    np.testing.assert_array_equal(goldens.source_answers, goldens.stored_answers)
+    ids = expected.bags.ids
+    assert np.array_equal(goldens.bags.ids, [*ids[:2], *ids[x.sum() : x.sum() + 2]])
 
 
 def test_what_write_expected_makes_can_tell(make_ebc: MakeEbc, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from store.listing import everything_under
 from torchrec import EmbeddingBagCollection
 
 import embedserve_store
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
+from embedserve_store.publishing import version_writer
 from embedserve_store.publishing.publish import publish
 from embedserve_store.verification import verify
 from embedserve_store.writing import direct_file
@@ -62,6 +63,29 @@ def test_too_little_disk_is_refused_before_a_row_is_read(
     with pytest.raises(StoreError, match=message):
         publish(ebc, tmp_path / "store", model="other", progress=lambda *_: pytest.fail("a row"))
     assert not (tmp_path / "store" / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "meta"),
+    [
+        ("goldens.safetensors", 2_000, {}),
+        ("manifest.json", 50_000, {f"m{i}": "x" * 990 for i in range(60)}),
+    ],
+)
+def test_no_file_is_published_that_no_reader_accepts(
+    version: ModelVersion,
+    ebc: EmbeddingBagCollection,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    limit: int,
+    meta: dict[str, str],
+) -> None:
+    store = version.path.parent.parent
+    before = everything_under(store)
+    monkeypatch.setattr(version_writer, "SMALL_FILE_BYTES_MAX", limit)
+    with pytest.raises(InvalidModelError, match=rf"^{name}: \d+ bytes, the limit is {limit}$"):
+        publish(ebc, store, model="m", meta=meta)
+    assert everything_under(store) == before
 
 
 def test_a_file_system_without_files_is_named(
