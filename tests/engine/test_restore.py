@@ -29,8 +29,18 @@ from embedserve.engine.compile import EAGER, SCRIPTED, TRACED
 from embedserve.engine.cuda_limits import check_fits_cuda
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
-from embedserve_store import ModelVersion, Plan, Shard, StoreError, TablePlan, TableSpec, publish
+from embedserve_store import (
+    ModelStore,
+    ModelVersion,
+    Plan,
+    Shard,
+    StoreError,
+    TablePlan,
+    TableSpec,
+    publish,
+)
 from embedserve_store.goldens.goldens_file import Goldens
+from embedserve_store.plans import planner
 
 RESTORE_WITHIN = """
 import re, resource, sys
@@ -291,6 +301,18 @@ def test_strict_plan_refuses_another_number_of_ranks(published: Publish) -> None
     version = published(sharding="row_wise", world_size=2)
     with pytest.raises(StoreError, match="stored plan is for 2 ranks, one for 1 is needed here"):
         restore(version, "cpu:1", strict_plan=True)
+
+
+def test_a_published_name_that_torch_cannot_hold_is_an_error_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "check_table_names", lambda tables: None)
+    tables = [TableSpec("type", 10, 4, ("type",), "sum", "float32")]
+    state = {"embedding_bags.type.weight": torch.ones(10, 4)}
+    publish(state, tmp_path, model="m", tables=tables, sharding="data_parallel")
+    version = ModelStore(tmp_path).load("m")
+    with pytest.raises(StoreError, match="table 'type': torch's modules cannot hold a table of"):
+        restore(version, "cpu:1")
 
 
 def test_wrong_rows_never_become_ready(published: Publish) -> None:

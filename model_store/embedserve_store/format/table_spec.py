@@ -166,7 +166,7 @@ def check_table(table: TableSpec, where: str) -> None:
     """
     if not NAME_PATTERN.fullmatch(table.name):
         raise StoreError(
-            f"{where}: table name {table.name!r}: use letters, digits, '_', '-' and '.', "
+            f"{where}: table name {table.name!r}: use letters, digits, '_' and '-', "
             "and begin with a letter, digit or '_'"
         )
     if table.name == "__metadata__":

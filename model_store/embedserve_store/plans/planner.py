@@ -36,6 +36,7 @@ from embedserve_store.plans.sharding_types import why_not
 __all__ = [
     "Constraints",
     "Sharding",
+    "check_table_names",
     "draft_plan",
     "from_torchrec",
     "make_plan",
@@ -106,6 +107,7 @@ def draft_plan(
     Args:
         costs: costs of shards, in place of torchrec's cost model.
     """
+    check_table_names(tables)
     if isinstance(sharding, Plan):
         return with_hosts(_checked(sharding, tables, world_size, constraints), tables, hosts)
     wanted = combined(tables, sharding, own_constraints(tables, constraints or {}))
@@ -130,9 +132,26 @@ def plan_under(
         InvalidModelError: world_size is below 1, the planner found no plan, or the shards of a
             rank are larger than its memory, as in ``make_plan``.
     """
+    check_table_names(tables)
     plan = _search(tables, constraints, world_size, device_type, device_memory_bytes)
     check_fits(plan, tables, _memory(device_type, plan, device_memory_bytes), device_type)
     return plan
+
+
+def check_table_names(tables: Sequence[TableSpec]) -> None:
+    """Raises InvalidModelError if torchrec cannot hold a table of that name.
+
+    Its collections hold tables in a ModuleDict, whose keys have no dots and are not the names of
+    its own attributes.
+    """
+    modules = torch.nn.ModuleDict()
+    for table in tables:
+        if "." in table.name or hasattr(modules, table.name):
+            raise InvalidModelError(
+                f"table {table.name!r}: torch's modules cannot hold a table of this name, because "
+                "it has a dot or is an attribute of theirs: rename the table, also in the "
+                "keys of a checkpoint"
+            )
 
 
 def gpu_memory_bytes() -> list[int]:

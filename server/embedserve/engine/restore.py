@@ -42,7 +42,7 @@ from embedserve.engine.unpooled import shard_unpooled
 from embedserve_store.errors import StoreError
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.planner import plan_under
+from embedserve_store.plans.planner import check_table_names, plan_under
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +217,7 @@ def _compile(
     """Returns the lookups of ``version``, sharded by ``plan``, for each replica. A replica is given
     by the GPU of its rank 0. Rows are read for the first replica, and copied from its GPUs to the
     others."""
+    check_table_names(version.manifest.tables)
     sharded: list[list[Any]] = []
     try:
         for gpu in first_gpus:

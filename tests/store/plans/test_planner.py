@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 import torch
 from forkserver import PYTHON, run_warm
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.constraints import TableConstraints
 from embedserve_store.plans.plan import Plan
-from embedserve_store.plans.planner import draft_plan, make_plan, plan_under, to_torchrec
+from embedserve_store.plans.planner import (
+    check_table_names,
+    draft_plan,
+    make_plan,
+    plan_under,
+    to_torchrec,
+)
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
 
 GIB = 1 << 30
@@ -262,3 +269,25 @@ def test_torchrec_is_given_one_copy_of_a_data_parallel_table_on_rank_0() -> None
     (placement,) = [shard.placement for shard in given["t"].sharding_spec.shards]
     assert str(placement) == "rank:0/cuda:0"
     assert (given["one"].sharding_type, len(given["one"].ranks)) == ("table_wise", 1)
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "data_parallel", "auto"])
+@pytest.mark.parametrize("name", ["a.b", "type", "keys", "float", "update", "training"])
+def test_a_name_that_torch_cannot_hold_is_refused(name: str, sharding: str) -> None:
+    tables = (table("t", 100), table(name, 100))
+    with pytest.raises(InvalidModelError, match=f"^table {name!r}: torch's modules cannot hold a"):
+        make_plan(tables, sharding=sharding)
+    with pytest.raises(InvalidModelError, match=f"^table {name!r}: torch's modules cannot hold a"):
+        plan_under(tables, {}, world_size=1)
+
+
+@pytest.mark.parametrize("name", ["a.b", "t", "1", "a-b", "weight", *dir(torch.nn.ModuleDict())])
+def test_the_names_that_are_refused_are_those_that_torchrec_refuses(name: str) -> None:
+    config = EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=4, feature_names=["f"])
+    try:
+        EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+    except KeyError:
+        with pytest.raises(InvalidModelError, match="cannot hold a table of this name"):
+            check_table_names([table(name, 10)])
+    else:
+        check_table_names([table(name, 10)])
