@@ -32,8 +32,8 @@ class PublishOptions(TypedDict, total=False):
         vocabularies: vocabulary by table, which implies the rule "map". A vocabulary is a file, an
             int64 array or a sequence of ids (the position is the row), or a mapping from id to row.
         sharding: table_wise, row_wise, column_wise, data_parallel or auto, for all tables or by
-            table, or a complete Plan. None: as the description specifies, else what the constraints
-            allow, else table_wise.
+            table, or a complete Plan. Tables left out: as the description specifies, else auto.
+            None: as the description specifies, else what the constraints allow, else table_wise.
         world_size: number of ranks to plan for. None: the Plan's number, or 1 without a Plan.
         hosts: number of hosts over which the tables are divided by rows, for a model larger than a
             host. Each has ``world_size`` ranks. Above 1, tables without ``sharding`` are "auto".

@@ -329,11 +329,11 @@ def _wanted_sharding(
     sharding = options.get("sharding")
     if isinstance(sharding, Plan):
         return sharding
+    types = described.sharding if described else {}
     if sharding is None:
-        types = described.sharding if described else {}
         constraints = options.get("constraints") or {}
         return default_sharding(tables, types, constraints, options.get("hosts"))
-    return choice_by_table("sharding", tables, sharding)
+    return {**types, **choice_by_table("sharding", tables, sharding)}
 
 
 def _check_model_name(model: str) -> None:

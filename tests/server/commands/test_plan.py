@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from server.python import run_python
 from typer.testing import CliRunner, Result
 
 from embedserve.commands.cli import app
+from embedserve_store import publish
 from embedserve_store.plans.plan import read_plan
+from embedserve_store.sources.description import read_description
 
 TABLES = """
 tables:
@@ -64,6 +67,31 @@ def test_sharding_by_table_shows_what_lies_where(tables: Path) -> None:
     shares = [word for line in lines for word in line if word.endswith("%")]
     assert shares == ["50.0%", "50.0%"]
     assert "on the CPU 70.4 KiB of column shards are copied" in result.stderr
+
+
+def test_sharding_of_one_table_leaves_the_described_one_of_another(tables: Path) -> None:
+    tables.write_text(f"{TABLES}    sharding: column_wise\n")
+    result = run(tables, "--world-size", "2", "--sharding", "user=row_wise")
+    kinds = {line[1]: line[7] for line in words(result) if line[:1] in (["A"], ["B"])}
+    assert kinds == {"user": "row_wise", "movie": "column_wise"}
+
+
+def test_sharding_of_one_table_leaves_the_stored_one_of_another(
+    tables: Path, tmp_path: Path
+) -> None:
+    rows = {
+        "embedding_bags.user.weight": torch.ones(1000, 64),
+        "embedding_bags.movie.weight": torch.ones(1001, 64),
+    }
+    sharding = {"user": "table_wise", "movie": "column_wise"}
+    described = read_description(tables)
+    publish(rows, tmp_path / "store", model="m", tables=described, sharding=sharding, world_size=2)
+    result = run(tmp_path / "store", "m", "--sharding", "user=row_wise")
+    kinds = {line[1]: line[7] for line in words(result) if line[:1] in (["A"], ["B"])}
+    assert kinds == {"user": "row_wise", "movie": "column_wise"}
+    result = run(tmp_path / "store", "m", "--sharding", "row_wise")
+    kinds = {line[1]: line[7] for line in words(result) if line[:1] in (["A"], ["B"])}
+    assert kinds == {"user": "row_wise", "movie": "row_wise"}
 
 
 def test_what_fits_is_said(tables: Path) -> None:

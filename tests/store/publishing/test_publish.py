@@ -30,7 +30,7 @@ from embedserve_store.publishing.publish import check_options, publish
 from embedserve_store.publishing.publish_sharded import publish_sharded
 from embedserve_store.publishing.write_expected import write_expected
 from embedserve_store.sources import live
-from embedserve_store.sources.description import read_description
+from embedserve_store.sources.description import Description, read_description
 from embedserve_store.verification import verify
 
 DRAFT = """
@@ -161,6 +161,22 @@ def test_constraints_that_name_a_sharding_need_no_other(
     assert kinds == {"user": "row_wise", "item": "table_wise", "tag": "table_wise"}
     with pytest.raises(InvalidModelError, match=r"'user': sharding is table_wise, but its constr"):
         publish(ebc, tmp_path, sharding="table_wise", **options)
+
+
+def test_a_choice_for_one_table_leaves_the_sharding_that_others_are_described_with(
+    ebc: EmbeddingBagCollection, tmp_path: Path
+) -> None:
+    described = Description(
+        live.describe(ebc),
+        sharding={"user": "table_wise", "item": "column_wise", "tag": "row_wise"},
+    )
+    options: dict[str, Any] = {"model": "m", "world_size": 2, "tables": described}
+    for sharding, expected in (
+        ({"user": "row_wise"}, {"user": "row_wise", "item": "column_wise", "tag": "row_wise"}),
+        ("row_wise", dict.fromkeys(("user", "item", "tag"), "row_wise")),
+    ):
+        plan = publish(ebc.state_dict(), tmp_path, sharding=sharding, **options).plan
+        assert {name: table.sharding_type for name, table in plan.tables.items()} == expected
 
 
 def test_rows_on_meta_are_refused(make_ebc: MakeEbc, tmp_path: Path) -> None:

@@ -113,7 +113,12 @@ def plan_version(
     if options.world_size is None:
         options = replace(options, world_size=stored.world_size)
     if options.sharding is not None:
-        planned = _planned(tables, parse_sharding(options.sharding), {}, options)
+        sharding = parse_sharding(options.sharding)
+        kept: dict[str, TableConstraints] = {}
+        if not isinstance(sharding, str | Plan):
+            stored_ones = stored.constraints.items()
+            kept = {name: one for name, one in stored_ones if name not in sharding}
+        planned = _planned(tables, sharding, kept, options)
     elif options.constraints or options.world_size != stored.world_size:
         planned = _planned(tables, "auto", stored.constraints, options)
         say(f"planned anew: the stored plan is for {count_ranks(stored.world_size)}")
@@ -155,8 +160,8 @@ def _planned(
     options: PlanOptions,
     described: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Computes a plan. Without ``sharding`` the types are those ``described``, or publishing's
-    defaults."""
+    """Computes a plan. Tables without ``sharding`` have the types ``described``; without any
+    ``sharding`` the others have publishing's defaults."""
     if options.constraints:
         constraints = read_constraints(options.constraints)
     with console.status("importing the planner …"):
@@ -164,6 +169,8 @@ def _planned(
         from embedserve_store.plans.planner_request import default_sharding
     if sharding is None:
         sharding = default_sharding(tables, described or {}, constraints, options.hosts)
+    elif not isinstance(sharding, str | Plan):
+        sharding = {**(described or {}), **sharding}
     return draft_plan(
         tables,
         sharding=sharding,
