@@ -40,8 +40,8 @@ class Checkpoint:
     """Kind of the checkpoint: torch_save, dcp or safetensors; state_dict if in memory."""
     path: Path
     tensors: Mapping[str, TableRows]
-    """Every 2-D floating-point tensor by its full key. Getting a tensor of a DCP checkpoint checks
-    its shards, and may raise StoreError."""
+    """Every 2-D floating-point tensor by its full key. Getting a tensor of a DCP checkpoint or a
+    file of torch.save finds its values there, and may raise StoreError."""
     others: tuple[str, ...]
     """Keys of all other entries."""
 

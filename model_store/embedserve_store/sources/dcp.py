@@ -41,10 +41,12 @@ class DcpTensors(Mapping[str, FileRows]):
         stored = self._tensors[key]
         where = f"{self._folder}: {key}"
         files: dict[str, SourceFile] = {}
-        rectangles: list[Rectangle] = []
-        for chunk in stored.chunks:
-            if all(chunk.sizes):
-                rectangles += self._located(chunk, stored.dtype, files, where)
+        rectangles = (
+            rectangle
+            for chunk in stored.chunks
+            if all(chunk.sizes)
+            for rectangle in self._located(chunk, stored.dtype, files, where)
+        )
         rows, dim = stored.shape
         return FileRows(rectangles, (rows, dim), stored.dtype, where)
 

@@ -8,10 +8,10 @@ parse files; checkpoint readers pass the positions of the values.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 4 << 20
 """Maximum size in bytes of the buffer for rectangles that do not span whole rows. The buffer holds
 at least one row."""
+RECTANGLES_MAX = 100_000
+"""Maximum rectangles of a table. A view in a tiny file may have a rectangle for each of any number
+of columns."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class FileRows:
     """Rows of a table in files, as TableRows."""
 
     def __init__(
-        self, rectangles: Sequence[Rectangle], shape: tuple[int, int], dtype: str, where: str
+        self, rectangles: Iterable[Rectangle], shape: tuple[int, int], dtype: str, where: str
     ) -> None:
         """Checks the rectangles of a table.
 
@@ -151,7 +154,7 @@ class FileRows:
             where: start of error messages.
 
         Raises:
-            StoreError: the rectangles do not tile the table, or a file ends early.
+            StoreError: the rectangles are too many or do not tile the table, or a file ends early.
         """
         import torch
 
@@ -159,7 +162,13 @@ class FileRows:
         self.dtype = dtype
         self._torch_dtype: torch.dtype = getattr(torch, dtype)
         self._itemsize = self._torch_dtype.itemsize
-        self._rectangles = tuple(part for part in rectangles if part.rows and part.columns)
+        parts = (part for part in rectangles if part.rows and part.columns)
+        self._rectangles = tuple(islice(parts, RECTANGLES_MAX + 1))
+        if len(self._rectangles) > RECTANGLES_MAX:
+            raise StoreError(
+                f"{where}: its values lie in more than {RECTANGLES_MAX:,} pieces: save the tensor "
+                "contiguous"
+            )
         check_tiling(self._rectangles, shape, where)
         for part in self._rectangles:
             if part.offset + part.span(part.rows, self._itemsize) > part.file.size:

@@ -181,7 +181,34 @@ def _refusal(message: str) -> str:
     return f"not a state dict as torch.save writes it: {reason:.200}"
 
 
-def open_torch_file(path: Path) -> tuple[dict[str, FileRows], tuple[str, ...]]:
+class TorchFileTensors(Mapping[str, FileRows]):
+    """The 2-D floating-point tensors of a file of torch.save, by full key.
+
+    Getting a tensor raises StoreError if its values are not in the file, or lie in too many pieces.
+    """
+
+    def __init__(self, archive: Archive, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+        self._archive = archive
+        self._tensors = tensors
+        self._path = path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, key: str) -> FileRows:
+        tensor = self._tensors[key]
+        rows, dim = tensor.shape
+        rectangles = self._archive.rectangles(tensor)
+        return FileRows(rectangles, (rows, dim), dtype_name(tensor), f"{self._path}: {key}")
+
+
+def open_torch_file(path: Path) -> tuple[TorchFileTensors, tuple[str, ...]]:
     """Returns the 2-D floating-point tensors of a file, and the keys of all other entries.
 
     The keys of nested dicts are joined by dots.
@@ -195,14 +222,7 @@ def open_torch_file(path: Path) -> tuple[dict[str, FileRows], tuple[str, ...]]:
         kind = type(archive.content).__name__
         raise StoreError(f"{path}: holds a {kind}, expected a state dict")
     tensors, others = split(archive.content, str(path))
-    return {
-        key: _rows(archive, tensor, f"{path}: {key}") for key, tensor in tensors.items()
-    }, others
-
-
-def _rows(archive: Archive, tensor: torch.Tensor, where: str) -> FileRows:
-    rows, dim = tensor.shape
-    return FileRows(tuple(archive.rectangles(tensor)), (rows, dim), dtype_name(tensor), where)
+    return TorchFileTensors(archive, tensors, path), others
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -16,6 +16,8 @@ import torch
 from store.sources.malicious import Marker
 
 from embedserve_store.errors import StoreError
+from embedserve_store.sources import torch_file
+from embedserve_store.sources.file_rows import RECTANGLES_MAX, Rectangle
 from embedserve_store.sources.torch_file import open_torch_file
 
 WEIGHT = torch.randn(11, 8, generator=torch.Generator().manual_seed(3))
@@ -141,7 +143,7 @@ def test_compressed_values_are_refused(tmp_path: Path) -> None:
         for info in plain.infolist():
             compressed.writestr(info.filename, plain.read(info))
     with pytest.raises(StoreError, match=r"s\.pt: "):
-        open_torch_file(tmp_path / "s.pt")
+        open_torch_file(tmp_path / "s.pt")[0][KEY]
 
 
 def test_a_tensor_that_claims_more_than_its_record_is_refused(tmp_path: Path) -> None:
@@ -153,8 +155,33 @@ def test_a_tensor_that_claims_more_than_its_record_is_refused(tmp_path: Path) ->
         for name, data in records.items():
             cut = name.endswith("/data/0")
             archive.writestr(name, data[: small.numel() * 4] if cut else data)
+    tensors, _ = open_torch_file(tmp_path / "s.pt")
     with pytest.raises(StoreError, match=r"values are not in the file as torch\.save stores them"):
-        open_torch_file(tmp_path / "s.pt")
+        tensors[KEY]
+
+
+@pytest.mark.parametrize("columns", [10**6, 10**12])
+def test_a_tiny_file_makes_no_rectangle_for_each_of_a_million_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    made: list[None] = []
+
+    class Counted(Rectangle):
+        def __init__(self, *fields: Any) -> None:
+            super().__init__(*fields)
+            made.append(None)
+
+    monkeypatch.setattr(torch_file, "Rectangle", Counted)
+    wide = torch.zeros(1, 1).expand(1, columns)
+    path = saved(tmp_path / "s.pt", {"wide": wide, KEY: WEIGHT})
+    assert path.stat().st_size < 4000
+    tensors, _ = open_torch_file(path)
+    assert list(tensors) == ["wide", KEY]
+    assert not made
+    with pytest.raises(StoreError, match=r"s\.pt: wide: its values lie in more than 100,000 piec"):
+        tensors["wide"]
+    assert len(made) == RECTANGLES_MAX + 1
+    assert torch.equal(tensors[KEY].read(0, 11), WEIGHT)
 
 
 @pytest.mark.parametrize("content", [torch.ones(3), [WEIGHT], 3])
