@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client import generate_latest
 from server.answering import answering, page
 from server.fake_engine import make_request
@@ -21,7 +22,7 @@ from embedserve.commands.running_server import ServerClient
 from embedserve.commands.server_metrics import read_samples
 from embedserve.metrics.metrics import Metrics
 from embedserve.model_info import ModelInfo
-from embedserve_store import ModelStore
+from embedserve_store import ModelStore, TableSpec, publish
 
 DRIP_S = 0.02
 
@@ -61,6 +62,21 @@ def test_todays_balance_and_the_predicted_one(two_rank_store: Path, model: Model
     assert ["rank", "0", *(["64", "B", "75.0%", "75.0%"] * 2)] in lines
     assert ["rank", "1", *(["48", "B", "25.0%", "25.0%"] * 2)] in lines
     assert ["max/mean", *(["1.14", "1.50", "1.50"] * 2)] in lines
+
+
+def test_bytes_predicted_on_gpus_are_those_of_padded_rows(tmp_path: Path) -> None:
+    rows = {"embedding_bags.t_user.weight": torch.ones(7, 4)}
+    tables = [TableSpec("t_user", 7, 4, ("user",), "sum", "int8")]
+    publish(rows, tmp_path, model="shop", tables=tables, sharding="row_wise", world_size=2)
+    version = ModelStore(tmp_path).load("shop")
+    on_gpus = replace(
+        served_of(version.manifest, version.translator, version.plan), device_type="cuda"
+    )
+    with answering(page(shown(on_gpus))) as url:
+        result = run(tmp_path, "--from-metrics", url, "--device-type", "cuda")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["rank", "0", *(["64", "B", "75.0%", "75.0%"] * 2)] in lines, result.output
+    assert ["rank", "1", *(["48", "B", "25.0%", "25.0%"] * 2)] in lines
 
 
 def test_names_of_one_version_are_added_up(two_rank_store: Path, model: ModelInfo) -> None:

@@ -81,7 +81,7 @@ def show_balance(
     tables = manifest.tables
     total = sum(measured.reads.by_table.values())
     lookups, read_bytes = _expected(plan, version, measured, device_type)
-    held = plan.served_bytes_per_rank(tables)
+    held = plan.served_bytes_per_rank(tables, device_type)
     kinds = ("bytes", "lookups", "read")
     columns = [f"{kind} {when}" for when in ("today", "predicted") for kind in kinds]
     table = grid("", *columns, numbers=columns)
