@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.table_spec import DTYPES, TableSpec, check_table
@@ -144,4 +145,6 @@ def _scalar(name: str) -> str:
     """Returns ``name`` as a YAML scalar, quoted unless YAML reads it as the same string."""
     import yaml
 
-    return name if yaml.safe_load(name) == name and name.isidentifier() else f"'{name}'"
+    if name.isidentifier() and yaml.safe_load(name) == name:
+        return name
+    return yaml.safe_dump(name, default_style='"', width=inf).rstrip()

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from store.conftest import small_collection
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
@@ -85,6 +90,22 @@ def test_names_that_yaml_would_read_otherwise(tmp_path: Path, name: str) -> None
     state = {f"ebc.embedding_bags.{name}.weight": torch.ones(10, 4)}
     (table,) = read_back(draft_description(from_state_dict(state)), tmp_path).tables
     assert (table.name, table.feature_names) == (name, (name,))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("user's", "*clicks", "@x", "[x", "%a", "a: b", "a # b", "no", "1", '"', "a\\b", "é"),
+        *("\N{GRINNING FACE}", "\x7f", "\u2028", "\n", " ", "many words " * 20),
+    ],
+)
+def test_features_that_yaml_would_read_otherwise(tmp_path: Path, name: str) -> None:
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=20, embedding_dim=4, feature_names=[name, "other"]
+    )
+    ebc = EmbeddingBagCollection(tables=[config])
+    text = draft_description(from_state_dict(state_of(ebc)), expected=expected_of(ebc))
+    assert read_back(text, tmp_path).tables == live.describe(ebc)
 
 
 def test_keys_cannot_add_lines(tmp_path: Path) -> None:
