@@ -1,14 +1,17 @@
 """Reloads files, such as certificates and tokens, when they change.
 
-Polls modification time, size and inode. An invalid file is logged once, and the previous content
-stays in use; a valid file after that is logged, too. Parsing is the caller's.
+Polls the times of modification and status change, size and inode. An invalid or unreadable file is
+logged once and read again every RETRY_S, and the previous content stays in use; a valid file after
+that is logged, too. Parsing is the caller's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +22,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 1.0
 """Seconds between two polls of the files."""
+RETRY_S = 10.0
+"""Seconds after which unchanged files are read again if their last read failed. A lack of
+descriptors ends, and a certificate becomes valid, without a change of the files. Not each POLL_S,
+as 10,000 tokens take a quarter of a second."""
 
-Signature = tuple[tuple[int, int, int] | None, ...]
+Signature = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class FileReloader(Generic[T]):
-    """A value that is read from files, and read again when they change."""
+    """A value that is read from files, and read again when they change or could not be read."""
 
     def __init__(
         self,
@@ -52,33 +59,35 @@ class FileReloader(Generic[T]):
         self._adopt = adopt
         self._signature = self._sign()
         self._fault = ""
+        self._retry_at_s = math.inf
         try:
             adopt(read())
         except OSError as error:
             raise OSError(f"{what}: {error}") from error
 
     async def poll(self) -> None:
-        """Reads the files again if they have changed. Runs in a thread, so that a hanging disk does
-        not block the event loop."""
-        signature, made, fault = await asyncio.to_thread(self._read_if_changed)
-        if signature == self._signature:
+        """Reads the files again if they have changed, or RETRY_S after a read that failed. Runs in
+        a thread, so that a hanging disk does not block the event loop."""
+        if (found := await asyncio.to_thread(self._read_if_due)) is None:
             return
-        self._signature = signature
+        self._signature, made, fault = found
+        self._retry_at_s = time.monotonic() + RETRY_S
         if made is None:
             if fault != self._fault:
                 logger.error("%s: %s; what was read before stays in use", self._what, fault)
             self._fault = fault
             return
         self._adopt(made)
+        self._retry_at_s = math.inf
         logger.info("%s: read again%s", self._what, ", and right" if self._fault else "")
         self._fault = ""
 
-    def _read_if_changed(self) -> tuple[Signature, T | None, str]:
-        """Returns (signature of the files before the read, value, error message). The value is None
-        and the message "" if the files have not changed."""
+    def _read_if_due(self) -> tuple[Signature, T | None, str] | None:
+        """Returns (signature of the files before the read, value, error message), with the value
+        None or the message ""; None if no read is due."""
         signature = self._sign()
-        if signature == self._signature:
-            return signature, None, ""
+        if signature == self._signature and time.monotonic() < self._retry_at_s:
+            return None
         try:
             return signature, self._read(), ""
         except (OSError, ValueError) as error:
@@ -88,12 +97,13 @@ class FileReloader(Generic[T]):
         return tuple(map(_signature, self._paths))
 
 
-def _signature(path: str) -> tuple[int, int, int] | None:
+def _signature(path: str) -> tuple[int, int, int, int] | None:
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    # A chmod or chown that makes a file readable changes only the time of its status.
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 async def poll_all(followed: Sequence[FileReloader[Any]]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from documents import ROOT, blocks
 
 from embedserve.config import Limits, ServeSettings
+from embedserve.processes.startup.descriptors import RESERVED
 from embedserve.processes.supervisor import KILL_AFTER_S
 
 UNIT = ROOT / "deploy" / "systemd" / "embedserve.service"
@@ -68,7 +69,7 @@ def test_a_stop_has_time_for_the_drain() -> None:
 
 def test_there_are_files_for_all_connections() -> None:
     (files,) = map(int, service()["LimitNOFILE"])
-    assert files > DEFAULTS.limits.connections_max
+    assert files >= DEFAULTS.limits.connections_max + RESERVED
 
 
 def test_the_unit_awaits_what_the_server_reports() -> None:

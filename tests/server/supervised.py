@@ -4,17 +4,20 @@ Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Prints its ports when re
 starts says so, and one that gets SIGUSR1 hangs. While FILE exists workers fail, with what it says.
 It listens on a Unix socket beside that, FILE.sock, too. With FILE.asked it tells whether a worker
 answered before the supervisor had been told that it is ready.
+While FILE.full exists no process can be forked.
 With FILE.deltas it has an applier, which looks once that file is empty, and ends while it says so.
 It sends no heartbeat after that one, and hangs as soon as a worker would.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -89,8 +92,21 @@ def answers(port: int) -> bool:
             return False
 
 
+def forking_unless(full: Path) -> Callable[[], int]:
+    """As os.fork, but fails while ``full`` exists."""
+    fork = os.fork
+
+    def fork_unless_full() -> int:
+        if full.exists():
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    return fork_unless_full
+
+
 def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: Path) -> None:
     set_up_logging("info")
+    os.fork = forking_unless(Path(f"{failure}.full"))
     settings = ServeSettings(store="", drain_s=drain_s, workers=workers, allowed_host=("*",))
     unix = [(f"{failure}.sock", 0o600, "HTTP")]
     ports = claim_ports("127.0.0.1", 0, 0, unix=unix).share()

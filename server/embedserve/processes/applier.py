@@ -115,8 +115,15 @@ class Applier:
 
     def _start(self) -> None:
         self._started_s, self._silent_s, self._kill_at_s = time.monotonic(), 0.0, None
-        self.pid, ours = fork(self._main, self._close_inherited)
-        self._channel = SupervisorChannel(ours, self._selector, self._receive)
+        try:
+            self.pid, ours = fork(self._main, self._close_inherited)
+            self._channel = SupervisorChannel(ours, self._selector, self._receive)
+        except OSError as error:
+            if not self._failures:  # the first start
+                raise
+            how = f"cannot be started: {error}"
+            delay_s = self._set_restart(how, was_ready=False)
+            logger.error("the applier of deltas %s; it is tried again in %g s", how, delay_s)
 
     def _tell(self) -> None:
         """Sends the process which versions it is to follow. One that starts later knows them."""
@@ -138,12 +145,18 @@ class Applier:
         was_ready = self.is_looked()
         if time.monotonic() - self._started_s >= QUICK_END_S:
             self._failures = 0
-        delay_s = restart_delay_s(self._failures, was_ready=was_ready)
-        self._failures += 1
-        self.restart_at_s = time.monotonic() + delay_s
         self._end_channel()
-        for one in self._followed.models():
-            one.status.stall(f"the process that applies deltas {how}")
+        delay_s = self._set_restart(how, was_ready=was_ready)
         pid, self.pid = self.pid, 0
         when = f"restarted in {delay_s:g} s" if delay_s else "restarted"
         logger.error("the applier of deltas (process %d) %s: %s", pid, how, when)
+
+    def _set_restart(self, how: str, *, was_ready: bool) -> float:
+        """Sets the time of the next start, after another failure, and writes ``how`` it failed.
+        Returns the seconds until then."""
+        delay_s = restart_delay_s(self._failures, was_ready=was_ready)
+        self._failures += 1
+        self.restart_at_s = time.monotonic() + delay_s
+        for one in self._followed.models():
+            one.status.stall(f"the process that applies deltas {how}")
+        return delay_s

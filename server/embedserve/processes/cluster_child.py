@@ -73,7 +73,11 @@ class Child:
 
         Args:
             notify_address: path of the socket that it reports to.
+
+        Raises:
+            OSError: there is no process, memory, descriptor or port left.
         """
+        self._ready_s = None
         arguments = list(self._arguments)
         host = self._shard_host
         if host:
@@ -82,7 +86,6 @@ class Child:
             self.address = f"{bracketed(host)}:{grpc_port}"
             arguments += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
         parent = os.getpid()
-        self._ready_s = None
         self.process = subprocess.Popen(
             arguments,
             env=_child_environment(self._environment) | {"NOTIFY_SOCKET": notify_address},

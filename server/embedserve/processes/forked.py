@@ -27,8 +27,28 @@ def fork(
 
     Returns:
         The process id, and this process's end of the channel.
+
+    Raises:
+        OSError: there is no process, memory or descriptor left.
     """
     ours, theirs = socket.socketpair()
+    try:
+        pid = _forked(main, ours, theirs, close_inherited)
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return pid, ours
+
+
+def _forked(
+    main: Callable[[socket.socket], int],
+    ours: socket.socket,
+    theirs: socket.socket,
+    close_inherited: Callable[[], None],
+) -> int:
+    """Returns the process id; in the forked process it does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     # A signal that arrives before the child has reset our handlers would run them in the child.
@@ -38,10 +58,9 @@ def fork(
         if not pid:
             ours.close()
             _run_child(main, theirs, close_inherited)
+        return pid
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    theirs.close()
-    return pid, ours
 
 
 def _run_child(

@@ -124,7 +124,14 @@ class LocalCluster:
             due = self._all
         for child in due:
             if child.process is None and time.monotonic() >= child.restart_at_s:
-                output = child.start(sockets[child])
+                try:
+                    output = child.start(sockets[child])
+                except OSError as error:
+                    if not self._router.was_ready:
+                        raise
+                    delay_s = child.on_end(time.monotonic())
+                    say(f"{child.name} cannot start: {error}; it is tried again in {delay_s:g} s")
+                    continue
                 if output is not None:
                     self._forward(child, output)
                     self._on_start()

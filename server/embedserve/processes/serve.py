@@ -48,6 +48,7 @@ from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.rollout.served_name import RolloutVersion
 from embedserve.processes.row_uploads import uploading
+from embedserve.processes.startup.descriptors import reserve_descriptors
 from embedserve.processes.startup.loading import (
     on_devices,
     open_versions,
@@ -94,9 +95,10 @@ def serve(settings: ServeSettings) -> None:
         settings = replace(settings, devices="cpu")
     notify = notifier()
     check_settings(settings)
-    addresses = _with_addresses(settings)
     check_shared_memory(settings)
     set_up_logging(settings.log_level, settings.log_format)
+    settings = reserve_descriptors(settings)
+    addresses = _with_addresses(settings)
     _check_files(settings)
     warn_about_settings(settings)
     # SIGHUP polls the store; while models load it must not end the process, its default action.

@@ -70,7 +70,8 @@ class _Worker:
     is_listening: bool = False
     reason: str = ""
     failures: int = 0
-    """Consecutive exits before the worker listened, or within QUICK_END_S after."""
+    """Consecutive starts that failed, and exits before the worker listened, or within QUICK_END_S
+    after."""
     restart_at_s: float = 0.0
     listening_s: float = 0.0
     """Monotonic time since which the worker listens."""
@@ -223,11 +224,24 @@ class Supervisor:
         os.kill(worker.pid, signal.SIGABRT)  # makes faulthandler write the stacks
 
     def _start(self, worker: _Worker) -> None:
+        """Forks a worker. If that fails, it is tried again later; before the server was ready,
+        OSError is raised."""
         self._coordinator.on_worker_fork()
         main = partial(self._run_worker, worker.index)
-        pid, ours = fork(main, self._close_inherited)
-        worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
-        worker.pid, worker.reason, worker.logs_ready = pid, "", False
+        worker.reason, worker.logs_ready = "", False
+        try:
+            worker.pid, ours = fork(main, self._close_inherited)
+            worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
+        except OSError as error:
+            if not self._were_ready:
+                raise
+            delay_s = self._set_restart(worker, was_ready=False)
+            logger.error(
+                "worker %d cannot be started: %s; it is tried again in %g s",
+                worker.index,
+                error,
+                delay_s,
+            )
 
     def _run_worker(self, index: int, channel: socket.socket) -> int:
         return self._worker_main(index, WorkerChannel(channel))
@@ -314,9 +328,7 @@ class Supervisor:
         worker.kill_at_s = None
         if was_ready and time.monotonic() - worker.listening_s >= QUICK_END_S:
             worker.failures = 0
-        delay_s = restart_delay_s(worker.failures, was_ready=was_ready)
-        worker.failures += 1
-        worker.restart_at_s = time.monotonic() + delay_s
+        delay_s = self._set_restart(worker, was_ready=was_ready)
         self._slots.count_restart(worker.index)
         logger.error(
             "worker %d (process %d) %s%s: %s",
@@ -326,6 +338,14 @@ class Supervisor:
             "" if was_ready else f" before it was ready ({worker.reason or 'no reason given'})",
             f"restarted in {delay_s:g} s" if delay_s else "restarted",
         )
+
+    def _set_restart(self, worker: _Worker, *, was_ready: bool) -> float:
+        """Sets the time of a worker's next start, after another failure. Returns the seconds until
+        then."""
+        delay_s = restart_delay_s(worker.failures, was_ready=was_ready)
+        worker.failures += 1
+        worker.restart_at_s = time.monotonic() + delay_s
+        return delay_s
 
     def _drain(self) -> None:
         """Stops all workers, which complete the requests that they accepted. Kills workers that do

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import selectors
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from server.processes.test_supervisor import start, supervised
@@ -19,6 +21,12 @@ from embedserve.processes.applier import HANG_S_MIN, Applier
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 pytestmark = pytest.mark.usefixtures("warm")
+ERROR = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def fail() -> NoReturn:
+    """Stands for a fork without memory."""
+    raise ERROR
 
 
 async def test_workers_listen_after_the_first_look(tmp_path: Path) -> None:
@@ -146,3 +154,42 @@ async def test_only_an_applier_without_heartbeats_hangs(
     beat()
     applier.check()
     assert len(caplog.messages) == 2
+
+
+async def test_an_applier_that_cannot_be_forked_again_is_tried_later(
+    forked: tuple[Applier, Callable[[], None]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    applier, beat = forked
+    pid = applier.pid
+
+    def is_replaced() -> bool:
+        applier.check()
+        return bool(applier.pid)
+
+    def has_failed() -> bool:
+        applier.check()
+        return len(caplog.messages) == 2
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fork", fail)
+        os.kill(pid, signal.SIGKILL)
+        await until(has_failed)
+    ended, failed = caplog.messages
+    assert ended.endswith("was ended by SIGKILL: restarted")
+    assert failed == f"the applier of deltas cannot be started: {ERROR}; it is tried again in 1 s"
+    await until(is_replaced)
+    beat()
+    assert len(caplog.messages) == 2
+
+
+def test_an_applier_that_cannot_be_forked_at_first_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with selectors.DefaultSelector() as selector:
+        followed = DeltaVersions(ServeSettings(store=""), {})
+        applier = Applier(lambda channel: 0, followed, selector, lambda: None)
+        monkeypatch.setattr(os, "fork", fail)
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            applier.check()

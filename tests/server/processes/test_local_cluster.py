@@ -52,7 +52,8 @@ from embedserve.processes.cluster_child import Child
 from embedserve.processes.local_cluster import LocalCluster
 folder, *kinds = sys.argv[1:]
 def command(kind):
-    return [sys.executable, "-S", "-c", {CHILD!r}, kind]
+    python = f"{{folder}}/python" if kind == "linked" else sys.executable
+    return [python, "-S", "-c", {CHILD!r}, kind]
 shards = [
     Child(f"part {{part}}", command(kind), shard_host="127.0.0.1", is_piped=True)
     for part, kind in enumerate(kinds)
@@ -162,6 +163,21 @@ def test_a_killed_shard_is_started_again_at_another_address(tmp_path: Path) -> N
         os.kill(pid, signal.SIGKILL)
         one.wait_for("part 1: shard is ready", 2)
         assert "part 1 was ended by SIGKILL; it starts again now" in one.log()
+        assert len(one.pids("part 0")) == 1
+
+
+def test_a_shard_that_cannot_be_started_again_is_tried_later(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    with cluster(tmp_path, "shard", "linked") as one:
+        one.wait_for("router is ready")
+        python.unlink()
+        [pid] = one.pids("part 1")
+        os.kill(pid, signal.SIGKILL)
+        one.wait_for("it is tried again in 1 s")
+        assert "part 1 cannot start: [Errno 2] No such file or directory" in one.log()
+        python.symlink_to(sys.executable)
+        one.wait_for("part 1: linked is ready", 2)
         assert len(one.pids("part 0")) == 1
 
 

@@ -249,6 +249,30 @@ async def test_workers_that_fail_again_are_waited_for_longer(tmp_path: Path) -> 
         await server.until_metric("embedserve_workers", lambda value: value >= 2)
 
 
+async def test_a_worker_that_cannot_be_forked_is_tried_again(tmp_path: Path) -> None:
+    full = tmp_path / "failure.full"
+    async with supervised(tmp_path) as server:
+        stays, victim = server.worker_pids()
+        full.touch()
+        os.kill(victim, signal.SIGKILL)
+        lines = await server.until_line("ERROR embedserve.processes.supervisor: worker 1")
+        assert lines[-1].endswith("was ended by SIGKILL: restarted")
+        for delay in (1, 2):
+            lines = await server.until_line("ERROR embedserve.processes.supervisor: worker 1")
+            assert lines[-1].endswith(
+                "worker 1 cannot be started: [Errno 11] Resource temporarily unavailable; "
+                f"it is tried again in {delay} s"
+            )
+        assert server.worker_pids() == [stays]
+        assert await server.post() == 200
+        full.unlink()
+        await server.until_line("INFO embedserve.processes.supervisor: worker 1 is ready")
+        assert server.worker_pids()[0] == stays
+        assert len(server.worker_pids()) == 2
+        server.process.terminate()
+        assert (await server.ended())[0] == 0
+
+
 async def test_a_worker_that_keeps_ending_is_waited_for(tmp_path: Path) -> None:
     async with supervised(tmp_path) as server:
         stays, victim = server.worker_pids()

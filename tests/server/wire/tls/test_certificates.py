@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import ssl
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from certificates import Authority, Pair, client_context
+from certificates import DAY, Authority, Pair, client_context
 from cryptography.hazmat.primitives import serialization
 from server.raw_http import OurServer, get, read_answer
+from server.waiting import WAIT_S_MAX
 
+from embedserve import file_reloader
 from embedserve.wire.tls.certificates import Certificates, TlsFiles, read_context
 
 
@@ -113,6 +117,27 @@ async def test_a_damaged_pair_leaves_the_one_before_and_is_named_once(
     await certificates.reloader.poll()
     assert certificates.context is not before
     assert caplog.records[-1].getMessage().endswith("read again, and right")
+
+
+async def test_a_pair_that_is_not_valid_yet_is_taken_once_it_is(
+    files: TlsFiles,
+    authority: Authority,
+    certificates: Certificates,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(file_reloader, "RETRY_S", 0.0)
+    for ahead_s in (2, 8, 32):  # on a slow host it may be valid before it is read
+        before = certificates.context
+        write(files, authority.sign("server", (timedelta(seconds=ahead_s) / DAY, 30)))
+        await certificates.reloader.poll()
+        if certificates.context is before:
+            break
+    assert "certificate is not yet valid" in caplog.text
+    async with asyncio.timeout(WAIT_S_MAX):
+        while certificates.context is before:
+            await asyncio.sleep(0.05)
+            await certificates.reloader.poll()
 
 
 async def test_connections_after_a_change_get_the_new_certificate_and_those_before_go_on(

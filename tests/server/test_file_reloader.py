@@ -1,0 +1,98 @@
+"""Files that could not be read are read again, also where nobody writes to them any more."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from embedserve import file_reloader
+from embedserve.file_reloader import FileReloader
+
+
+class Followed:
+    """A file that is followed, and what was read of it.
+
+    Attributes:
+        fault: what the next reads raise; None: they succeed.
+        reads: reads so far.
+        adopted: values so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fault: Exception | None = None
+        self.reads = 0
+        self.adopted: list[str] = []
+        path.write_text("first")
+        self.reloader = FileReloader("tokens", [str(path)], self._read, self.adopted.append)
+
+    def _read(self) -> str:
+        self.reads += 1
+        if self.fault is not None:
+            raise self.fault
+        if not self.path.stat().st_mode & 0o004:  # root could read it
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
+        return self.path.read_text()
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> Followed:
+    return Followed(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ValueError("not yet valid")]
+)
+async def test_a_read_that_failed_once_is_made_again_though_the_file_stays(
+    followed: Followed,
+    fault: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(file_reloader, "RETRY_S", 0.0)
+    followed.path.write_text("without the revoked one")
+    followed.fault = fault
+    for _ in range(3):
+        await followed.reloader.poll()
+    assert followed.adopted == ["first"]
+    followed.fault = None
+    await followed.reloader.poll()
+    assert followed.adopted == ["first", "without the revoked one"]
+    assert caplog.messages == [
+        f"tokens: {fault}; what was read before stays in use",
+        "tokens: read again, and right",
+    ]
+    await followed.reloader.poll()
+    assert followed.reads == 5  # one at first, three that failed, and the one that succeeded
+
+
+async def test_a_file_that_cannot_be_read_is_not_read_at_each_poll(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reloader, "RETRY_S", math.inf)
+    followed.path.write_text("invalid")
+    followed.fault = ValueError("line 1")
+    for _ in range(3):
+        await followed.reloader.poll()
+    assert followed.reads == 2
+
+
+async def test_a_file_that_becomes_readable_is_read_at_the_next_poll(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reloader, "RETRY_S", math.inf)
+    followed.path.write_text("second")
+    followed.path.chmod(0o600)
+    await followed.reloader.poll()
+    assert followed.adopted == ["first"]
+    before = followed.path.stat().st_ctime_ns
+    while followed.path.stat().st_ctime_ns == before:  # the kernel's clock has ticks
+        followed.path.chmod(0o644)
+    await followed.reloader.poll()
+    assert followed.adopted == ["first", "second"]
