@@ -52,7 +52,7 @@ def adapt_to_model(
     if request.features == model.features:
         return request
     for feature in request.features:
-        if feature not in model.features and not is_lenient:
+        if feature not in model.feature_positions and not is_lenient:
             field = f"features.{shortened(feature)}"
             raise InvalidRequestError(
                 f"{field}: model {model.name!r} has no such feature; "

@@ -95,7 +95,7 @@ def _in_id_types(request: LookupRequest, model: ModelInfo) -> LookupRequest:
         are_strings = feature in request.string_features
         is_other = are_strings != (feature in model.string_features)
         # Empty bags match either type. A feature that the model lacks is rejected elsewhere.
-        if is_other and start < end and feature in model.features:
+        if is_other and start < end and feature in model.feature_positions:
             found = _integers(request, feature) if are_strings else 0
             if isinstance(found, int):
                 raise _of_wrong_type(request, feature, lengths, start, found)
