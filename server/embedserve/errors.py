@@ -14,6 +14,17 @@ INTERNAL = "an error of the server; its log says which"
 DRAINING = "draining before the stop"
 LOADING = "the models are being loaded"
 
+MESSAGE_CHARACTERS_MAX = 4000
+FIELD_CHARACTERS_MAX = 500
+"""Characters of an error's message and field. They quote the request, and responses are cached."""
+NAME_CHARACTERS_MAX = 200
+"""Characters of a caller's name for something that a message or field quotes."""
+
+
+def shortened(name: str, characters_max: int = NAME_CHARACTERS_MAX) -> str:
+    """Returns the start of ``name`` as an error quotes it."""
+    return name if len(name) <= characters_max else name[:characters_max] + "…"
+
 
 class ServedVersion(Protocol):
     """A served version of a model, which labels the counts of requests. ModelInfo implements it."""
@@ -32,8 +43,8 @@ class EmbedServeError(Exception):
         code: name of the canonical gRPC code, the same in REST and gRPC responses.
         http_status: HTTP status of the REST response.
         retry_after_s: seconds after which the same request may be retried; 0 if a retry is no use.
-        message: sentence for the caller.
-        field: invalid field of the request, or "".
+        message: sentence for the caller, cut to MESSAGE_CHARACTERS_MAX.
+        field: invalid field of the request, or "", cut to FIELD_CHARACTERS_MAX.
         model: version that rejected the request; None if none was selected.
     """
 
@@ -42,9 +53,9 @@ class EmbedServeError(Exception):
     retry_after_s = 0
 
     def __init__(self, message: str, field: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
+        self.message = shortened(message, MESSAGE_CHARACTERS_MAX)
+        self.field = field[:FIELD_CHARACTERS_MAX]
+        super().__init__(self.message)
         self.model: ServedVersion | None = None
 
     def of(self, model: ServedVersion) -> Self:

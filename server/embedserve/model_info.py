@@ -130,6 +130,10 @@ class ModelInfo:
         return self.manifest.features
 
     @cached_property
+    def feature_positions(self) -> Mapping[str, int]:
+        return {feature: at for at, feature in enumerate(self.features)}
+
+    @cached_property
     def keys(self) -> tuple[str, ...]:
         """Keys of every response, as in a KeyedTensor."""
         return self._of_selected(self.manifest.keys)

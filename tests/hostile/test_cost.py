@@ -225,6 +225,16 @@ def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
 
 
 @pytest.mark.growth(96 << 10)
+def test_errors_that_quote_long_names_are_not_remembered(victim: Victim) -> None:
+    """16 responses are cached in each format: 190 MB, if errors quoted names whole."""
+    for i in range(32):
+        name = f"{i}{'x' * 3 * MIB}"
+        message = pb.EmbedRequest(keys=[name], ids=[1], lengths=[1]).SerializeToString()
+        assert post(victim, message, PROTOBUF)[0] == 400
+        assert post(victim, of(b'"%b":[1]' % name.encode()), JSON)[0] == 400
+
+
+@pytest.mark.growth(96 << 10)
 def test_forms_that_are_always_others_are_not_remembered(
     victim: Victim, grpc_peer: MakePeer
 ) -> None:

@@ -87,6 +87,15 @@ def test_fields_of_one_byte(rest_peer: MakePeer) -> None:
     assert peer.ending() == ENHANCE_YOUR_CALM
 
 
+@pytest.mark.parametrize("accept", [b";" * 16_000, b";q=0.0x" * 2_100])
+def test_an_accept_that_is_slow_to_match(accept: bytes, rest_peer: MakePeer) -> None:
+    peer = rest_peer()
+    for stream in (1, 3, 5):
+        block = f.head(b"POST", b"/embed", (b"accept", accept))
+        peer.send(f.headers(stream, block, end=False) + f.data(stream, b"{}"))
+        assert peer.answer(stream).status == 400
+
+
 GOOD = f.head(b"GET", b"/health/live")
 
 

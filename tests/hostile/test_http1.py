@@ -45,6 +45,12 @@ def send(sock: socket.socket, piece: bytes, nbytes_max: int) -> int:
     return sent
 
 
+def read_some(sock: socket.socket) -> bytes:
+    """What comes first."""
+    assert select.select([sock], [], [], WAIT_S_MAX)[0], "no answer"
+    return sock.recv(1 << 16)
+
+
 def read_all(sock: socket.socket) -> bytes:
     """What comes until the server closes the connection."""
     received, end = b"", monotonic() + WAIT_S_MAX
@@ -81,6 +87,23 @@ def test_a_head_of_64_mb(victim: Victim, start: bytes, piece: bytes) -> None:
     if answer:  # else what was thrown away in the end took it along
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "RESOURCE_EXHAUSTED"
+
+
+LONG_LINES = {
+    "blanks in a value": b"x: a%bb" % (b" " * 15_000),
+    "semicolons in Accept": b"accept: " + b";" * 16_000,
+    "weights in Accept": b"accept: " + b";q=0.0x" * 2_100,
+}
+
+
+@pytest.mark.parametrize("name", LONG_LINES)
+def test_a_head_that_is_slow_to_match(victim: Victim, name: str) -> None:
+    """Answered at once, and so are others: one stopped everybody for seconds."""
+    head = b"POST /embed HTTP/1.1\r\nHost: h\r\n%b\r\nContent-Length: 2\r\n\r\n"
+    with connected(victim) as sock:
+        for _ in range(3):
+            sock.sendall(head % LONG_LINES[name] + b"{}")
+            assert read_some(sock).startswith(b"HTTP/1.1 400 ")
 
 
 PIPELINES = {

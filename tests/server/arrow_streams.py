@@ -25,8 +25,12 @@ def columns_of(
     ids: Any = None,
     weight: Any = None,
 ) -> Any:
-    """A table of these features: ids are int64, and weights float32, where nothing else is said."""
-    arrays = {name: pa.array(one, layout(ids or pa.int64())) for name, one in bags.items()}
+    """A table of these features: ids are strings where they are, else int64, and weights float32,
+    where nothing else is said."""
+    arrays = {}
+    for name, one in bags.items():
+        are_strings = any(isinstance(value, str) for bag in one for value in bag or ())
+        arrays[name] = pa.array(one, layout(pa.string() if are_strings else ids or pa.int64()))
     for name, one in (weights or {}).items():
         arrays[f"{name}.weights"] = pa.array(one, layout(weight or pa.float32()))
     return pa.table(arrays)

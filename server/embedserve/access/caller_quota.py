@@ -18,6 +18,7 @@ from embedserve.errors import (
     PermissionDeniedError,
     RateLimitedError,
     UnauthenticatedError,
+    shortened,
 )
 
 BURST_S = 1.0
@@ -176,7 +177,9 @@ class CallerQuota:
             return
         name = requested.partition("@")[0] or default.partition("@")[0]
         if name and name not in self.models:
-            raise PermissionDeniedError(f"{self.grant.name!r} may not ask model {name!r}", "model")
+            raise PermissionDeniedError(
+                f"{self.grant.name!r} may not ask model {shortened(name)!r}", "model"
+            )
 
     def _charge(self, now_s: float) -> RateLimitedError | None:
         """Charges for a request by the caller's rate, within the burst allowance. Returns the

@@ -14,7 +14,7 @@ FORWARDED_BYTES_MAX = 1024
 UNIX_SOCKET = "a Unix socket"
 PEER = "embedserve.peer"
 """The key of an ASGI scope for the address of the connection's other end."""
-_FOR = re.compile(r"(?:^|;)\s*for\s*=\s*(?:\"([^\"]*)\"|([^\s;\"]*))\s*(?:;|$)", re.IGNORECASE)
+_FOR = re.compile(r"(?:^|;)\s*for\s*=\s*+(?:\"([^\"]*)\"|([^\s;\"]*))\s*(?:;|$)", re.IGNORECASE)
 _PORT = re.compile(r"(\[.*\]|[0-9.]+):[0-9]{1,5}")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

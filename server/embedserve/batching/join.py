@@ -15,7 +15,7 @@ import numpy as np
 from embedserve.batching.permutations import bags_to_ids, feature_major_order
 from embedserve.batching.translation import translate
 from embedserve.batching.validation import check_output, coerce_id_types, name_features
-from embedserve.errors import InvalidRequestError
+from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve.request_checks import check_lengths
@@ -52,11 +52,12 @@ def adapt_to_model(
     if request.features == model.features:
         return request
     for feature in request.features:
-        if feature not in model.features and not is_lenient:
+        if feature not in model.feature_positions and not is_lenient:
+            field = f"features.{shortened(feature)}"
             raise InvalidRequestError(
-                f"features.{feature}: model {model.name!r} has no such feature; "
+                f"{field}: model {model.name!r} has no such feature; "
                 f"it has {', '.join(model.features)}",
-                f"features.{feature}",
+                field,
             )
     check_lengths(request.lengths, request.ids.size)
     lengths = request.lengths.reshape(len(request.features), request.batch_size)

@@ -196,8 +196,9 @@ def _total(counts: np.ndarray | None, of: ModelInfo, model: ModelInfo) -> np.nda
     total = np.zeros(len(model.features), np.int64)
     if counts is not None:
         for count, feature in zip(counts.sum(axis=0).tolist(), of.features, strict=True):
-            if feature in model.features:
-                total[model.features.index(feature)] = count
+            position = model.feature_positions.get(feature)
+            if position is not None:
+                total[position] = count
     return total
 
 

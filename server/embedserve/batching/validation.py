@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from embedserve.errors import InvalidRequestError
+from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_info import ModelInfo
 from embedserve.request_checks import check_lengths, find_bag
@@ -54,14 +54,14 @@ def check_output(output: OutputOptions, model: ModelInfo) -> OutputOptions:
         position = positions.get(key)
         if position is None:
             raise InvalidRequestError(
-                f"{field}[{at}] is {key!r}: model {model.name!r} has no such key; "
+                f"{field}[{at}] is {shortened(key)!r}: model {model.name!r} has no such key; "
                 f"it has {', '.join(model.keys)}",
                 f"{field}[{at}]",
             )
         named.append(model.keys[position])
     if len(set(output.keys)) < len(output.keys):
         twice = next(key for key, count in Counter(output.keys).items() if count > 1)
-        raise InvalidRequestError(f"{field} names {twice!r} twice", field)
+        raise InvalidRequestError(f"{field} names {shortened(twice)!r} twice", field)
     return replace(output, keys=tuple(named))
 
 
@@ -95,7 +95,7 @@ def _in_id_types(request: LookupRequest, model: ModelInfo) -> LookupRequest:
         are_strings = feature in request.string_features
         is_other = are_strings != (feature in model.string_features)
         # Empty bags match either type. A feature that the model lacks is rejected elsewhere.
-        if is_other and start < end and feature in model.features:
+        if is_other and start < end and feature in model.feature_positions:
             found = _integers(request, feature) if are_strings else 0
             if isinstance(found, int):
                 raise _of_wrong_type(request, feature, lengths, start, found)

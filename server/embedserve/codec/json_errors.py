@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from embedserve.codec.string_ids import integers_of
-from embedserve.errors import InvalidRequestError
+from embedserve.errors import InvalidRequestError, shortened
 from embedserve.request_checks import SEQ_MAX
 
 _Check = Callable[[list[Any]], bool]
@@ -44,7 +44,8 @@ def explain_invalid_json(body: bytes) -> InvalidRequestError | None:
     for name in parsed:
         if name not in FIELDS:
             return _wrong(
-                name or '""', f"is not a field of a request; there are {', '.join(FIELDS)}"
+                shortened(name) or '""',
+                f"is not a field of a request; there are {', '.join(FIELDS)}",
             )
     return (
         _features(parsed)
@@ -63,7 +64,7 @@ def _features(parsed: dict[str, Any]) -> InvalidRequestError | None:
     if not features:
         return _wrong("features", "is {}: name at least one feature")
     for name, bags in features.items():
-        if error := _jagged(f"features.{name}", bags, "ids", _check_of(bags)):
+        if error := _jagged(f"features.{shortened(name)}", bags, "ids", _check_of(bags)):
             return error
     return _batch_sizes(features)
 
@@ -90,15 +91,16 @@ def _check_of(bags: Any) -> _Check:
 def _batch_sizes(features: dict[str, list[Any]]) -> InvalidRequestError | None:
     """Checks that all features have the same number of bags. A flat list is one bag."""
     if not any(features.values()):
-        field = f"features.{next(iter(features))}"
+        field = f"features.{shortened(next(iter(features)))}"
         return _wrong(field, "is []: an empty batch; one example without ids is [[]]")
     first_name, first = next(iter(features.items()))
     batch_size = _bags(first)
     for name, bags in features.items():
         if _bags(bags) != batch_size:
             return _wrong(
-                f"features.{name}",
-                f"has {_examples(bags)}, but features.{first_name} has {_examples(first)}",
+                f"features.{shortened(name)}",
+                f"has {_examples(bags)}, but features.{shortened(first_name)} has "
+                f"{_examples(first)}",
             )
     return None
 
@@ -119,12 +121,12 @@ def _weights(parsed: dict[str, Any]) -> InvalidRequestError | None:
     if not isinstance(weights, dict):
         return _wrong("weights", f"is {_quote(weights)}: expected an object like features")
     for name, bags in weights.items():
-        field = f"weights.{name}"
+        field = f"weights.{shortened(name)}"
         if name not in parsed["features"]:
-            return _wrong(field, f"has no features.{name} beside it")
+            return _wrong(field, f"has no features.{shortened(name)} beside it")
         if error := _jagged(field, bags, "weights", _are_weights):
             return error
-        if error := _same_shape(name, parsed["features"][name], bags):
+        if error := _same_shape(shortened(name), parsed["features"][name], bags):
             return error
     return None
 

@@ -31,7 +31,7 @@ from embedserve.codec.protobuf_fields import (
 )
 from embedserve.codec.string_ids import merge_string_ids
 from embedserve.config import DEFAULT_LIMITS, Limits
-from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.errors import InvalidRequestError, RequestTooLargeError, shortened
 from embedserve.lookup_types import LookupRequest, OutputOptions
 from embedserve.model_names import qualified_model_name
 from embedserve.request_checks import check_feature_count, check_lengths, check_min_seq
@@ -278,7 +278,7 @@ def _batch_size(features: tuple[str, ...], lengths: np.ndarray) -> int:
 def _check_unique(field: str, names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise InvalidRequestError(f"{field} names {twice!r} twice", field)
+        raise InvalidRequestError(f"{field} names {shortened(twice)!r} twice", field)
 
 
 def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) -> None:
@@ -286,7 +286,9 @@ def _add_strings(request: LookupRequest, message: embedding_pb2.EmbedRequest) ->
     _check_unique("string_keys", message.string_keys)
     string_keys = frozenset(message.string_keys)
     if stray := string_keys.difference(request.features):
-        raise InvalidRequestError(f"string_keys names {min(stray)!r}, keys does not", "string_keys")
+        raise InvalidRequestError(
+            f"string_keys names {shortened(min(stray))!r}, keys does not", "string_keys"
+        )
     strings = list(message.string_ids)
     check_lengths(request.lengths, request.ids.size + len(strings))
     lengths = request.lengths.reshape(len(request.features), request.batch_size)

@@ -158,7 +158,7 @@ class _RowToRank:
         self.tables = divided[: DIVIDED_CELLS // ranks]
         self.cells = len(self.tables) * ranks
         # A "use" is a (table, feature) pair.
-        place = {feature: i for i, feature in enumerate(model.features)}
+        place = model.feature_positions
         uses = [(at, place[f]) for at, table in enumerate(self.tables) for f in table.feature_names]
         self._table_of_use, self._feature_of_use = np.array(uses, np.int64).reshape(-1, 2).T
         # The span keeps the rows of one feature below the ranges of the next.

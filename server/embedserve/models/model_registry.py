@@ -24,6 +24,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
     UnknownModelError,
+    shortened,
 )
 from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
@@ -318,7 +319,7 @@ class ModelRegistry:
             raise UnknownModelError(
                 f"version is {shown}: the versions of {model} are {versions}", "version"
             )
-        raise UnknownModelError(f"model is {name!r}: this server has {served}", "model")
+        raise UnknownModelError(f"model is {shortened(name)!r}: this server has {served}", "model")
 
     def _refuse_size(self, request: LookupRequest, model: ModelInfo) -> NoReturn:
         limits = self.limits

@@ -76,8 +76,9 @@ def test_a_long_header_is_read_from_its_end_within_a_moment() -> None:
     assert found(x_forwarded_for="198.51.100.9," * 100_000 + ours) == ours
     assert found(x_forwarded_for="9" * 1_000_000) == PROXY
     hostile = [b"for=" * 250_000, b'for="' * 200_000, b";" * 1_000_000, b"for=;" * 200_000]
+    hostile.append(b"for=" + b" " * (FORWARDED_BYTES_MAX - 5) + b'"')
     start_s = time.thread_time()
-    for value in hostile:
+    for value in hostile * 200:
         assert BEHIND.find(PROXY, {FORWARDED: value}.get) == PROXY
         assert BEHIND.find(PROXY, {FORWARDED: value[:FORWARDED_BYTES_MAX]}.get) == PROXY
     assert time.thread_time() - start_s < 1.0

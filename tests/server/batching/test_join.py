@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server.fake_engine import Bags, FakeEngine, Weights, make_request
+from server.fake_engine import Bags, FakeEngine, Weights, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
@@ -98,3 +98,29 @@ def test_an_unknown_feature_is_named_with_those_that_there_are() -> None:
     with pytest.raises(InvalidRequestError, match="it has user, movie, tag") as caught:
         ordered({"user": [[1]], "actor": [[1]]})
     assert caught.value.field == "features.actor"
+
+
+class CountedName(str):
+    """Counts the comparisons of such names."""
+
+    __slots__ = ()
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.comparisons += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("words", [False, True], ids=["integers", "strings"])
+def test_each_feature_is_compared_a_few_times(words: bool) -> None:
+    """However many features the model has."""
+    count = 300
+    model = model_info("wide", {f"f{at}": (3, 1) for at in range(count)})
+    bags: Bags = {CountedName(f"f{at}"): [["1" if words else 1]] for at in reversed(range(count))}
+    request = make_request(bags)
+    CountedName.comparisons = 0
+    adapted = adapt_to_model(request, model)
+    assert adapted.ids.tolist() == [1] * count
+    assert CountedName.comparisons < 20 * count

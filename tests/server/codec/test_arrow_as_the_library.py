@@ -27,7 +27,7 @@ metadata that it reads, and copies values from wherever they are."""
 def streams() -> list[bytes]:
     bags = {"a": [[1, 2], []], "b": [[3], [4, 5]]}
     weighted = columns_of(bags, {"a": [[0.5, 1.0], []]})
-    words = columns_of({"a": [["x", "yy"], []]}, ids=pa.string())
+    words = columns_of({"a": [["x", "yy"], []]})
     return [
         stream_of(columns_of(bags)),
         stream_of(weighted, rows=1),

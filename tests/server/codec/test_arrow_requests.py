@@ -55,6 +55,9 @@ def test_lists_in_one_batch_or_several(
     bags = data.draw(bags_of_ids())
     weights = data.draw(weights_or_none(bags)) or {}
     weights = {name: one for name, one in weights.items() if data.draw(st.booleans())}
+    for name in bags:
+        if data.draw(st.booleans()):
+            bags[name] = [[f"id {one}" for one in bag] for bag in bags[name]]
     table = columns_of(bags, weights, layout=layout, ids=ids)
     body = stream_of(table, rows=rows)
     read = assert_reads(body, bags, weights)
@@ -130,6 +133,15 @@ def test_weights_of_any_width(weight: Any, layout: Any) -> None:
     table = columns_of(bags, layout=layout)
     table = table.add_column(0, "user.weights", pa.array(weights["user"], layout(weight)))
     assert_reads(stream_of(table), bags, weights)
+
+
+@pytest.mark.parametrize("value", [2.0, float("nan")])
+def test_weights_of_strings_alone(value: float) -> None:
+    bags: Bags = {"tag": [["drama", "x"], ["y"]]}
+    weights: Weights = {"tag": [[0.5, value], [3.0]]}
+    read = ARROW.decode_request(stream_of(columns_of(bags, weights)))
+    assert read.weights is not None
+    assert read.weights.tobytes() == np.array([0.5, value, 3.0], np.float32).tobytes()
 
 
 def test_columns_of_pandas_and_polars() -> None:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import httpx
 import pytest
 from server.fake_engine import FakeEngine
-from server.live import GRPC_SERVERS, Live, serving
+from server.live import GRPC_SERVERS, JSON, PROTOBUF, Live, make_pipeline, serving
+from server.raw_http import http_client
 
 from embedserve.api.openapi import wire_path
 from embedserve.api.wire_openapi import EMBED_PATHS
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
-from embedserve.errors import EmbedServeError, InvalidRequestError
+from embedserve.errors import NAME_CHARACTERS_MAX, EmbedServeError, InvalidRequestError
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.metrics import Metrics
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline
+from embedserve.wire.grpc.statuses import error_block
+from embedserve.wire.rest.headers import error_answer
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -178,6 +182,71 @@ async def test_no_message_or_field_keeps_grpc_from_answering(
     assert str(error.details())[:500] == message[:500]
     metadata = dict(error.trailing_metadata() or ())
     assert str(metadata.get("embedserve-field", ""))[:9] == field[:9]
+
+
+@pytest.mark.parametrize("character", ["n", "\0", "映"])
+def test_an_error_is_short_whatever_it_quotes(character: str) -> None:
+    """Whole responses are cached, by the message and the field."""
+    error = InvalidRequestError(character * 1_000_000, character * 1_000_000)
+    assert len(str(error)) == len(error.message) < 5000
+    assert len(error.field) < 1000
+    assert len(error_answer(error, [])[1]) < 64 << 10
+    assert len(error_block(error)) < 8 << 10
+
+
+LONG = "n" * 500_000
+
+
+def as_json(**fields: object) -> tuple[str, str, bytes]:
+    return "/embed", JSON, json.dumps(fields).encode()
+
+
+def as_protobuf(
+    *keys: str, model: str = "", string_keys: Sequence[str] = ()
+) -> tuple[str, str, bytes]:
+    lengths = [0] * len(keys)
+    message = pb.EmbedRequest(keys=keys, lengths=lengths, model=model, string_keys=string_keys)
+    return "/embed", PROTOBUF, message.SerializeToString()
+
+
+def as_input(name: str) -> tuple[str, str, bytes]:
+    one = {"name": name, "datatype": "INT64", "shape": [1], "data": [1]}
+    return "/v2/models/shop/infer", JSON, json.dumps({"inputs": [one]}).encode()
+
+
+USER = {"user": [[1]]}
+LONG_NAMES = {
+    "JSON feature": (as_json(features={LONG: [[1]]}), "has no such feature; it has"),
+    "JSON ids": (as_json(features={LONG: [["a", 1, 2]]}), 'is "a": ids are'),
+    "JSON examples": (as_json(features=USER | {LONG: [[1], [2]]}), "has 1 example"),
+    "JSON weights": (as_json(features=USER, weights={LONG: [[1]]}), "beside it"),
+    "JSON weights of a bag": (
+        as_json(features={LONG: [[1]]}, weights={LONG: [[1, 2]]}),
+        "has 2 weights for 1 id",
+    ),
+    "JSON field": (as_json(features=USER, **{LONG: 1}), "is not a field of a request"),
+    "JSON output key": (as_json(features=USER, output_keys=[LONG]), "has no such key; it has"),
+    "protobuf model": (as_protobuf("user", model=LONG), "this server has shop"),
+    "protobuf feature": (as_protobuf(LONG), "has no such feature; it has"),
+    "protobuf feature twice": (as_protobuf(LONG, LONG), "twice"),
+    "protobuf string_keys": (as_protobuf("user", string_keys=[LONG]), "keys does not"),
+    "Open Inference feature": (as_input(f"{LONG}.ids"), "beside it"),
+}
+
+
+@pytest.mark.parametrize("name", LONG_NAMES)
+async def test_a_long_name_hides_no_reason(
+    engine: FakeEngine, executor: ThreadPoolExecutor, name: str
+) -> None:
+    (path, content_type, body), reason = LONG_NAMES[name]
+    async with http_client(make_pipeline(engine, executor=executor)) as client:
+        answer = await client.post(path, content=body, headers={"content-type": content_type})
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 2000
+    assert "n" * NAME_CHARACTERS_MAX + "…" in answer.text
+    assert reason in (
+        answer.json()["error"] if "/v2" in path else answer.json()["error"]["message"]
+    )
 
 
 async def test_an_unforeseen_error_is_logged_in_full_and_answered_in_general(

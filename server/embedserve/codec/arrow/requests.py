@@ -351,7 +351,7 @@ class _BagReader:
             schema.features,
             ids,
             lengths.astype(_INT32, copy=False).reshape(-1),
-            self._weights(lengths) if schema.weights and ids.size else None,
+            self._weights(lengths) if schema.weights and lengths.any() else None,
             lengths.shape[1],
         )
         if any(schema.is_string):

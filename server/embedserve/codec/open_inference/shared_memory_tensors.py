@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from embedserve.codec.open_inference.strings import read_strings
-from embedserve.codec.open_inference.tensors import BYTES, NAME_CHARACTERS_MAX, InputTensor, shown
+from embedserve.codec.open_inference.tensors import BYTES, InputTensor
 from embedserve.config import Limits
 from embedserve.errors import (
     EmbedServeError,
     InvalidRequestError,
     RequestTooLargeError,
     UnknownRegionError,
+    shortened,
 )
 from embedserve.shared_memory.memory_slice import MemorySlice
 from embedserve.shared_memory.region import Regions
@@ -61,22 +62,22 @@ def find_place(
         raise _error(InvalidRequestError, tensor, f"has {given} and no {missing}: give both")
     found = regions.get(region)
     if found is None:
-        problem = f"names shared memory region {shown(region)}, which is not registered"
+        problem = f"names shared memory region {shortened(region)!r}, which is not registered"
         raise _error(UnknownRegionError, tensor, problem)
     if byte_size < 0 or offset < 0 or offset + byte_size > found.byte_size:
         raise _error(
             InvalidRequestError,
             tensor,
-            f"has {byte_size} bytes at {offset} of shared memory region {shown(region)}, which has "
-            f"{found.byte_size}",
+            f"has {byte_size} bytes at {offset} of shared memory region {shortened(region)!r}, "
+            f"which has {found.byte_size}",
         )
     return MemorySlice(found, offset, byte_size)
 
 
 def _error(kind: type[EmbedServeError], tensor: InputTensor | str, problem: str) -> EmbedServeError:
     if isinstance(tensor, InputTensor):
-        return kind(f"{tensor} {problem}", f"inputs.{tensor.name[:NAME_CHARACTERS_MAX]}")
-    return kind(f"output {shown(tensor)} {problem}", f"outputs.{tensor[:NAME_CHARACTERS_MAX]}")
+        return kind(f"{tensor} {problem}", f"inputs.{shortened(tensor.name)}")
+    return kind(f"output {shortened(tensor)!r} {problem}", f"outputs.{shortened(tensor)}")
 
 
 def is_placed(parameters: _Parameters) -> bool:

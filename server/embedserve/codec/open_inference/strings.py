@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from embedserve.codec.open_inference.tensors import NAME_CHARACTERS_MAX, InputTensor, wrong
-from embedserve.errors import RequestTooLargeError
+from embedserve.codec.open_inference.tensors import InputTensor, wrong
+from embedserve.errors import RequestTooLargeError, shortened
 
 STRING_LENGTH_BYTES = 4
 
@@ -25,7 +25,7 @@ def read_strings(tensor: InputTensor, raw: memoryview, count_max: int, limit: st
         raise wrong(tensor, "is not of one dimension")
     if count > count_max:
         raise RequestTooLargeError(
-            f"{tensor} has {count} strings: {limit}", f"inputs.{tensor.name[:NAME_CHARACTERS_MAX]}"
+            f"{tensor} has {count} strings: {limit}", f"inputs.{shortened(tensor.name)}"
         )
     strings, position, size = [], 0, len(raw)
     for at in range(count):

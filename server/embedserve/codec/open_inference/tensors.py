@@ -17,7 +17,7 @@ import numpy as np
 
 from embedserve.codec.string_ids import merge_string_ids
 from embedserve.config import Limits
-from embedserve.errors import InvalidRequestError, RequestTooLargeError
+from embedserve.errors import InvalidRequestError, RequestTooLargeError, shortened
 from embedserve.lookup_types import LookupRequest
 from embedserve.request_checks import check_feature_count
 
@@ -32,8 +32,6 @@ DATATYPES = {"ids": ("INT64", BYTES), "lengths": ("INT32",), "weights": ("FP32",
 """Accepted datatypes of a tensor, by the part of the feature that it is."""
 _INT64, _INT32, _FLOAT32 = DTYPES["INT64"], DTYPES["INT32"], DTYPES["FP32"]
 _UINT32 = np.dtype("<u4")
-NAME_CHARACTERS_MAX = 200
-"""Characters of a tensor's name that an error message quotes."""
 
 Data = bytes | memoryview | np.ndarray | list[str]
 """The numbers of a tensor, little-endian and row-major; the strings of a BYTES tensor."""
@@ -51,7 +49,7 @@ class InputTensor:
     data: Data
 
     def __str__(self) -> str:
-        return f"input {shown(self.name)} ({self.datatype[:16]} {shown_shape(self.shape)})"
+        return f"input {shortened(self.name)!r} ({self.datatype[:16]} {shown_shape(self.shape)})"
 
 
 @dataclass(slots=True)
@@ -64,17 +62,12 @@ class _Feature:
     padded: InputTensor | None = None
 
 
-def shown(name: str) -> str:
-    text = name if len(name) <= NAME_CHARACTERS_MAX else name[:NAME_CHARACTERS_MAX] + "…"
-    return repr(text)
-
-
 def shown_shape(shape: Sequence[int]) -> str:
     return str(list(shape[:8]))
 
 
 def wrong(tensor: InputTensor, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{tensor} {problem}", f"inputs.{tensor.name[:NAME_CHARACTERS_MAX]}")
+    return InvalidRequestError(f"{tensor} {problem}", f"inputs.{shortened(tensor.name)}")
 
 
 def lookup_request(model: str, tensors: Sequence[InputTensor], limits: Limits) -> LookupRequest:
@@ -216,15 +209,17 @@ def _check(tensor: InputTensor, part: str) -> None:
 def _check_parts(name: str, one: _Feature) -> None:
     if one.padded is not None:
         if one.ids is not None or one.lengths is not None:
-            raise wrong(one.padded, f"is given beside {shown(name + '.ids')}: send one of them")
+            raise wrong(
+                one.padded, f"is given beside {shortened(name + '.ids')!r}: send one of them"
+            )
         if one.weights is not None and list(one.weights.shape) != list(one.padded.shape):
             raise wrong(one.weights, f"has not the shape of {one.padded}")
     elif one.ids is None:
         alone = one.lengths or one.weights
         assert alone is not None
-        raise wrong(alone, f"has no input {shown(name + '.ids')} beside it")
+        raise wrong(alone, f"has no input {shortened(name + '.ids')!r} beside it")
     elif one.lengths is None:
-        raise wrong(one.ids, f"has no input {shown(name + '.lengths')} beside it")
+        raise wrong(one.ids, f"has no input {shortened(name + '.lengths')!r} beside it")
     elif one.weights is not None and list(one.weights.shape) != list(one.ids.shape):
         raise wrong(one.weights, f"has not the shape of {one.ids}: one weight for each id")
 

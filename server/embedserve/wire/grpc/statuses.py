@@ -29,8 +29,6 @@ MESSAGE_BYTES_MAX = 2000
 over 8 KiB."""
 BLOCKS_MAX = 16
 """Header blocks of errors that are cached."""
-FIELD_CHARACTERS_MAX = 500
-"""Characters of an error's field name, which is part of the same trailers."""
 
 _HEAD: Headers = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 HEAD_BLOCK = encode(_HEAD)
@@ -85,6 +83,6 @@ def only_trailers(trailers: Headers) -> bytes:
 
 
 def _printable(text: str) -> bytes:
-    """Returns ``text`` as a metadata value: printable ASCII, cut to FIELD_CHARACTERS_MAX."""
-    shown = "".join(c if " " <= c <= "~" else "?" for c in text[:FIELD_CHARACTERS_MAX])
+    """Returns ``text`` as a metadata value: printable ASCII."""
+    shown = "".join(c if " " <= c <= "~" else "?" for c in text)
     return shown.strip().encode()

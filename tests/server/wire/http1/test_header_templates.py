@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import httptools
 import pytest
@@ -338,6 +339,45 @@ def test_what_is_remembered_of_all_heads_is_bounded() -> None:
 
 SEEN_REFERENCES = 3
 """Of a form that nothing but ``seen``, the loop and the call itself hold."""
+
+
+BLANKS_WITHIN = f"X: a{' ' * 15_000}b"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        BLANKS_WITHIN,
+        BLANKS_WITHIN.replace(" ", "\t"),
+        BLANKS_WITHIN[:-1],
+        f"X:{' ' * 15_000}b",
+        "X:" + ": " * 7_500,
+        "X: " + "a " * 7_500,
+        "Accept: " + ";" * 15_000,
+        "Accept: " + ",;" * 7_500,
+        "Accept: " + "; " * 7_500,
+        "Accept: ;" + "\t" * 15_000,
+        "Accept: " + ";q=0.0x" * 2_100,
+        "Accept: a;q=0." + "0" * 15_000 + "x",
+        "Accept: a;q=0" + " " * 15_000 + "x",
+    ],
+    ids=lambda line: line[:20],
+)
+def test_a_long_head_is_read_within_a_moment(line: str) -> None:
+    """Some took seconds, on the event loop and before any token is looked at."""
+    head = head_of(line)
+    assert len(head) < HEAD_BYTES_MAX
+    start_s = time.thread_time()
+    assert parsed(head) == (("", JSON, JSON, None), 5)
+    assert time.thread_time() - start_s < 0.5
+
+
+def test_blanks_around_a_value_are_no_part_of_it() -> None:
+    head = head_of("X-Request-Id: \t a b \t ", "traceparent:", "Authorization:   ")
+    form = parse_head(head, METRICS, LIMITS, CODECS)
+    assert form is not None
+    assert form.header(head, b"x-request-id") == b"a b"
+    assert form.header(head, b"traceparent") == form.header(head, b"authorization") == b""
 
 
 @pytest.mark.parametrize(
