@@ -49,7 +49,8 @@ class RemoteFolder:
         url: URL of the folder, such as s3://bucket/folder.
 
     Raises:
-        StoreError: fsspec, or a package that it needs for this kind of URL, is not installed.
+        StoreError: this kind of URL is no store, or fsspec or a package that it needs for it is not
+            installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -343,6 +344,11 @@ def _open(url: str, response_s: float | None = None) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:
         raise StoreError(f"{url}: a remote store needs fsspec: {EXTRA}") from error
+    if url.startswith(("http://", "https://")):
+        raise StoreError(
+            f"{url}: HTTP cannot list or write files: use s3://, gs:// or file://; an S3 server's "
+            "own address is set as AWS_ENDPOINT_URL"
+        )
     options = _options(url)
     if response_s is not None:
         configured = options.get("config_kwargs", {})
