@@ -33,7 +33,7 @@ def test_it_writes_to_the_claim_that_servers_read(job: dict[str, Any], cpu: Rend
     pod = job["template"]["spec"]
     mounts = {one["mountPath"]: one for one in container(job)["volumeMounts"]}
     volumes = {one["name"]: one for one in pod["volumes"]}
-    assert set(mounts) == {"/store", "/checkpoint", "/tmp"}
+    assert set(mounts) == {"/store", "/checkpoint", "/cache", "/tmp"}
     assert "readOnly" not in mounts["/store"]
     assert mounts["/checkpoint"]["readOnly"] is True
     claim = volumes[mounts["/store"]["name"]]["persistentVolumeClaim"]["claimName"]
@@ -42,6 +42,13 @@ def test_it_writes_to_the_claim_that_servers_read(job: dict[str, Any], cpu: Rend
     assert reader.items() <= writer.items()  # what it writes the servers' user reads
     assert container(job)["securityContext"] == cpu.container["securityContext"]
     assert container(job)["image"] == cpu.container["image"]
+
+
+def test_a_version_for_a_bucket_is_staged_on_a_volume_of_its_own(job: dict[str, Any]) -> None:
+    (cache,) = (one["value"] for one in container(job)["env"] if one["name"] == "XDG_CACHE_HOME")
+    (mount,) = (one for one in container(job)["volumeMounts"] if one["mountPath"] == cache)
+    volumes = {one["name"]: one for one in job["template"]["spec"]["volumes"]}
+    assert volumes[mount["name"]]["emptyDir"] == {}  # no limit that would evict the pod
 
 
 def test_publish_takes_its_arguments(job: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from embedserve_store.commands.alias import settings_of
 from embedserve_store.commands.plan_view import show_plan
-from embedserve_store.errors import UnreachableError
+from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import GOLDENS, Manifest
@@ -26,7 +26,7 @@ def inspect(store: str, model: str, version: str, cache: Path | None) -> None:
     In a remote store only the inspected version is pulled; lists show names and numbers alone.
 
     Raises:
-        StoreError: there is no such store, model or version, or it is damaged.
+        StoreError: there is no such store, model or version, or the inspected version is damaged.
     """
     with opened(store, cache) as models:
         if not model:
@@ -41,13 +41,21 @@ def inspect(store: str, model: str, version: str, cache: Path | None) -> None:
 def _show_models(store: ModelStore, path: str) -> None:
     totals = () if store.is_remote else TOTALS
     models = grid("model", "versions", *totals, numbers=totals)
+    problems = []
     for name in store.models():
         numbers = ", ".join(map(str, store.versions(name)))
-        models.add_row(name, numbers, *(_totals(store.load(name).manifest) if totals else ()))
+        known: tuple[str, ...] = ()
+        if totals:
+            try:
+                known = _totals(store.load(name).manifest)
+            except StoreError as error:
+                problems.append(str(error))
+        models.add_row(name, numbers, *known)
     if models.row_count:
         show(f"store {path}", models)
     else:
         write(f"store {path}: no models")
+    _show_problems(problems)
 
 
 def _show_versions(store: ModelStore, model: str) -> None:
@@ -57,13 +65,26 @@ def _show_versions(store: ModelStore, model: str) -> None:
         return
     numbers = ("version", *TOTALS, "ranks")
     versions = grid("version", *TOTALS, "published", "ranks", numbers=numbers)
+    problems = []
     for number in store.versions(model):
-        version = store.load(model, number)
+        try:
+            version = store.load(model, number)
+        except StoreError as error:
+            problems.append(str(error))
+            versions.add_row(str(number))
+            continue
         published = str(version.manifest.source.get("published_at", ""))
         ranks = str(version.plan.world_size)
         versions.add_row(str(number), *_totals(version.manifest), published, ranks)
     show(f"model {model}", versions)
+    _show_problems(problems)
     _show_aliases(store, model)
+
+
+def _show_problems(problems: list[str]) -> None:
+    """Prints why rows of a list are empty: a version is damaged, or not copied to its end."""
+    for problem in problems:
+        write(f"cannot be opened: {sanitize(problem)}")
 
 
 def _show_aliases(store: ModelStore, model: str) -> None:

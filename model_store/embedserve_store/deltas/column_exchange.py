@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.publishing.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch

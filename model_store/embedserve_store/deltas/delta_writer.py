@@ -27,14 +27,14 @@ from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.push_runner import PushRunner, evaluate
 from embedserve_store.deltas.pushed_goldens import PushedGoldens
 from embedserve_store.deltas.pushed_ids import PlacedIds, PushedIds, RemovedIds
-from embedserve_store.deltas.rank_calls import RankCalls
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.signing import KeyFile
 from embedserve_store.deltas.tracked_rows import TrackedRows, check_same_tables
 from embedserve_store.errors import InvalidModelError, RevertedError, StoreError
 from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_file import ChangedRows, repeated_row
 from embedserve_store.format.delta_goldens import DeltaGoldens
+from embedserve_store.publishing.rank_calls import RankCalls
+from embedserve_store.publishing.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch

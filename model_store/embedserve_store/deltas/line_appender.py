@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 from embedserve_store.deltas.append import append, check_no_overwrites
 from embedserve_store.deltas.delta_line import DeltaLine
-from embedserve_store.deltas.rank_calls import RankCalls
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.signing import KeyFile, SigningKey, check_stays_signed, signing_key
 from embedserve_store.errors import InvalidModelError, RevertedError, WriterFencedError
 from embedserve_store.format.changed_ids import ChangedIds, encode_ids, split_ids
@@ -38,6 +36,8 @@ from embedserve_store.format.text_limit import check_texts
 from embedserve_store.ids.id_map import IdMap
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.added_file import user, writer
+from embedserve_store.publishing.rank_calls import RankCalls
+from embedserve_store.publishing.ranks import Ranks
 
 if TYPE_CHECKING:
     import numpy as np

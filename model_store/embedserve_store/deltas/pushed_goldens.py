@@ -17,12 +17,12 @@ from embedserve_store.deltas.golden_bags import (
     trained_answers,
     with_row_numbers,
 )
-from embedserve_store.deltas.rank_calls import RankCalls
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.format.delta_goldens import DTYPES, DeltaGoldens
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.goldens.goldens_file import Bags
 from embedserve_store.goldens.parity import least_precise
+from embedserve_store.publishing.rank_calls import RankCalls
+from embedserve_store.publishing.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch

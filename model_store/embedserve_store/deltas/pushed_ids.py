@@ -11,12 +11,12 @@ import numpy as np
 
 from embedserve_store.deltas.encode_changes import Ids, KeyedChanges, RowsOfIds, keys_of
 from embedserve_store.deltas.line_appender import LineAppender
-from embedserve_store.deltas.rank_calls import RankCalls
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.vocabularies import Vocabularies, WantedIds, named_changes
 from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.changed_ids import REMOVED, ChangedIds
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.publishing.rank_calls import RankCalls
+from embedserve_store.publishing.ranks import Ranks
 
 PlacedIds = Mapping[str, tuple[Ids, Any]]
 """Ids, and the row that each has in training, by table."""

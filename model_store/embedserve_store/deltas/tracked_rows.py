@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.deltas.column_exchange import ColumnExchange, Piece
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.touched_ids import TouchedIds
 from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.goldens.parity import least_precise
+from embedserve_store.publishing.ranks import Ranks
 from embedserve_store.sources.checkpoint import table_keys
 from embedserve_store.sources.live_dmp import collection_of, describe_sharded, own_shards, rank
 from embedserve_store.sources.rows import SOURCE_DTYPES

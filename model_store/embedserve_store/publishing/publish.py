@@ -8,7 +8,6 @@ is left behind. Imports torch only when called.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,7 +76,7 @@ def publish(
 ) -> PublishedVersion:
     """Publishes embedding tables as the next version of ``model``.
 
-    A version for a remote store is published into a temporary folder first, then uploaded.
+    A version for a remote store is published into the cache folder first, then uploaded.
 
     Args:
         source: an unsharded EmbeddingBagCollection or EmbeddingCollection, a model that holds one,
@@ -260,7 +259,7 @@ def publish_files(
 ) -> PublishedVersion:
     """Publishes the next version of ``model``, whose files ``write`` writes into a staging folder.
 
-    A version for a remote store is published into a temporary folder first, then uploaded.
+    A version for a remote store is published into the cache folder first, then uploaded.
 
     Args:
         nbytes: bytes of the rows and id maps, for which the disk must have room.
@@ -274,8 +273,9 @@ def publish_files(
     if not is_url(store):
         return _publish_local(Path(store) / model, nbytes, write)
     number = RemoteStore(store, default_cache()).next_version(model)
-    with tempfile.TemporaryDirectory(prefix="embedserve-") as folder:
-        published = _publish_local(Path(folder) / model, nbytes, write)
+    cache = default_cache() / "publish"
+    with as_store_error(cache), staging_folder(cache) as folder:
+        published = _publish_local(folder / model, nbytes, write)
         if not published.is_new:
             return replace(published, where=f"{store.rstrip('/')}/{model}/{published.version}")
         check_now = partial(check, published) if check is not None else None

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan
 from embedserve_store.plans.sharding_types import AUTO
 from embedserve_store.publishing.options import PublishOptions, check_option_names
 from embedserve_store.publishing.publish import as_store_error, check_options, publish
 from embedserve_store.publishing.publish_source import Choice
+from embedserve_store.publishing.rank_calls import RankCalls
+from embedserve_store.publishing.ranks import Ranks
 from embedserve_store.publishing.version_writer import PublishedVersion
 from embedserve_store.remote.remote_store import is_url
 from embedserve_store.sources.description import Description
-from embedserve_store.sources.live_dmp import rank
 from embedserve_store.writing.staging import staging_folder
 
 if TYPE_CHECKING:
@@ -55,17 +57,35 @@ def publish_sharded(
         StoreError: on all ranks, in the cases of ``publish``. A layout that differs from the
             previous version's is found only after the shards were saved.
     """
-    from embedserve_store.sources.live_dmp import describe_sharded
-
     check_option_names(options)
     if is_url(os.fspath(store)):
         raise InvalidModelError(
             f"{store}: the ranks save their shards in the store, so publish into a folder that all "
             "of them see, then upload the version (embedserve_store.remote.upload.upload_version)"
         )
+    with ExitStack() as stack:
+        ranks = Ranks()
+        stack.callback(ranks.close)
+        calls = RankCalls(ranks)
+        # A store may be writable on some ranks only.
+        description, options = calls.on_all(lambda: _checked(module, store, model, options))
+        shards = _shared_folder(stack, calls, Path(store) / model)
+        save = partial(_save_and_publish, module, shards, store, model, description, options, ranks)
+        return calls.on_all(save)
+
+
+def _checked(
+    module: torch.nn.Module, store: str | os.PathLike[str], model: str, options: PublishOptions
+) -> tuple[Description, PublishOptions]:
+    """Returns the tables of ``module``, and ``options`` with their place and sharding.
+
+    Raises:
+        InvalidModelError, StoreError: as check_options.
+    """
+    from embedserve_store.sources.live_dmp import describe_sharded
+
     tables, is_weighted, prefix = describe_sharded(module, options.get("prefix", ""))
     sharding = _sharding_of(options, tables, module)
-    # The options are the same on every rank, so all ranks raise and none waits for the others.
     check_options(
         tables,
         store,
@@ -75,27 +95,20 @@ def publish_sharded(
         world_size=options.get("world_size"),
         hosts=options.get("hosts"),
     )
-    description = Description(tables, is_weighted)
-    options = {**options, "prefix": prefix, "sharding": sharding}
-    with ExitStack() as stack:
-        shards = _shared_folder(stack, Path(store) / model)
-        return _save_and_publish(module, shards, store, model, description, options)
+    return Description(tables, is_weighted), {**options, "prefix": prefix, "sharding": sharding}
 
 
-def _shared_folder(stack: ExitStack, folder: Path) -> Path:
+def _shared_folder(stack: ExitStack, calls: RankCalls, folder: Path) -> Path:
     """Returns, on all ranks, a new folder for the shards, which rank 0 removes at the end.
 
     It is locked and hidden. If this publisher dies, the next publisher removes it.
     """
-    problem, name = "", ""
-    if rank() == 0:
-        try:
-            with as_store_error(folder):
-                name = stack.enter_context(staging_folder(folder)).name
-        except StoreError as error:
-            problem = str(error)
-    _raise_from_first_rank(problem)
-    return folder / _from_first_rank(name)
+
+    def make() -> str:
+        with as_store_error(folder):
+            return stack.enter_context(staging_folder(folder)).name
+
+    return folder / calls.on_first(make)
 
 
 def _save_and_publish(
@@ -105,20 +118,16 @@ def _save_and_publish(
     model: str,
     description: Description,
     options: PublishOptions,
+    ranks: Ranks,
 ) -> PublishedVersion | None:
     """Saves this rank's shards. Rank 0 then publishes them and returns the version."""
     from embedserve_store.sources.live_dmp import save_tables
 
-    published, problem = None, ""
-    try:
-        with as_store_error(Path(store) / model):
-            save_tables(module, shards, options["prefix"])
-            if rank() == 0:
-                published = publish(shards, store, model=model, tables=description, **options)
-    except StoreError as error:
-        problem = str(error)
-    _raise_from_first_rank(problem)
-    return published
+    with as_store_error(Path(store) / model):
+        save_tables(module, shards, options["prefix"], ranks.group)
+        if ranks.rank == 0:
+            return publish(shards, store, model=model, tables=description, **options)
+    return None
 
 
 def _sharding_of(
@@ -139,21 +148,3 @@ def _sharding_of(
     constrained = own_constraints(tables, options.get("constraints") or {})
     allowed = {name: AUTO for name, one in constrained.items() if one.sharding_types}
     return types | allowed
-
-
-def _raise_from_first_rank(problem: str) -> None:
-    """Raises, on every rank, rank 0's error if there is one, else the rank's own error."""
-    problem = _from_first_rank(problem) or problem
-    if problem:
-        raise StoreError(problem)
-
-
-def _from_first_rank(value: str) -> str:
-    """Returns rank 0's ``value`` on every rank."""
-    from torch import distributed
-
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return value
-    values = [value]
-    distributed.broadcast_object_list(values)
-    return values[0]

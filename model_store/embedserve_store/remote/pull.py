@@ -2,7 +2,8 @@
 
 The files are downloaded into a hidden folder, checked to the last byte, synced, loaded and made
 read-only. Then the folder is renamed. Other processes that need the same version wait for a lock.
-A pull continues with what a killed one has left, or one that lost the store. Never imports torch.
+A pull continues with what a killed one has left, or one that lost the store. After a pull that
+found damage the next one waits (damage_record.py). Never imports torch.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from embedserve_store.errors import NoRoomError, UnreachableError, failed_write
+from embedserve_store.errors import failed_write
 from embedserve_store.local_store import LocalStore
+from embedserve_store.remote.damage_record import UNDAMAGED, known_damage
 from embedserve_store.transfer.receive import TransferProgress, receive, reveal
 from embedserve_store.transfer.stored_version import StoredVersion
 from embedserve_store.writing.staging import (
@@ -27,21 +29,23 @@ from embedserve_store.writing.staging import (
 
 logger = logging.getLogger(__name__)
 
-KEPT_AFTER = (UnreachableError, NoRoomError)
-"""Errors after which the next pull continues with the files that have arrived. After others nothing
-is kept: a version that is damaged may take no space."""
 STAT_BLOCK_BYTES = 512
 """Unit of st_blocks, in bytes."""
 
 
-def pull(version: StoredVersion, folder: Path, progress: TransferProgress | None = None) -> None:
+def pull(
+    version: StoredVersion, folder: Path, listed: str, progress: TransferProgress | None = None
+) -> None:
     """Makes ``folder``, CACHE/MODEL/NUMBER, a checked copy of ``version``, or of its part.
 
     Does nothing if another process has made the copy meanwhile.
 
+    Args:
+        listed: checksum of the store's listing of the version.
+
     Raises:
         StoreError: the cache cannot be written or has too little space, or a file is damaged or
-            changed during the download.
+            changed during the download, or was damaged when it was pulled last.
         UnreachableError: the store stopped responding.
     """
     cache = folder.parent.parent
@@ -50,20 +54,23 @@ def pull(version: StoredVersion, folder: Path, progress: TransferProgress | None
         with _lock(cache, version) as is_locked:
             if folder.is_dir():
                 return
+            record = cache / f".{version.model}-{version.number}.damaged"
             with _staging(folder, is_locked=is_locked) as staging:
                 check_room(cache, version.nbytes - _used_bytes(staging))
-                # Without locks, another process may have pulled the version first.
-                place(version, staging, folder, progress)
+                with known_damage(record, listed):
+                    # Without locks, another process may have pulled the version first.
+                    place(version, staging, folder, progress)
     except OSError as error:
         raise failed_write(f"{folder}: pulling failed", error) from error
 
 
 def _staging(folder: Path, *, is_locked: bool) -> AbstractContextManager[Path]:
     """Returns the folder that the files of ``folder`` are pulled into. Without a lock it is not
-    shared with other pulls, and nothing of it is kept."""
+    shared with other pulls, and nothing of it is kept. Otherwise it is kept unless the version is
+    damaged, which may take no space."""
     if not is_locked:
         return staging_folder(folder.parent)
-    return copy_folder(folder.parent, folder.name, KEPT_AFTER, others_kept_s=0)
+    return copy_folder(folder.parent, folder.name, UNDAMAGED, others_kept_s=0)
 
 
 def _used_bytes(staging: Path) -> int:

@@ -7,6 +7,7 @@ imports torch; imports fsspec when a store is opened.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import threading
 from collections import deque
@@ -36,6 +37,8 @@ version would ever arrive."""
 
 _MODIFIED = ("LastModified", "mtime", "last_modified", "updated", "created")
 """Keys under which file systems of fsspec say when a file was written."""
+_CHECKSUMS = ("ETag", "etag")
+"""Keys under which file systems of fsspec give a checksum of a file."""
 EXTRA = "pip install 'embedserve[remote]'; gs:// needs gcsfs"
 
 
@@ -46,7 +49,8 @@ class RemoteFolder:
         url: URL of the folder, such as s3://bucket/folder.
 
     Raises:
-        StoreError: fsspec, or a package that it needs for this kind of URL, is not installed.
+        StoreError: this kind of URL is no store, or fsspec or a package that it needs for it is not
+            installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -73,6 +77,13 @@ class RemoteFolder:
         found = self._call(f"{self.url}/{folder}", "find", path, detail=True)
         prefix = len(path.lstrip("/")) + 1
         return {name.lstrip("/")[prefix:]: entry["size"] for name, entry in found.items()}
+
+    def listing_checksum(self, folder: str) -> str:
+        """Returns a checksum of the listing of ``folder``, which changes if a file is replaced."""
+        found = self._call(f"{self.url}/{folder}", "find", f"{self.root}/{folder}", detail=True)
+        keys = ("size", *_MODIFIED, *_CHECKSUMS)
+        listed = [(name, *(str(one.get(key)) for key in keys)) for name, one in found.items()]
+        return hashlib.sha256(repr(sorted(listed)).encode()).hexdigest()
 
     def names(self, folder: str) -> Iterator[str]:
         """Yields the names of the files in ``folder``, in any order; none if there is no folder.
@@ -333,6 +344,11 @@ def _open(url: str, response_s: float | None = None) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError as error:
         raise StoreError(f"{url}: a remote store needs fsspec: {EXTRA}") from error
+    if url.startswith(("http://", "https://")):
+        raise StoreError(
+            f"{url}: HTTP cannot list or write files: use s3://, gs:// or file://; an S3 server's "
+            "own address is set as AWS_ENDPOINT_URL"
+        )
     options = _options(url)
     if response_s is not None:
         configured = options.get("config_kwargs", {})

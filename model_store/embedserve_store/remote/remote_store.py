@@ -141,7 +141,8 @@ class RemoteStore:
             if not folder.is_dir():
                 if self._holding is not None and wanted.holding is None:
                     wanted = held_version(wanted, self._holding)
-                pull(wanted, folder, self._progress)
+                listed = self._remote.listing_checksum(wanted.path)
+                pull(wanted, folder, listed, self._progress)
             try:
                 return self._local.load(wanted.model, wanted.number)
             except StoreError:

@@ -26,6 +26,7 @@ from embedserve_store.sources.rows import checksums_of as checksums_of_rows
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 _COUNTS = ("iter", "iter_cpu", "step")
 """Attributes of FBGEMM's kernels that count each call as a training step."""
@@ -123,16 +124,25 @@ def plan_of(module: torch.nn.Module, prefix: str = "") -> Plan:
     return from_torchrec(collection.module_sharding_plan, tables, collection._env.world_size)
 
 
-def save_tables(module: torch.nn.Module, folder: str | os.PathLike[str], prefix: str = "") -> None:
+def save_tables(
+    module: torch.nn.Module,
+    folder: str | os.PathLike[str],
+    prefix: str = "",
+    group: ProcessGroup | None = None,
+) -> None:
     """Saves the tables of ``module`` under ``prefix``, and nothing else, as a checkpoint.
 
-    This is a collective: all ranks of the default process group call it, and all see ``folder``.
+    This is a collective: all ranks call it, and all see ``folder``.
+
+    Args:
+        group: process group of all ranks, in which they wait for one another. Default: the default
+            process group.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
     state = module.state_dict()
     tables = {one.key: state[one.key] for one in table_keys(state, prefix)}
-    save(tables, checkpoint_id=os.fspath(folder))
+    save(tables, checkpoint_id=os.fspath(folder), process_group=group)
 
 
 def checksums_of(module: torch.nn.Module, prefix: str = "") -> dict[str, NDArray[np.uint64]]:

@@ -294,7 +294,10 @@ def plan(
     hot_percent: HotPercent = 100,
     store: PodStore = "",
 ) -> None:
-    """Show where a sharding plan places tables and whether they fit, without loading a table."""
+    """Show where a sharding plan places tables and whether they fit.
+
+    Reads no table. A version behind a URL is first pulled into the cache, with its tables.
+    """
     with cli_errors():
         check_releases(installed_versions())
         from embedserve.commands.planning.plan import PlanOptions, plan_tables, plan_version

@@ -42,6 +42,17 @@ def test_a_model_shows_its_versions(store: Path) -> None:
     assert line[-1] == "2"  # ranks
 
 
+def test_a_damaged_version_hides_no_other(store: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(store, tmp_path / "copied")
+    shutil.copytree(store / "shop" / "1", copied / "shop" / "2")
+    (copied / "shop" / "2" / "plan.json").unlink()
+    for arguments, rows in (((), ["shop", "1,", "2"]), (("shop",), ["2"])):
+        lines = shown(copied, *arguments)
+        assert rows in lines
+        assert any(line[:3] == ["cannot", "be", "opened:"] for line in lines)
+    assert ["1", "1", "7", "112", "B"] in [line[:5] for line in shown(copied, "shop")]
+
+
 def test_a_version_shows_its_tables_and_which_rows_lie_on_which_rank(store: Path) -> None:
     lines = shown(store, "shop", "1")
     assert ["t_user", "7", "4", "float32", "sum", "112", "B", "user", "rows"] in lines

@@ -36,9 +36,9 @@ from torchrec.distributed.model_tracker.types import DeltaTrackerConfig
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 
 from embedserve_store.deltas import tracked_rows
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.publishing.ranks import Ranks
 from embedserve_store.sources.live_dmp import asked_apart, describe_sharded
 
 OURS = "embedserve:ebc"

@@ -32,9 +32,9 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.deltas.tracked_rows import TrackedRows
 from embedserve_store.errors import InvalidModelError
+from embedserve_store.publishing.ranks import Ranks
 
 DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType.BF16}
 TABLES: dict[str, tuple[int, int, list[str], str]] = {

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -177,10 +178,10 @@ publish(state_dict, sys.argv[1], tables=tables, model="m", progress=progress)
 """
 
 
-def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+def kill_halfway(store: str | Path) -> None:
     root = str(Path(embedserve_store.__file__).parent.parent)
     process = WarmPopen(
-        [*PYTHON, "-c", KILLED, tmp_path],
+        [*PYTHON, "-c", KILLED, store],
         env=os.environ | {"PYTHONPATH": root},
         stdout=subprocess.PIPE,
         text=True,
@@ -190,6 +191,10 @@ def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path:
         assert "halfway\n" in iter(lines.readline, "")
         process.send_signal(signal.SIGKILL)
         assert process.wait(timeout=60) == -signal.SIGKILL
+
+
+def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path: Path) -> None:
+    kill_halfway(tmp_path)
     left, lock = sorted((tmp_path / "m").iterdir())
     assert sorted(os.listdir(left)) == ["tables.safetensors"]
     assert lock.name == f"{left.name}.lock"
@@ -200,3 +205,19 @@ def test_a_killed_publisher_is_never_seen(ebc: EmbeddingBagCollection, tmp_path:
         store.load("m")
     assert publish(ebc, tmp_path, model="m").version == 1
     assert os.listdir(tmp_path / "m") == ["1"]
+
+
+def test_what_a_killed_publisher_to_a_url_left_is_removed(
+    ebc: EmbeddingBagCollection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("XDG_CACHE_HOME", "TMPDIR"):
+        (tmp_path / variable).mkdir()
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    kill_halfway(f"file://{tmp_path}/store")
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["tables.safetensors"]
+    published = publish(ebc, f"file://{tmp_path}/store", model="m")
+    assert published.version == 1
+    there = [path.parent for path in tmp_path.rglob("tables.safetensors")]
+    assert there == [tmp_path / "store" / "m" / "1"]
+    assert not (tmp_path / "XDG_CACHE_HOME" / "embedserve" / "publish").exists()

@@ -68,8 +68,9 @@ class Line(NamedTuple):
 
 
 def files(cache: Path) -> list[str]:
-    """All files of the cache but locks, by their names."""
-    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock")
+    """All files of the cache but locks and records of damage, by their names."""
+    beside = (".lock", ".damaged")
+    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix not in beside)
 
 
 def test_a_killed_pull_leaves_nothing_visible_and_continues(

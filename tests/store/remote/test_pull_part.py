@@ -90,7 +90,8 @@ def pull(where: str | Path, cache: Path, holds: Holding = PART) -> ModelVersion:
 
 
 def files(cache: Path) -> list[str]:
-    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock")
+    beside = (".lock", ".damaged")
+    return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix not in beside)
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])

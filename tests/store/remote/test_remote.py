@@ -179,6 +179,7 @@ def test_without_credentials_one_line_says_so(
         ("gs://bucket/store", ["gcsfs"], "not installed: .*gs:// needs gcsfs"),
         ("s3://bucket/store", ["fsspec", "fsspec.core"], r"pip install 'embedserve\[remote\]'"),
         ("nothing://bucket/store", [], "not a store: Protocol not known: nothing"),
+        ("http://host/store", [], "HTTP cannot list or write files: use s3://, gs:// or file://"),
     ],
 )
 def test_what_is_not_installed_is_named(

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from embedserve_store.deltas.ranks import Ranks
 from embedserve_store.errors import StoreError
+from embedserve_store.publishing.ranks import Ranks
 
 Result = TypeVar("Result")
 

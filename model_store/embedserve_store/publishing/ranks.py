@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+WAIT_MAX = timedelta(days=7)
+"""Limit of a wait for another rank, which may publish terabytes or pull a version meanwhile. The
+default of gloo, 30 minutes, ends jobs. A rank that dies ends the wait at once."""
 
 
 class Ranks:
     """All ranks of the default process group, with a gloo group of their own.
 
     A group of its own keeps these collectives apart from those of training, which run at the same
-    time in another thread. Without a process group there is one rank.
+    time in another thread, and from their time limit. Without a process group there is one rank.
 
     Attributes:
         rank: number of this rank.
         count: number of ranks.
+        group: the group; None if there is one rank.
     """
 
     def __init__(self) -> None:
@@ -27,26 +33,26 @@ class Ranks:
         is_alone = not distributed.is_initialized() or distributed.get_world_size() == 1
         self.rank = 0 if is_alone else distributed.get_rank()
         self.count = 1 if is_alone else distributed.get_world_size()
-        self._group = None if is_alone else distributed.new_group(backend="gloo")
+        self.group = None if is_alone else distributed.new_group(backend="gloo", timeout=WAIT_MAX)
 
     def from_all(self, value: Any) -> list[Any]:
         """Returns the ``value`` of each rank, on every rank; a collective."""
-        if self._group is None:
+        if self.group is None:
             return [value]
         from torch import distributed
 
         values = [None] * self.count
-        distributed.all_gather_object(values, value, group=self._group)
+        distributed.all_gather_object(values, value, group=self.group)
         return values
 
     def from_first(self, value: Any) -> Any:
         """Returns the ``value`` of rank 0, on every rank; a collective."""
-        if self._group is None:
+        if self.group is None:
             return value
         from torch import distributed
 
         values = [value]
-        distributed.broadcast_object_list(values, src=0, group=self._group)
+        distributed.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
     def is_on_first(self, flag: bool) -> bool:
@@ -54,13 +60,13 @@ class Ranks:
 
         ``from_first`` sends an object and its size before.
         """
-        if self._group is None:
+        if self.group is None:
             return flag
         import torch
         from torch import distributed
 
         sent = torch.tensor([flag], dtype=torch.uint8)
-        distributed.broadcast(sent, src=0, group=self._group)
+        distributed.broadcast(sent, src=0, group=self.group)
         return bool(sent.item())
 
     def exchange(
@@ -80,7 +86,7 @@ class Ranks:
 
         received = torch.empty(sum(from_each), dtype=torch.uint8)
         distributed.all_to_all_single(
-            received, sent, list(from_each), list(to_each), group=self._group
+            received, sent, list(from_each), list(to_each), group=self.group
         )
         return received
 
@@ -88,6 +94,6 @@ class Ranks:
         """Ends the group, unless all groups have ended before; a collective."""
         from torch import distributed
 
-        if self._group is not None and distributed.is_initialized():
-            distributed.destroy_process_group(self._group)
-        self._group = None
+        if self.group is not None and distributed.is_initialized():
+            distributed.destroy_process_group(self.group)
+        self.group = None

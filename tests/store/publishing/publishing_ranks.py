@@ -1,0 +1,70 @@
+"""Publishes a sharded model from two gloo processes whose process groups wait LIMIT by default.
+
+    python publishing_ranks.py FOLDER CASE
+
+CASE is ``publishing`` (rank 0 publishes for longer), ``saving`` (rank 1 saves its shards for
+longer) or ``unwritable`` (rank 1 cannot write to the store). FOLDER gets ``store/`` and, for each
+rank, ``outcome-RANK``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import trainer
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import FileSystemWriter
+
+from embedserve_store.errors import StoreError
+from embedserve_store.publishing import publish, publish_sharded
+
+LIMIT = timedelta(seconds=1)
+
+
+def late(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*arguments: Any, **options: Any) -> Any:
+        time.sleep(3 * LIMIT.total_seconds())
+        return call(*arguments, **options)
+
+    return called
+
+
+def arrange(rank: int, case: str) -> Any:
+    """A patch of what this rank does in ``case``; of nothing if that is what it always does."""
+    if (case, rank) == ("publishing", 0):
+        return patch.object(publish_sharded, "publish", late(publish.publish))
+    if (case, rank) == ("saving", 1):
+        return patch.object(FileSystemWriter, "write_data", late(FileSystemWriter.write_data))
+    if (case, rank) == ("unwritable", 1):
+        refused = StoreError("cannot be written on rank 1")
+        return patch.object(publish, "check_writable", side_effect=refused)
+    return patch.dict({})
+
+
+def run(rank: int, folder: Path, case: str) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dmp = trainer.shard(2, "float32")
+    distributed_c10d._set_pg_timeout(LIMIT)
+    with arrange(rank, case), patch.object(distributed_c10d, "default_pg_timeout", LIMIT):
+        try:
+            published = publish_sharded.publish_sharded(dmp, folder / "store", model="m")
+            outcome = "none" if published is None else str(published.version)
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+    (folder / f"outcome-{rank}").write_text(outcome)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # Forked, the ranks need not import torch again, which takes longer than all they do.
+    mp.start_processes(run, (Path(sys.argv[1]), sys.argv[2]), nprocs=2, start_method="fork")

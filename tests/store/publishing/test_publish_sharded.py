@@ -1,0 +1,32 @@
+"""The ranks of a training job publish together, however long one of them takes, or all fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from server.python import run_warm_python
+
+from embedserve_store.local_store import LocalStore
+
+
+def outcomes(folder: Path, case: str) -> list[str]:
+    """What each of two ranks was told, of a job whose process group waits for a second."""
+    script = Path(__file__).with_name("publishing_ranks.py")
+    done = run_warm_python(script, folder, case)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [(folder / f"outcome-{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("late", ["publishing", "saving"])
+def test_ranks_wait_for_one_another_beyond_the_limit_of_their_group(
+    tmp_path: Path, late: str
+) -> None:
+    assert outcomes(tmp_path, late) == ["1", "none"]
+    assert LocalStore(tmp_path / "store").versions("m") == [1]
+
+
+def test_all_ranks_raise_if_the_store_is_writable_on_some_only(tmp_path: Path) -> None:
+    refused = "StoreError: cannot be written on rank 1"
+    assert outcomes(tmp_path, "unwritable") == [refused, refused]
+    assert not (tmp_path / "store").exists()

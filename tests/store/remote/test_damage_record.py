@@ -1,0 +1,105 @@
+"""A version that was damaged when it was pulled is not pulled at every poll."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store.remote.conftest import Place, Publish
+
+from embedserve_store.errors import StoreError, UnreachableError
+from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.remote.remote_store import RemoteStore
+from embedserve_store.remote.upload import upload_version
+
+TABLES = "m/1/tables.safetensors"
+DAMAGED = (
+    r"m/1/tables\.safetensors: table 't': sha256 is .*; it is pulled again after a repair, at "
+)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each file of a version was read, by any store."""
+    counted: Counter[str] = Counter()
+    real = RemoteFolder.blocks
+
+    def blocks(folder: RemoteFolder, name: str, start: int, stop: int) -> Iterator[bytes]:
+        counted[name] += 1
+        return real(folder, name, start, stop)
+
+    monkeypatch.setattr(RemoteFolder, "blocks", blocks)
+    return counted
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, place: Place, new_version: Publish) -> str:
+    """A store with a version 1 of "m" whose last bit is flipped."""
+    url = place(request.param, "damaged")
+    upload_version(new_version(), url)
+    flip(url)
+    return url
+
+
+def flip(url: str) -> None:
+    remote = RemoteFolder(url)
+    data = bytearray(remote.read(TABLES, 1 << 20))
+    data[-1] ^= 1
+    remote.write(TABLES, bytes(data))
+
+
+def refused(url: str, cache: Path) -> str:
+    with pytest.raises(StoreError, match=DAMAGED) as caught:
+        RemoteStore(url, cache).load("m")
+    return str(caught.value)
+
+
+def test_a_damaged_version_is_pulled_once_and_again_after_a_repair(
+    url: str, tmp_path: Path, reads: Counter[str]
+) -> None:
+    polls = [refused(url, tmp_path / "cache") for _ in range(3)]
+    assert len({*polls}) == 1
+    assert reads[TABLES] == 1
+    flip(url)
+    assert RemoteStore(url, tmp_path / "cache").load("m").path.name == "1"
+    assert reads[TABLES] == 2
+    assert list((tmp_path / "cache").rglob("*.damaged")) == []
+
+
+def test_the_delay_doubles_up_to_a_limit(
+    url: str, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    for pulls, delay_s in enumerate([60, 120, 240, 480, 960, 1920, 3600, 3600], 1):
+        refused(url, tmp_path / "cache")
+        now_s += delay_s - 1
+        refused(url, tmp_path / "cache")
+        assert reads[TABLES] == pulls
+        now_s += 2
+
+
+def test_the_record_can_be_removed(url: str, tmp_path: Path, reads: Counter[str]) -> None:
+    message = refused(url, tmp_path / "cache")
+    (record,) = (tmp_path / "cache").rglob("*.damaged")
+    assert f"or once {record} is removed" in message
+    record.unlink()
+    refused(url, tmp_path / "cache")
+    record.write_text("{")  # by a process that was killed meanwhile
+    refused(url, tmp_path / "cache")
+    assert reads[TABLES] == 3
+
+
+def test_a_lost_store_is_no_damage(
+    url: str, tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(file: str, bytes_done: int, bytes_total: int) -> None:
+        raise UnreachableError("the store is gone")
+
+    for _ in range(2):
+        with pytest.raises(UnreachableError):
+            RemoteStore(url, tmp_path / "cache", lose).load("m")
+    assert list((tmp_path / "cache").rglob("*.damaged")) == []
