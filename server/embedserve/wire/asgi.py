@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from time import perf_counter
 from typing import Any
@@ -13,6 +14,7 @@ from embedserve.access.authenticator import CERTIFICATE, one_header
 from embedserve.access.client_address import PEER
 from embedserve.errors import INTERNAL, EngineError, OverloadedError, RequestTooLargeError
 from embedserve.metrics.rate_limited_logger import SHOWN_CHARACTERS_MAX
+from embedserve.metrics.scrape_text import RECEIVED_S
 from embedserve.pipeline import UPLOAD_S_MAX, late_request
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 from embedserve.wire.http_stream import HttpRequest, HttpStream
@@ -47,6 +49,7 @@ class AsgiHandler:
         self._request = request
         self._stream = stream
         self._start_s = perf_counter()
+        self._received_s = math.inf
         self._body: list[bytes] = []
         self._size = 0
         self._has_started = self._has_ended = False
@@ -63,6 +66,7 @@ class AsgiHandler:
             return
         self._body.append(data)
         if is_end:
+            self._received_s = perf_counter()
             try:
                 self._turns.add(self._stream.connection, self._begin, self._size)
             except OverloadedError as error:
@@ -84,6 +88,7 @@ class AsgiHandler:
         scope = _scope(self._request, self._stream.http_version)
         scope[PEER] = self._stream.connection.peer
         scope[CERTIFICATE] = self._stream.connection.certificate
+        scope[RECEIVED_S] = self._received_s
         try:
             await self._app(scope, self._receive, self._send)
         except ClientGoneError:
