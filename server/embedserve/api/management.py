@@ -5,12 +5,13 @@ The OpenAPI description also covers the embed routes, which the wire serves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
@@ -30,6 +31,7 @@ from embedserve.api.slow import add_slow
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
 from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.scrape_text import RECEIVED_S, ScrapeText
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline
@@ -271,7 +273,7 @@ def _authenticate(app: FastAPI, pipeline: RequestPipeline) -> None:
 
 
 def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
-    registry = metrics.registry()
+    scrape_text = ScrapeText(metrics.registry())
     text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
     @app.get(
@@ -282,9 +284,10 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
         response_class=Response,
         responses={200: text},
     )
-    async def scrape() -> Response:
+    async def scrape(request: Request) -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        rendered = scrape_text.render(request.scope.get(RECEIVED_S, math.inf))
+        return Response(rendered, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/info", summary="Get server information", tags=["info"])
     async def info() -> Info:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from time import perf_counter
 from typing import Any
@@ -11,11 +12,13 @@ from urllib.parse import unquote
 
 from embedserve.access.authenticator import CERTIFICATE, one_header
 from embedserve.access.client_address import PEER
-from embedserve.errors import INTERNAL, EngineError, RequestTooLargeError
+from embedserve.errors import INTERNAL, EngineError, OverloadedError, RequestTooLargeError
 from embedserve.metrics.rate_limited_logger import SHOWN_CHARACTERS_MAX
+from embedserve.metrics.scrape_text import RECEIVED_S
 from embedserve.pipeline import UPLOAD_S_MAX, late_request
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 from embedserve.wire.http_stream import HttpRequest, HttpStream
+from embedserve.wire.management_turns import ManagementTurns
 from embedserve.wire.rest.calls import write_error
 
 logger = logging.getLogger(__name__)
@@ -35,13 +38,18 @@ class ClientGoneError(Exception):
 
 
 class AsgiHandler:
-    """Stream handler that runs the management application in a task after the request is read."""
+    """Stream handler that runs the management application in a task, once the request is read and
+    has its turn."""
 
-    def __init__(self, app: ASGIApp, request: HttpRequest, stream: HttpStream) -> None:
+    def __init__(
+        self, app: ASGIApp, turns: ManagementTurns, request: HttpRequest, stream: HttpStream
+    ) -> None:
         self._app = app
+        self._turns = turns
         self._request = request
         self._stream = stream
         self._start_s = perf_counter()
+        self._received_s = math.inf
         self._body: list[bytes] = []
         self._size = 0
         self._has_started = self._has_ended = False
@@ -58,7 +66,14 @@ class AsgiHandler:
             return
         self._body.append(data)
         if is_end:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._received_s = perf_counter()
+            try:
+                self._turns.add(self._stream.connection, self._begin, self._size)
+            except OverloadedError as error:
+                write_error(self._stream, error, self._extra_headers())
+
+    def _begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
 
     def _reject_size(self, size: str) -> None:
         said = f"body has {size} bytes, the limit is {MANAGEMENT_BODY_BYTES_MAX}"
@@ -68,9 +83,12 @@ class AsgiHandler:
         return request_id_header(one_header(self._request.headers, REQUEST_ID))
 
     async def _run(self) -> None:
+        if self._is_gone.is_set():
+            return
         scope = _scope(self._request, self._stream.http_version)
         scope[PEER] = self._stream.connection.peer
         scope[CERTIFICATE] = self._stream.connection.certificate
+        scope[RECEIVED_S] = self._received_s
         try:
             await self._app(scope, self._receive, self._send)
         except ClientGoneError:
@@ -113,12 +131,13 @@ class AsgiHandler:
     def reset(self) -> None:
         self._is_gone.set()
         self._has_sent.set()
+        self._turns.withdraw(self._stream.connection, self._begin, self._size)
 
     def resume(self) -> None:
         self._has_sent.set()
 
     def check_time(self, now_s: float) -> None:
-        if self._task is None and now_s - self._start_s > UPLOAD_S_MAX:
+        if not self._stream.is_received and now_s - self._start_s > UPLOAD_S_MAX:
             write_error(self._stream, late_request(), self._extra_headers())
 
     def drain(self) -> None:

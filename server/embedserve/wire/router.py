@@ -17,10 +17,19 @@ from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.request_headers import ResolvedRoute, read_request
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http_stream import Handler, Headers, HttpRequest, HttpStream, MakeHandler
+from embedserve.wire.management_turns import ManagementTurns
 from embedserve.wire.rest.calls import rejecting, resolve_embed
 from embedserve.wire.rest.headers import embed_route, headers_too_large
 
 TARGET_BYTES_SHOWN = 100
+REQUESTS_PER_ITERATION = 1
+"""Management requests begun in an event-loop iteration. One takes up to some ten milliseconds: for
+/metrics or /models with a thousand features."""
+PROBE_PATHS = frozenset({"/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready"})
+"""Paths of probes, which never wait for other management requests: an orchestrator restarts a
+server that does not respond for some seconds."""
+PROBES_PER_ITERATION = 8
+"""Probes begun in an event-loop iteration. One takes less than half a millisecond."""
 _NO_TARGET = re.compile(rb"[^!-~]")
 
 
@@ -48,6 +57,8 @@ class Router:
         self.allowed_hosts = allowed_hosts
         self._pipeline = pipeline
         self._management = management
+        self._turns = ManagementTurns(REQUESTS_PER_ITERATION)
+        self._probe_turns = ManagementTurns(PROBES_PER_ITERATION)
         self._metrics = pipeline.metrics.protocols["rest"]
         self._grpc = service
 
@@ -79,7 +90,8 @@ class Router:
         path = unquote(request.target.partition(b"?")[0].decode("ascii"))
         route = embed_route(path)
         if route is None:
-            make: MakeHandler = partial(AsgiHandler, self._management, request)
+            turns = self._probe_turns if path in PROBE_PATHS else self._turns
+            make: MakeHandler = partial(AsgiHandler, self._management, turns, request)
         else:
             make = resolve_embed(route, request, self._pipeline, self._metrics)
         expects_continue = any(

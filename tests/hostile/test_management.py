@@ -1,0 +1,38 @@
+"""Very many management requests at once, of a few bytes each: they wait for their turn.
+
+Without turns, the event loop answered all of them before anybody else.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hostile import frames as f
+from hostile.conftest import MakePeer
+
+from embedserve.wire.http2.control import STREAMS_MAX
+
+CONNECTIONS = 12
+STREAMS = range(1, 2 * STREAMS_MAX, 2)
+
+
+@pytest.mark.parametrize("path", [b"/metrics", b"/models"])
+@pytest.mark.growth(96 << 10)
+def test_a_burst_on_every_stream_of_some_connections(rest_peer: MakePeer, path: bytes) -> None:
+    """Memory: answers that this process reads more slowly than they are made."""
+    burst = b"".join(f.get(stream, path) for stream in STREAMS)
+    peers = [rest_peer() for _ in range(CONNECTIONS)]
+    for peer in peers:
+        peer.send(burst, reads=False)
+    for peer in peers:
+        assert {peer.answer(stream).status for stream in STREAMS} == {200}
+
+
+def test_a_burst_of_requests_that_are_reset(rest_peer: MakePeer) -> None:
+    """None runs, and each makes room for another within the allowance of resets."""
+    burst = b"".join(f.get(stream, b"/metrics") + f.rst_stream(stream) for stream in STREAMS)
+    peers = [rest_peer() for _ in range(CONNECTIONS)]
+    for peer in peers:
+        peer.send(burst, reads=False)
+    for peer in peers:
+        peer.pong()
+        assert not peer.answers

@@ -1,0 +1,121 @@
+"""One rendering for all scrapes that wait, and no scrape gets values from before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import pytest
+from hyperframe.frame import SettingsFrame
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from server.fake_engine import FakeEngine
+from server.live import make_pipeline
+from server.waiting import until
+from server.wire.http2.peer import Peer, body_of, update
+
+from embedserve.api.management import management_app
+from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.scrape_text import ScrapeText
+from embedserve.wire.grpc.service import GrpcService
+from embedserve.wire.http_stream import Headers
+from embedserve.wire.router import Router
+
+SCRAPES = 100
+WINDOW = 1 << 30
+"""Bytes, more than all answers have."""
+SCRAPE: Headers = [
+    (b":method", b"GET"),
+    (b":scheme", b"http"),
+    (b":path", b"/metrics"),
+    (b":authority", b"h"),
+]
+
+
+class Renderings(Collector):
+    """A gauge with the number of times that it was collected."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.has_failed = False
+
+    def collect(self) -> Iterator[Metric]:
+        self.count += 1
+        if self.has_failed:
+            raise RuntimeError("no values")
+        yield GaugeMetricFamily("renderings", "Count.", value=self.count)
+
+
+@pytest.fixture
+def renderings() -> Renderings:
+    return Renderings()
+
+
+@pytest.fixture
+def text(renderings: Renderings) -> ScrapeText:
+    registry = CollectorRegistry()
+    registry.register(renderings)
+    return ScrapeText(registry)
+
+
+def test_scrapes_that_came_before_a_rendering_share_it(
+    renderings: Renderings, text: ScrapeText
+) -> None:
+    received_s = [perf_counter() for _ in range(SCRAPES)]
+    assert len({text.render(one) for one in reversed(received_s)}) == 1
+    assert renderings.count == 1
+
+
+def test_a_later_scrape_gets_later_values(text: ScrapeText) -> None:
+    for count in range(1, 4):
+        assert f"renderings {count}.0" in text.render(perf_counter()).decode()
+
+
+def test_a_scrape_never_gets_values_from_before_a_rendering_that_failed(
+    renderings: Renderings, text: ScrapeText
+) -> None:
+    text.render(perf_counter())
+    received_s = perf_counter()
+    renderings.has_failed = True
+    with pytest.raises(RuntimeError):
+        text.render(received_s)
+    renderings.has_failed = False
+    assert "renderings 3.0" in text.render(received_s).decode()
+
+
+async def test_a_burst_of_scrapes_costs_one_rendering(
+    executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a scrape after it counts the requests before it."""
+    rendered: list[Metrics] = []
+    collect = Metrics.collect
+
+    def count(metrics: Metrics) -> Iterator[Metric]:
+        rendered.append(metrics)
+        return collect(metrics)
+
+    pipeline = make_pipeline(FakeEngine(), executor=executor)
+    router = Router(pipeline, management_app(pipeline), GrpcService(pipeline))
+    monkeypatch.setattr(Metrics, "collect", count)
+    peer = Peer(router.resolve_http2, settings={SettingsFrame.INITIAL_WINDOW_SIZE: WINDOW})
+    peer.send(update(0, WINDOW))
+
+    async def scrape(streams: range) -> bytes:
+        """The body of the last of them, once all are answered."""
+        peer.send(*(peer.headers(stream, SCRAPE) for stream in streams))
+
+        def are_answered() -> bool:
+            peer.take()
+            return not peer.connection.streams
+
+        await until(are_answered)
+        return body_of(peer.seen, streams[-1])
+
+    sent = b'embedserve_response_bytes_total{protocol="rest"} '
+    assert sent + b"0.0" in await scrape(range(1, 2 * SCRAPES, 2))
+    assert len(rendered) == 1
+    pipeline.metrics.protocols["rest"].count_answered(0.02, 100)
+    assert sent + b"100.0" in await scrape(range(2 * SCRAPES + 1, 2 * SCRAPES + 2))
+    assert len(rendered) == 2
