@@ -128,7 +128,7 @@ def test_the_store_of_the_pods_may_be_remote(tables: Path) -> None:
     assert done.exit_code == 0, done.stderr
     for container in containers(done.stdout):
         disk = container["resources"]["limits"]["ephemeral-storage"]
-        assert int(disk[:-2]) * MIB > 3 * USER_BYTES / 2 + GIB
+        assert int(disk[:-2]) * MIB > 4 * USER_BYTES / 2 + GIB
 
 
 def test_one_host_has_a_pod_of_whole_tables(tables: Path) -> None:

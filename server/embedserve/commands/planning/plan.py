@@ -37,7 +37,7 @@ from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan
 from embedserve_store.sources.description import read_description
 from embedserve_store.terminal.console import console, say
 from embedserve_store.terminal.sizes import human_bytes, parse_bytes
-from embedserve_store.terminal.stores import load_version
+from embedserve_store.terminal.stores import opened
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding
@@ -101,12 +101,14 @@ def plan_version(
         StoreError, ValueError, OSError: as ``plan_tables``; or the server cannot be reached, serves
             another version or has read nothing yet.
     """
-    loaded = load_version(store, cache, model, version)
+    with opened(store, cache) as models:
+        loaded = models.load(model, version)
+        aliases = len(models.aliases(model)) if options.pod is not None else 0
     tables, stored = loaded.manifest.tables, loaded.plan
     name = f"{model}@{loaded.manifest.version} of {store}"
     ids = _file_bytes(loaded.path / IDS_FILE)
     mapped = _file_bytes(loaded.path / ROWS_FILE) + ids
-    rows = PodRows(name, mapped, is_pulled="://" in store, ids=ids, model=model)
+    rows = PodRows(name, mapped, is_pulled="://" in store, ids=ids, model=model, aliases=aliases)
     if options.from_metrics is not None:
         _plan_from_metrics(loaded, options, measured_of(options.from_metrics, loaded), rows)
         return
