@@ -30,6 +30,8 @@ from embedserve.commands.planning.pod_patch import (
 )
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.processes.memory_bounds import PROCESS_BYTES, WORK_BYTES, memory_bytes_max
+from embedserve_store.format.safetensors_file import PAGE_BYTES
+from embedserve_store.ids.id_map import ids_file_bytes
 from embedserve_store.publishing.set_alias import set_alias
 
 GIB = 1 << 30
@@ -288,10 +290,25 @@ def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
     (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
     done = run(tmp_path / "tables.yaml", "--kubernetes")
     assert done.exit_code == 0, done.stderr
-    rows = PodRows("tables.yaml", 256_000)
+    rows = PodRows("tables.yaml", 256_000 + PAGE_BYTES)  # with the header of their file
     assert done.stdout == pod_patch(replace(rows, name=str(tmp_path / "tables.yaml")), PodOptions())
     request = needed(rows)["requests"]["memory"]
-    assert request == 256_000 + PROCESS_BYTES + WORK_BYTES
+    assert request == rows.mapped + PROCESS_BYTES + WORK_BYTES
+
+
+def test_vocabularies_that_are_not_published_yet(tmp_path: Path) -> None:
+    """A published version has as many bytes of ids where each row has one."""
+    ids = "{rule: map, vocabulary: ids.txt, id_type: string}"
+    size = "num_embeddings: 1000000000, embedding_dim: 16, dtype: int8"
+    table = f"{{name: t, {size}, feature_names: [t], pooling: sum, ids: {ids}}}"
+    (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
+    done = run(tmp_path / "tables.yaml", "--kubernetes", "--store", "s3://bucket/store")
+    assert done.exit_code == 0, done.stderr
+    ids_bytes = ids_file_bytes({"t": 10**9})
+    version = ids_bytes + PAGE_BYTES + 10**9 * (16 + 4)
+    least = 4 * version + CACHE_SLACK_BYTES
+    assert least <= cache_bytes(yaml.safe_load(done.stdout)) < least + (1 << 20)
+    assert "# Ids are estimated as 14.4 GiB: one for each row of a table with a" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from embedserve_store.commands.per_table_option import parse_sharding
 from embedserve_store.commands.plan_view import count_ranks, show_plan
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import tables_file_bytes
 from embedserve_store.format.version_folder import to_json_bytes
+from embedserve_store.ids.id_map import ids_file_bytes
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
@@ -86,7 +88,9 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
     tables = described.tables
     sharding = parse_sharding(options.sharding) if options.sharding else None
     planned = _planned(tables, sharding, {}, options, described.sharding)
-    _show(tables, planned, options, PodRows(str(description), sum(one.nbytes for one in tables)))
+    ids = ids_file_bytes({one.name: one.num_embeddings for one in tables if one.ids.rule == "map"})
+    rows = PodRows(str(description), tables_file_bytes(tables) + ids, ids=ids)
+    _show(tables, planned, options, rows)
 
 
 def plan_version(

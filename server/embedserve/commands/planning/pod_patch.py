@@ -104,7 +104,7 @@ class PodRows:
         name: their name for the user.
         mapped, copied: bytes, as in Rows.
         is_pulled: whether the store is remote.
-        ids: bytes of vocabularies, a part of ``mapped``.
+        ids: bytes of vocabularies, a part of ``mapped``; estimated if the tables are not published.
         model: name of the model; "" if the tables are not published.
         aliases: number of aliases of the model, as far as it is known.
     """
@@ -123,6 +123,10 @@ class PodRows:
         a server that rejects two newer versions still holds its own."""
         return CACHED_VERSIONS + max(1, self.aliases)
 
+    def cached_bytes(self, version_bytes: int) -> int:
+        """Returns the bytes of a cache with versions of ``version_bytes`` each."""
+        return self.cached_versions * version_bytes + CACHE_SLACK_BYTES
+
 
 def pod_figures(rows: PodRows, options: PodOptions, gpus: int = 0) -> Figures:
     """Returns what a pod needs, whatever the manifests have.
@@ -140,7 +144,7 @@ def pod_figures(rows: PodRows, options: PodOptions, gpus: int = 0) -> Figures:
         "rollout": {DEADLINE: START_S + math.ceil(rows.mapped / PULLED_BYTES_PER_S)},
     }
     if rows.is_pulled:
-        cache = rows.cached_versions * rows.mapped + CACHE_SLACK_BYTES
+        cache = rows.cached_bytes(rows.mapped)
         figures["cache"] = {"sizeLimit": cache}
         for kind in ("requests", "limits"):
             figures[kind][DISK] = cache + TMP_BYTES + LOG_BYTES
@@ -162,7 +166,7 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
                 raised[kind][name] = amount
             elif amount:
                 enough.append(f"{kind} {name} {quantity(name, amount)}")
-    lines = head_lines(rows, options, gpus)
+    lines = [*head_lines(rows, options, gpus), *ids_lines(rows)]
     if enough:
         lines += ["# Left out, because deploy/kubernetes has as much or more:"]
         lines += [f"#   {one}" for one in enough]
@@ -201,6 +205,16 @@ def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
             f"# Each further alias takes {human_bytes(rows.mapped)}.",
         ]
     return lines
+
+
+def ids_lines(rows: PodRows) -> list[str]:
+    """Returns a comment that names an estimate of the vocabularies; none if they are published."""
+    if not rows.ids or rows.model:
+        return []
+    return [
+        f"# Ids are estimated as {human_bytes(rows.ids)}: one for each row of a table with a"
+        " vocabulary.",
+    ]
 
 
 def _deployment(figures: Figures, given: dict[str, Any]) -> dict[str, Any]:
