@@ -17,11 +17,13 @@ compile() {
         --python-version 3.11 --python-platform x86_64-manylinux_2_28 "${@:2}"
 }
 
+# All that a setting of a pod may need: the image has no pip, and its root is read-only.
+extras=(--extra remote --extra otel --extra signatures --extra redis --extra nats)
 locks=deploy/locks
 made=$(mktemp -d)
 trap 'rm -rf "$made"' EXIT
 if [ "${KEEP:-no}" = yes ]; then cp $locks/{cpu,cuda,build}.txt "$made"; fi
-compile cpu pyproject.toml --extra remote --extra signatures --extra cpu
+compile cpu pyproject.toml "${extras[@]}" --extra cpu
 grep -q '^torch==.*+cpu ' "$made/cpu.txt" || {
     echo "lock.sh: no CPU build of PyTorch was found: name its index by UV_INDEX" >&2
     exit 1
@@ -30,7 +32,7 @@ grep -q '^torch==.*+cpu ' "$made/cpu.txt" || {
 echo "torchrec==1.8.0" | compile torchrec --no-deps -
 cat "$made/torchrec.txt" >>"$made/cpu.txt"
 unset UV_INDEX UV_FIND_LINKS # the others are of the default index
-compile cuda pyproject.toml --extra remote --extra signatures --extra cuda
+compile cuda pyproject.toml "${extras[@]}" --extra cuda
 compile build $locks/build.in
 for lock in cpu cuda build; do
     {

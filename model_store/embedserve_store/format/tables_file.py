@@ -45,6 +45,11 @@ def header_bytes(tables: tuple[TableSpec, ...]) -> bytes:
     return encode_header(_entries(tables))
 
 
+def tables_file_bytes(tables: tuple[TableSpec, ...]) -> int:
+    """Returns the bytes of tables.safetensors for ``tables``."""
+    return len(header_bytes(tables)) + sum(table.nbytes for table in tables)
+
+
 def _entries(tables: tuple[TableSpec, ...]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     offset = 0

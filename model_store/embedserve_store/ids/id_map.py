@@ -140,6 +140,14 @@ def tensors_of(entries: Mapping[str, int]) -> dict[str, Any]:
     return tensors
 
 
+def ids_file_bytes(entries: Mapping[str, int]) -> int:
+    """Returns the bytes of ids.safetensors for maps with these numbers of entries, by table; 0
+    without maps, which need no file."""
+    tensors = tensors_of(entries)
+    ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
+    return len(encode_header(tensors)) + ends[-1] if ends else 0
+
+
 class IdMaps(Mapping[str, IdMap]):
     """Id maps of a version by table, in a mapped file whose header matches the manifest.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from dataclasses import replace
@@ -19,6 +20,7 @@ from embedserve.batching.batcher import AT_ONCE
 from embedserve.commands.cli import app
 from embedserve.commands.planning.pod_patch import (
     BASE,
+    CACHE_SLACK_BYTES,
     CUDA_BYTES,
     S3,
     PodOptions,
@@ -28,6 +30,9 @@ from embedserve.commands.planning.pod_patch import (
 )
 from embedserve.config import DEFAULT_LIMITS
 from embedserve.processes.memory_bounds import PROCESS_BYTES, WORK_BYTES, memory_bytes_max
+from embedserve_store.format.safetensors_file import PAGE_BYTES
+from embedserve_store.ids.id_map import ids_file_bytes
+from embedserve_store.publishing.set_alias import set_alias
 
 GIB = 1 << 30
 LARGE = PodRows("dlrm@3 of store", 100 * GIB)
@@ -93,10 +98,30 @@ def test_a_pulled_version_has_its_room_on_the_disk() -> None:
     (volume,) = made["spec"]["template"]["spec"]["volumes"]
     assert volume["name"] == "cache"
     cache = quantity(volume["emptyDir"]["sizeLimit"])
-    assert cache == 3 * 100 * GIB
+    assert cache == 4 * 100 * GIB + CACHE_SLACK_BYTES
     for kind in ("requests", "limits"):
         assert quantity(container(made)["resources"][kind]["ephemeral-storage"]) > cache + GIB
     assert "volumes" not in patch(LARGE)["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(("aliases", "versions"), [(0, 4), (1, 4), (2, 5)])
+def test_each_alias_has_room_for_its_version_in_the_cache(aliases: int, versions: int) -> None:
+    """tests/store/remote/test_tidy_cache.py shows that the cache takes it."""
+    rows = replace(LARGE, is_pulled=True, aliases=aliases)
+    assert needed(rows)["cache"]["sizeLimit"] == versions * 100 * GIB + CACHE_SLACK_BYTES
+    text = pod_patch(rows, PodOptions())
+    assert f"# Cache: {versions} versions: the two newest, the next, and {versions - 3}" in text
+    assert "# Each further alias takes 100.0 GiB." in text
+    assert "# Cache" not in pod_patch(LARGE, PodOptions())
+
+
+def test_the_aliases_are_those_of_the_store(store: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(store, tmp_path / "store")
+    options = (copy, "shop", "--kubernetes", "--store", "s3://bucket/store")
+    assert "# Cache: 4 versions" in run(*options).stdout
+    set_alias(copy, "shop", "stable", 1)
+    set_alias(copy, "shop", "canary", 1)
+    assert "# Cache: 5 versions" in run(*options).stdout
 
 
 def test_gpus_are_the_plans_ranks() -> None:
@@ -198,7 +223,7 @@ def test_the_patch_never_lowers_what_the_manifests_have(component: str, gigabyte
     for kind in ("requests", "limits"):
         for resource, amount in pod_figures(rows, PodOptions(), gpus)[kind].items():
             assert figures.get((kind, resource), 0) >= amount
-    assert cache_bytes(after) >= max(cache_bytes(before), 3 * rows.mapped if rows.is_pulled else 0)
+    assert cache_bytes(after) >= max(cache_bytes(before), 4 * rows.mapped if rows.is_pulled else 0)
     deadline_s = "progressDeadlineSeconds"
     assert after["spec"][deadline_s] >= before["spec"][deadline_s]
     assert container(after).get("env") == container(before).get("env")
@@ -245,7 +270,7 @@ def test_tables_have_room_in_the_cache_before_they_are_published(tmp_path: Path)
     assert done.exit_code == 0, done.stderr
     made = yaml.safe_load(done.stdout)
     cache = cache_bytes(made)
-    assert cache >= 3 * 200_000_000 * 64 * 4
+    assert cache > 4 * 200_000_000 * 64 * 4
     for kind in ("requests", "limits"):
         assert quantity(container(made)["resources"][kind]["ephemeral-storage"]) > cache + GIB
     mounted = yaml.safe_load(run(*arguments).stdout)
@@ -257,7 +282,7 @@ def test_gpus_may_have_a_store_behind_a_url() -> None:
     """The component gpu switches following off, which s3 switches on."""
     figures = needed(replace(LARGE, is_pulled=True), gpus=8)
     assert figures["requests"]["memory"] == needed(LARGE, gpus=8)["requests"]["memory"]
-    assert figures["cache"]["sizeLimit"] == 3 * 100 * GIB
+    assert figures["cache"]["sizeLimit"] == 4 * 100 * GIB + CACHE_SLACK_BYTES
 
 
 def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
@@ -265,10 +290,25 @@ def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
     (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
     done = run(tmp_path / "tables.yaml", "--kubernetes")
     assert done.exit_code == 0, done.stderr
-    rows = PodRows("tables.yaml", 256_000)
+    rows = PodRows("tables.yaml", 256_000 + PAGE_BYTES)  # with the header of their file
     assert done.stdout == pod_patch(replace(rows, name=str(tmp_path / "tables.yaml")), PodOptions())
     request = needed(rows)["requests"]["memory"]
-    assert request == 256_000 + PROCESS_BYTES + WORK_BYTES
+    assert request == rows.mapped + PROCESS_BYTES + WORK_BYTES
+
+
+def test_vocabularies_that_are_not_published_yet(tmp_path: Path) -> None:
+    """A published version has as many bytes of ids where each row has one."""
+    ids = "{rule: map, vocabulary: ids.txt, id_type: string}"
+    size = "num_embeddings: 1000000000, embedding_dim: 16, dtype: int8"
+    table = f"{{name: t, {size}, feature_names: [t], pooling: sum, ids: {ids}}}"
+    (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
+    done = run(tmp_path / "tables.yaml", "--kubernetes", "--store", "s3://bucket/store")
+    assert done.exit_code == 0, done.stderr
+    ids_bytes = ids_file_bytes({"t": 10**9})
+    version = ids_bytes + PAGE_BYTES + 10**9 * (16 + 4)
+    least = 4 * version + CACHE_SLACK_BYTES
+    assert least <= cache_bytes(yaml.safe_load(done.stdout)) < least + (1 << 20)
+    assert "# Ids are estimated as 14.4 GiB: one for each row of a table with a" in done.stdout
 
 
 @pytest.mark.parametrize(

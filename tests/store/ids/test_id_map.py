@@ -16,7 +16,7 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.safetensors_file import PAGE_BYTES, encode_header
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.ids.id_map import IdMap, IdMaps, tensors_of, write_id_maps
+from embedserve_store.ids.id_map import IdMap, IdMaps, ids_file_bytes, tensors_of, write_id_maps
 
 ENTRIES = {"movie": 500, "empty": 0, "user": 33}
 
@@ -184,3 +184,13 @@ def test_opening_reads_no_entry(path: Path) -> None:
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_bytes_of_the_file_follow_from_the_entries(tmp_path: Path) -> None:
+    path = tmp_path / "ids.safetensors"
+    entries = {"user": 1000, "item": 77}
+    write_id_maps(
+        path, {name: IdMap.build(np.arange(n), np.arange(n), name) for name, n in entries.items()}
+    )
+    assert ids_file_bytes(entries) == path.stat().st_size
+    assert ids_file_bytes({}) == 0

@@ -59,6 +59,20 @@ def cached(version: ModelVersion) -> list[int]:
     return LocalStore(version.path.parent.parent).versions("m")
 
 
+class PeakOfVersions:
+    """Progress of pulls that notes how many versions the cache has at most, with the pulled one."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+        self.count = 0
+
+    def __call__(self, file: str, bytes_done: int, bytes_total: int) -> None:
+        folders = [one.name for one in self._cache.glob("*/m/*") if one.is_dir()]
+        whole = [name for name in folders if name.isdecimal()]
+        pulled = [name for name in folders if name.startswith(".copy-")]
+        self.count = max(self.count, len(whole) + len(pulled))
+
+
 def test_a_server_that_follows_keeps_two(five: str, cache: Path) -> None:
     store = ModelStore(five, cache)
     served = store.load("m", 1)
@@ -107,6 +121,26 @@ def test_what_is_open_or_has_a_name_stays(five: str, cache: Path) -> None:
     set_alias(five, "m", "stable", 5)
     store.load("m", 5)
     assert cached(served) == [4, 5]
+
+
+def test_one_version_per_alias_stays_beside_the_two_newest_and_the_next(
+    five: str, cache: Path
+) -> None:
+    """`embedserve plan --kubernetes` gives the cache room for as many."""
+    peak = PeakOfVersions(cache)
+    store = ModelStore(five, cache, peak)
+    set_alias(five, "m", "stable", 1)
+    served = {"stable": store.load("m", "stable")}
+    for number in (2, 3, 4):  # as servers that follow two aliases: only one of them moves
+        set_alias(five, "m", "canary", number)
+        served["canary"] = store.load("m", "canary")
+    assert cached(served["stable"]) == [1, 3, 4]
+    assert peak.count == 4  # 1, 2 and 3, with 4 as it was pulled
+    set_alias(five, "m", "canary", 2)  # both aliases name an older version than the two newest
+    served["canary"] = store.load("m", "canary")
+    set_alias(five, "m", "canary", 5)
+    served["canary"] = store.load("m", "canary")
+    assert peak.count == 5
 
 
 def test_an_old_version_is_pulled_again_when_it_is_asked_for(five: str, cache: Path) -> None:

@@ -23,7 +23,9 @@ from embedserve_store.commands.per_table_option import parse_sharding
 from embedserve_store.commands.plan_view import count_ranks, show_plan
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.format.tables_file import tables_file_bytes
 from embedserve_store.format.version_folder import to_json_bytes
+from embedserve_store.ids.id_map import ids_file_bytes
 from embedserve_store.model_store import ModelStore
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
@@ -37,7 +39,7 @@ from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan
 from embedserve_store.sources.description import read_description
 from embedserve_store.terminal.console import console, say
 from embedserve_store.terminal.sizes import human_bytes, parse_bytes
-from embedserve_store.terminal.stores import load_version
+from embedserve_store.terminal.stores import opened
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding
@@ -86,7 +88,9 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
     tables = described.tables
     sharding = parse_sharding(options.sharding) if options.sharding else None
     planned = _planned(tables, sharding, {}, options, described.sharding)
-    _show(tables, planned, options, PodRows(str(description), sum(one.nbytes for one in tables)))
+    ids = ids_file_bytes({one.name: one.num_embeddings for one in tables if one.ids.rule == "map"})
+    rows = PodRows(str(description), tables_file_bytes(tables) + ids, ids=ids)
+    _show(tables, planned, options, rows)
 
 
 def plan_version(
@@ -101,12 +105,14 @@ def plan_version(
         StoreError, ValueError, OSError: as ``plan_tables``; or the server cannot be reached, serves
             another version or has read nothing yet.
     """
-    loaded = load_version(store, cache, model, version)
+    with opened(store, cache) as models:
+        loaded = models.load(model, version)
+        aliases = len(models.aliases(model)) if options.pod is not None else 0
     tables, stored = loaded.manifest.tables, loaded.plan
     name = f"{model}@{loaded.manifest.version} of {store}"
     ids = _file_bytes(loaded.path / IDS_FILE)
     mapped = _file_bytes(loaded.path / ROWS_FILE) + ids
-    rows = PodRows(name, mapped, is_pulled="://" in store, ids=ids, model=model)
+    rows = PodRows(name, mapped, is_pulled="://" in store, ids=ids, model=model, aliases=aliases)
     if options.from_metrics is not None:
         _plan_from_metrics(loaded, options, measured_of(options.from_metrics, loaded), rows)
         return

@@ -23,7 +23,10 @@ CORES_MIN = 2
 """Fewest cores of a pod: one answers requests, the other runs large batches and loads the next
 version."""
 CACHED_VERSIONS = 3
-"""Versions that the cache of a remote store holds: the two newest, and one that is being pulled."""
+"""Versions that the cache of a remote store holds besides one for each alias: the two newest, and
+the next, which is pulled before another is dropped."""
+CACHE_SLACK_BYTES = 256 << 20
+"""Bytes in the cache for goldens, plans, manifests and locks."""
 CUDA_BYTES = 4 << 30
 """Bytes of CUDA's libraries and contexts. The value is an estimate; no such pod was measured."""
 TMP_BYTES = 1 << 30
@@ -101,8 +104,9 @@ class PodRows:
         name: their name for the user.
         mapped, copied: bytes, as in Rows.
         is_pulled: whether the store is remote.
-        ids: bytes of vocabularies, a part of ``mapped``.
+        ids: bytes of vocabularies, a part of ``mapped``; estimated if the tables are not published.
         model: name of the model; "" if the tables are not published.
+        aliases: number of aliases of the model, as far as it is known.
     """
 
     name: str
@@ -111,6 +115,17 @@ class PodRows:
     is_pulled: bool = False
     ids: int = 0
     model: str = ""
+    aliases: int = 0
+
+    @property
+    def cached_versions(self) -> int:
+        """Versions that a pod may have in its cache at once. One is counted without aliases, too:
+        a server that rejects two newer versions still holds its own."""
+        return CACHED_VERSIONS + max(1, self.aliases)
+
+    def cached_bytes(self, version_bytes: int) -> int:
+        """Returns the bytes of a cache with versions of ``version_bytes`` each."""
+        return self.cached_versions * version_bytes + CACHE_SLACK_BYTES
 
 
 def pod_figures(rows: PodRows, options: PodOptions, gpus: int = 0) -> Figures:
@@ -129,7 +144,7 @@ def pod_figures(rows: PodRows, options: PodOptions, gpus: int = 0) -> Figures:
         "rollout": {DEADLINE: START_S + math.ceil(rows.mapped / PULLED_BYTES_PER_S)},
     }
     if rows.is_pulled:
-        cache = CACHED_VERSIONS * rows.mapped
+        cache = rows.cached_bytes(rows.mapped)
         figures["cache"] = {"sizeLimit": cache}
         for kind in ("requests", "limits"):
             figures[kind][DISK] = cache + TMP_BYTES + LOG_BYTES
@@ -151,7 +166,7 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
                 raised[kind][name] = amount
             elif amount:
                 enough.append(f"{kind} {name} {quantity(name, amount)}")
-    lines = head_lines(rows, options, gpus)
+    lines = [*head_lines(rows, options, gpus), *ids_lines(rows)]
     if enough:
         lines += ["# Left out, because deploy/kubernetes has as much or more:"]
         lines += [f"#   {one}" for one in enough]
@@ -168,12 +183,13 @@ def _memory(rows: PodRows, options: PodOptions, gpus: int) -> tuple[ServeSetting
 
 
 def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
-    """Returns comments that explain the memory of a pod; arguments are those of pod_figures."""
+    """Returns comments that explain the memory of a pod, and its cache; arguments are those of
+    pod_figures."""
     settings, memory = _memory(rows, options, gpus)
     held = "one version" if settings.follow == "none" else "two versions"
     part = "" if settings.tables == "resident" else f", {100 * options.hot:g}% of the rows"
     held = "CUDA, a guess; the rows lie on the GPUs" if gpus else f"{held}, {settings.tables}{part}"
-    return [
+    lines = [
         f"# Made by embedserve plan --kubernetes: {' '.join(rows.name.split())},",
         f"# {human_bytes(rows.mapped)} of rows and ids. Memory:",
         f"#   {human_bytes(memory.rows)}: {held}",
@@ -181,6 +197,23 @@ def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
         f"#   {human_bytes(memory.work)}: requests under way; the limit has"
         f" {human_bytes(memory.clients)} for",
         "#   all that clients can make workers hold (docs/settings.md#memory)",
+    ]
+    if rows.is_pulled:
+        lines += [
+            f"# Cache: {rows.cached_versions} versions: the two newest, the next, and"
+            f" {rows.cached_versions - CACHED_VERSIONS} by alias.",
+            f"# Each further alias takes {human_bytes(rows.mapped)}.",
+        ]
+    return lines
+
+
+def ids_lines(rows: PodRows) -> list[str]:
+    """Returns a comment that names an estimate of the vocabularies; none if they are published."""
+    if not rows.ids or rows.model:
+        return []
+    return [
+        f"# Ids are estimated as {human_bytes(rows.ids)}: one for each row of a table with a"
+        " vocabulary.",
     ]
 
 

@@ -22,6 +22,7 @@ from embedserve.commands.planning.pod_patch import (
     PodOptions,
     PodRows,
     head_lines,
+    ids_lines,
     pod_figures,
     quantity,
 )
@@ -64,7 +65,7 @@ def shard_manifests(parts: int, rows: PodRows, options: PodOptions) -> str:
         for one in _of_part(Part(number, parts), rows, options, figures)
     ]
     rows = replace(rows, name=f"{rows.name}, the largest of {parts} parts")
-    lines = [*head_lines(rows, options), *_router_lines(rows)]
+    lines = [*head_lines(rows, options), *_router_lines(rows), *ids_lines(rows)]
     return "\n".join(lines) + "\n" + yaml.safe_dump_all(manifests, sort_keys=False)
 
 
@@ -80,11 +81,14 @@ def _raised(figures: Figures, manifests: Figures) -> Figures:
 
 def _router_lines(rows: PodRows) -> list[str]:
     memory = server_memory(Rows(rows.ids), ServeSettings("", follow="latest"))
-    return [
+    lines = [
         "# Needs deploy/kubernetes/overlays/parts, which has the routers. A router takes",
         f"# {human_bytes(memory.common)} of memory, of which {human_bytes(memory.rows)} are ids of"
         " two versions.",
     ]
+    if rows.is_pulled:
+        lines.append(f"# Its cache takes {human_bytes(rows.cached_bytes(rows.ids))} of the disk.")
+    return lines
 
 
 def _of_part(
