@@ -68,8 +68,8 @@ def over_two_ranks(tables: Sequence[TableSpec]) -> Plan:
 class OneCaller:
     """Who has a name, and asked."""
 
-    def names(self) -> list[str]:
-        return ["ranker"]
+    def names(self) -> frozenset[str]:
+        return frozenset({"ranker"})
 
     def take_counts(self) -> list[tuple[str, dict[str, int]]]:
         return [("ranker", {"OK": 1})]

@@ -8,7 +8,6 @@ times reveal nothing about valid tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,6 +73,7 @@ class Authenticator:
         """Reads the token file at ``path``. Raises OSError and ValueError, like read_grants."""
         self._clock = clock or JumpTolerantClock()
         self._clients: dict[str, CallerQuota] = {}
+        self._names = frozenset({UNKNOWN})
         self._by_hash: dict[str, CallerQuota] = {}
         self._by_certificate: dict[str, CallerQuota] = {}
         self._cached: dict[bytes | Certificate | None, CallerQuota] = {}
@@ -90,6 +90,7 @@ class Authenticator:
             self._by_hash |= dict.fromkeys(grant.sha256, client)
             if grant.certificate:
                 self._by_certificate[grant.certificate] = client
+        self._names = frozenset({UNKNOWN, *self._clients})
         self.refresh_expiry()
 
     def refresh_expiry(self) -> None:
@@ -133,15 +134,19 @@ class Authenticator:
         request.quota = client
         return True
 
-    def names(self) -> Collection[str]:
-        """Returns the names of all callers, and UNKNOWN for unauthenticated requests."""
-        return {UNKNOWN, *self._clients}
+    def names(self) -> frozenset[str]:
+        """Returns the names of all callers, and UNKNOWN for unauthenticated requests: the same
+        object until the token file is read again."""
+        return self._names
 
     def take_counts(self) -> list[tuple[str, Counter[str]]]:
         """Returns (name, requests by outcome) of each caller with requests since the last call, and
         resets the counts."""
-        taken = [(name, client.take_outcomes()) for name, client in self._clients.items()]
-        counts = [(name, outcomes) for name, outcomes in taken if outcomes]
+        counts = [
+            (name, client.take_outcomes())
+            for name, client in self._clients.items()
+            if client.answered_count or client.outcomes  # most of a large token file are idle
+        ]
         if self._unknown_outcomes:
             counts.append((UNKNOWN, self._unknown_outcomes))
             self._unknown_outcomes = Counter()

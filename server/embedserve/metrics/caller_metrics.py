@@ -7,7 +7,7 @@ number of series.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,8 +24,8 @@ OTHERS = "(others)"
 class Callers(Protocol):
     """Source of the named callers and of their request counts."""
 
-    def names(self) -> Collection[str]:
-        """Returns the names of the current callers."""
+    def names(self) -> frozenset[str]:
+        """Returns the names of the current callers: the same object until they change."""
 
     def take_counts(self) -> Iterable[tuple[str, Mapping[str, int]]]:
         """Returns (name, requests by outcome) of each caller that sent requests since the last
@@ -50,40 +50,49 @@ class CallerMetrics:
         self._outcomes = outcomes
         self._table = KeyedTable(counters, CALLERS_MAX + 1, len(outcomes))
         self._table.entries[-1].claim(key_of(OTHERS))
+        self._adopt(frozenset())
+
+    def _adopt(self, names: frozenset[str]) -> None:
+        """Uses ``names`` as those of the current callers. It hashes all of them, therefore once for
+        each change, not for each flush."""
+        self._names = names
+        self._by_key = {key_of(name): name for name in (*names, OTHERS)}
+        self._is_gone = self._table.gone(self._by_key)
         self._entries: dict[str, int] = {}
 
     def flush(self) -> None:
         """Adds the requests since the last flush to the shared cells."""
         if self.callers is None:
             return
+        if self.callers.names() is not self._names:
+            self._adopt(self.callers.names())
         for name, counts in self.callers.take_counts():
             i = self._entries.get(name)
             if i is None:
-                i = self._claim(name, self.callers.names())
+                i = self._entries[name] = self._claim(name)
             self._table.own[i, 1:] += [counts.get(outcome, 0) for outcome in self._outcomes]
 
-    def _claim(self, name: str, names: Collection[str]) -> int:
-        """Returns the index of the entry for ``name``, which may be that of a caller that is no
-        longer among ``names``, or else the common entry of all others."""
-        i = self._table.find(name, {*names, OTHERS})
+    def _claim(self, name: str) -> int:
+        """Returns the index of the entry for ``name``, which may be that of a caller that is gone,
+        or else the common entry of all others."""
+        i = self._table.find(name, self._is_gone)
         if i is None:
             return CALLERS_MAX
         self._table.entries[i].claim(key_of(name))
-        self._entries = {one: at for one, at in self._entries.items() if at != i}
-        self._entries[name] = i
+        self._is_gone[i] = False
         return i
 
     def samples(self) -> Iterator[Sample]:
-        """Yields the requests of all workers; zero counts are left out."""
-        if self.callers is None:
-            return
+        """Yields the requests of those who were callers at the last flush, summed over all workers;
+        zero counts are left out."""
         cells = self._table.every.reshape(-1, 1 + len(self._outcomes))
         keys, entries = np.unique(cells[:, 0], return_inverse=True)
         sums = np.zeros((len(keys), len(self._outcomes)))
         np.add.at(sums, entries, cells[:, 1:])
-        counted = dict(zip(keys.tolist(), sums.tolist(), strict=True))
-        for name in (*self.callers.names(), OTHERS):
-            counts = counted.get(key_of(name), [])
-            for outcome, count in zip(self._outcomes, counts, strict=False):
+        for key, counts in zip(keys.tolist(), sums.tolist(), strict=True):
+            name = self._by_key.get(key)
+            if name is None:
+                continue
+            for outcome, count in zip(self._outcomes, counts, strict=True):
                 if count:
                     yield "embedserve_caller_requests", [name, outcome], count

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from embedserve.config import ServeSettings
 from embedserve.errors import ServedVersion
 from embedserve.metrics.caller_metrics import CallerMetrics, caller_cells
 from embedserve.metrics.families import Sample, collect_families
@@ -132,7 +133,8 @@ class CounterRoom(NamedTuple):
     """Sizes that the cells of a worker are allocated for.
 
     Attributes:
-        names: number of served names at the start.
+        names: number of served names at the start; in a shard at least those of all versions that
+            it may hold later.
         columns_max: most features or keys of a version.
         parts: number of parts that a router counts; 0 in other servers.
     """
@@ -142,10 +144,12 @@ class CounterRoom(NamedTuple):
     parts: int = 0
 
     @classmethod
-    def of(cls, versions: Collection[_Version], *, is_router: bool) -> CounterRoom:
+    def of(cls, versions: Collection[_Version], settings: ServeSettings) -> CounterRoom:
         """Returns the room of a server that starts with ``versions``."""
-        parts = parts_most(one.plan for one in versions) if is_router else 0
-        return cls(len(versions), columns_most(one.manifest for one in versions), parts)
+        parts = parts_most(one.plan for one in versions) if settings.shards else 0
+        held = settings.versions_held if settings.part else 1  # of a model, each by its own name
+        names = max(len(versions), held * len({one.manifest.model for one in versions}))
+        return cls(names, columns_most(one.manifest for one in versions), parts)
 
 
 def cells_per_worker(names: int, columns_max: int, parts: int = 0) -> int:

@@ -217,23 +217,25 @@ class KeyedTable:
         self.own = self.every[counters.worker]
         self.entries = [KeyedCounters(counters, self.every[:, i]) for i in range(entries)]
 
-    def find(self, name: str, kept: Collection[str] | None = None) -> int | None:
+    def find(self, name: str, is_gone: NDArray[np.bool_] | None = None) -> int | None:
         """Returns the index of an entry that ``name`` may claim, or None if there is none.
 
         The entry is the one that this worker or its predecessor uses for ``name``, the one that
         another worker uses for it, or one that is free in all workers.
 
         Args:
-            kept: names that keep their entries; None for all names. If it is given, any entry that
-                is free in this worker or has another name is the last choice. Workers then have
-                different entries for a name.
+            is_gone: entries that any name may take, as ``gone`` returns them; None for none. If it
+                is given, any entry that is free in this worker, or gone, is the last choice.
+                Workers then have different entries for a name.
         """
         key, own, keys = key_of(name), self.own[:, 0], self.every[:, :, 0]
         is_open = (own == key) | (own == 0)
-        choices = [own == key, (keys == key).any(axis=0), ~keys.any(axis=0)]
-        if kept is not None:
-            is_gone = ~np.isin(own, [0.0, *map(key_of, kept)])
+        if is_gone is not None:
             is_open |= is_gone
+        if not is_open.any():
+            return None
+        choices = [own == key, (keys == key).any(axis=0), ~keys.any(axis=0)]
+        if is_gone is not None:
             choices += [own == 0, is_gone]
         for choice in choices:
             found = choice & is_open
@@ -241,12 +243,15 @@ class KeyedTable:
                 return int(found.argmax())
         return None
 
+    def gone(self, kept: Collection[float]) -> NDArray[np.bool_]:
+        """Returns which of this worker's entries have a key that is not ``kept``, bool
+        [entries]."""
+        return np.array([key != 0 and key not in kept for key in self.own[:, 0].tolist()])
+
     def keep(self, names: Iterable[str]) -> None:
         """Releases this worker's entries of all names but ``names``."""
-        kept = {0.0, *map(key_of, names)}
-        for entry in self.entries:
-            if entry.key not in kept:
-                entry.release()
+        for i in np.flatnonzero(self.gone({*map(key_of, names)})):
+            self.entries[i].release()
 
 
 def table_cells(entries: int, cells: int) -> int:

@@ -254,7 +254,7 @@ def _serve_workers(settings: ServeSettings, start_s: float, notify: Notify) -> N
         versions = make_resident_and_verify(settings, opened, followed.served)
         del opened
         holding = holding_of(settings)
-        room = CounterRoom.of(versions.values(), is_router=bool(settings.shards))
+        room = CounterRoom.of(versions.values(), settings)
         slots = SharedCounters(settings.workers, cells_per_worker(*room))
 
         def find_damage() -> str:

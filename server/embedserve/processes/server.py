@@ -109,7 +109,7 @@ def build_pipeline(
     infos = {
         name: model_info(engine, name, deltas.get(name), shards) for name, engine in engines.items()
     }
-    room = room or CounterRoom.of(infos.values(), is_router=shards is not None)
+    room = room or CounterRoom.of(infos.values(), settings)
     metrics = Metrics(infos.values(), counters, settings.tables, *room)
     metrics.shards.source = shards
     batchers = {

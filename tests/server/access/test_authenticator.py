@@ -272,6 +272,25 @@ async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
     assert tokens.access.names() == {"x", "late", "y", UNKNOWN}
 
 
+async def test_callers_that_sent_nothing_cost_no_counter(tokens: Tokens) -> None:
+    """A token file may have thousands of names, and the counts are taken twice a second."""
+    asking = tokens.admit(await tokens.add("x"))
+    assert asking.quota is not None
+    before = asking.quota.outcomes
+    assert tokens.access.take_counts() == []
+    assert asking.quota.outcomes is before
+    asking.quota.answered_count += 1  # as the fast path counts
+    assert tokens.access.take_counts() == [("x", {"OK": 1})]
+
+
+async def test_the_names_are_the_same_object_until_the_file_is_read_again(tokens: Tokens) -> None:
+    await tokens.add("x")
+    names = tokens.access.names()
+    assert tokens.access.names() is names
+    await tokens.add("y")
+    assert tokens.access.names() == {*names, "y"}
+
+
 def test_a_caller_keeps_its_name_and_its_limits_as_its_token_changes(tmp_path: Path) -> None:
     """While both hold it has two tokens, and one rate."""
     (old, old_hash), (new, new_hash), path = new_token(), new_token(), tmp_path / "tokens"

@@ -15,19 +15,30 @@ class Asking:
     """Callers, and what they asked since the last time."""
 
     def __init__(self) -> None:
-        self.known: list[str] = []
+        self.known: frozenset[str] = frozenset()
         self.counts: dict[str, Counter[str]] = {}
 
     def ask(self, name: str, outcome: str = "OK", times: int = 1) -> None:
-        self.known += [] if name in self.known else [name]
+        if name not in self.known:
+            self.known |= {name}
         self.counts.setdefault(name, Counter())[outcome] += times
 
-    def names(self) -> list[str]:
+    def names(self) -> frozenset[str]:
         return self.known
 
     def take_counts(self) -> list[tuple[str, Mapping[str, int]]]:
         counts, self.counts = self.counts, {}
         return list(counts.items())
+
+
+class CountedName(str):
+    """A name that counts how often it is hashed for a key: that encodes it."""
+
+    encoded = 0
+
+    def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
+        CountedName.encoded += 1
+        return super().encode(encoding, errors)
 
 
 def counting(shared_counters: SharedCounters, worker: int) -> tuple[CallerMetrics, Asking]:
@@ -82,7 +93,7 @@ def test_the_place_of_a_name_that_is_gone_is_taken_from_zero() -> None:
     for number in range(CALLERS_MAX):
         asking.ask(f"caller-{number}", "INTERNAL")
     metrics.flush()
-    asking.known.remove("caller-7")
+    asking.known -= {"caller-7"}
     asking.ask("new")
     found = totals(metrics)
     assert found["new", "OK"] == 1
@@ -90,3 +101,40 @@ def test_the_place_of_a_name_that_is_gone_is_taken_from_zero() -> None:
     assert ("caller-7", "INTERNAL") not in found
     assert found["caller-8", "INTERNAL"] == 1
     assert OTHERS not in {name for name, _ in found}
+
+
+def test_names_past_the_most_are_hashed_once_for_each_token_file() -> None:
+    """A flush is on the event loop: its cost may not be the names times the callers."""
+    metrics, asking = counting(SharedCounters(1, caller_cells(OUTCOMES)), 0)
+    names = [CountedName(f"caller-{number}") for number in range(1000)]
+    asking.known = frozenset(names)
+
+    def hashed_by_flush() -> int:
+        for name in names:
+            asking.ask(name)
+        before = CountedName.encoded
+        metrics.flush()
+        return CountedName.encoded - before
+
+    assert hashed_by_flush() <= 3 * len(names)  # to adopt, to find and to claim
+    assert hashed_by_flush() == 0
+    asking.known = frozenset(names)  # the file was read again
+    assert hashed_by_flush() <= 3 * len(names)
+    assert totals(metrics)[OTHERS, "OK"] == 3 * (len(names) - CALLERS_MAX)
+
+
+def test_a_name_past_the_most_gets_an_entry_once_others_are_gone() -> None:
+    metrics, asking = counting(SharedCounters(1, caller_cells(OUTCOMES)), 0)
+    names = [f"caller-{number}" for number in range(CALLERS_MAX + 1)]
+    for name in names:
+        asking.ask(name)
+    assert totals(metrics)[OTHERS, "OK"] == 1
+    late = names[-1]
+    asking.ask(late)
+    assert totals(metrics)[OTHERS, "OK"] == 2
+    asking.known -= {*names[:100]}
+    asking.ask(late, times=5)
+    found = totals(metrics)
+    assert found[late, "OK"] == 5
+    assert found[OTHERS, "OK"] == 2
+    assert len(found) == CALLERS_MAX + 1 - 100 + 1

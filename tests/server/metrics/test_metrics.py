@@ -22,10 +22,11 @@ from server.fake_parts import FakeParts, in_parts
 from server.live import make_pipeline
 from server.raw_http import http_client
 
+from embedserve.config import ServeSettings
 from embedserve.errors import EmbedServeError
 from embedserve.metrics.families import FAMILIES
 from embedserve.metrics.histogram import PENDING_MAX, Histogram
-from embedserve.metrics.metrics import Metrics, cells_per_worker
+from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
@@ -402,6 +403,20 @@ def test_there_are_places_for_so_many_names() -> None:
         metrics.add(replace(model_info(), served_name="shop@b"))
     metrics.remove("shop@a3")
     metrics.add(replace(model_info(), served_name="shop@b"))
+
+
+def test_a_shard_has_places_for_all_versions_that_it_may_hold() -> None:
+    """Each version has a name of its own; at the start the store may have few of them."""
+    shop = [replace(model_info(), served_name=f"shop@{i}") for i in range(32)]
+    films = [replace(model_info("films"), served_name=f"films@{i}") for i in range(32)]
+    settings = ServeSettings("store", part="0/2", versions_held=32)
+    room = CounterRoom.of([*shop[:2], films[0]], settings)
+    metrics = Metrics(shop[:2], None, "mapped", *room)
+    for version in (*shop[2:], *films):
+        metrics.check_room(version.served_as)
+        metrics.add(version)
+    assert CounterRoom.of(shop, replace(settings, versions_held=2)).names == len(shop)
+    assert CounterRoom.of(shop[:2], replace(settings, part="")).names == 2
 
 
 def test_a_worker_that_starts_with_a_later_version_counts_where_the_others_do() -> None:

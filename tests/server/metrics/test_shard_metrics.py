@@ -8,6 +8,7 @@ import pytest
 from server.fake_models import model_info
 from server.fake_parts import FakeParts, in_parts
 
+from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.metrics.shard_metrics import (
@@ -193,7 +194,7 @@ def test_batches_that_lack_a_part_are_counted_by_version_and_part() -> None:
 
 def test_a_server_that_is_no_router_has_no_cells_and_no_series() -> None:
     model = model_info()
-    assert CounterRoom.of([model], is_router=False) == CounterRoom(1, COLUMNS_MIN, 0)
+    assert CounterRoom.of([model], ServeSettings("s")) == CounterRoom(1, COLUMNS_MIN, 0)
     more = cells_per_worker(1, 10, 3) - cells_per_worker(1, 10)
     assert more == shard_cells(3, 1 + NAMES_SPARE) > 0
     names = {family.name for family in Metrics([model]).collect() if family.samples}

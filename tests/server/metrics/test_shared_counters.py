@@ -26,7 +26,7 @@ def tables_of_workers(count: int, entries: int) -> list[KeyedTable]:
 
 
 def claim(table: KeyedTable, name: str, kept: tuple[str, ...] | None = None) -> int | None:
-    i = table.find(name, kept)
+    i = table.find(name, None if kept is None else table.gone({*map(key_of, kept)}))
     if i is not None:
         table.entries[i].claim(key_of(name))
         table.entries[i].allocate(1).own[0] += 1
