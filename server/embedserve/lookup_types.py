@@ -62,7 +62,7 @@ class LookupRequest:
     Attributes:
         model: name of the model, with a version or without; "" for the default model.
         features: KJT keys in the caller's order, each once; empty for all features of the model in
-            its order. Once adapt_to_model has admitted the request, those of the model.
+            its order. Once adapt_to_model has returned the request, those of the model.
         ids: int64 [n], the bags one after the other, feature-major; hashes in place of string ids.
         lengths: int32 [len(features) * batch_size], feature-major.
         weights: float32 [n], or None to count every id once.

@@ -22,7 +22,7 @@ from running_servers import Running, running
 from torchrec import PoolingType
 
 from embedserve.batching.join import join
-from embedserve.batching.lookup_engine import begin_view, changed_ids, end_view, find_rows
+from embedserve.batching.lookup_engine import begin_view, changed_ids, end_view, newest_rows
 from embedserve.deltas.applier_process import PROCESS_NAME
 from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
@@ -194,8 +194,8 @@ class Served:
             batch = join([request], self.info, changed_ids(self.engine, view))
             assert batch is not None
             batch.view = view
-            find_rows(self.engine, batch)
-            values = self.engine.lookup(batch.ids, batch.lengths, batch.weights)
+            newest = newest_rows(self.engine, batch)
+            values = self.engine.lookup(newest, batch.lengths, batch.weights)
         finally:
             end_view(self.engine, view)
         self.training.check(values, view[1])

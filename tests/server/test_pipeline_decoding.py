@@ -15,9 +15,19 @@ from server.codecs import JSON, PROTOBUF
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.live import make_pipeline
-from server.recording_call import BODY, RecordingCall, ask, asked, expect_internal, fail, outcomes
+from server.recording_call import (
+    BODY,
+    RecordingCall,
+    RecordingWriter,
+    ask,
+    asked,
+    expect_internal,
+    fail,
+    outcomes,
+)
 from server.waiting import until
 
+from embedserve.batching.pending_request import PendingRequest
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.codec.codec import Codec
 from embedserve.config import Limits
@@ -27,6 +37,7 @@ from embedserve.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
+from embedserve.lookup_types import LookupRequest
 from embedserve.pipeline import RequestPipeline, codec_executor
 from embedserve_proto import embedding_pb2 as pb
 
@@ -130,6 +141,66 @@ async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
     again = ask_large(pipeline, held(gate))
     await until(lambda: again.told)
     assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 4}
+
+
+class WriterOf(RecordingWriter):
+    """A writer of one of the requests of ``origin``."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__()
+        self._origin = origin
+
+    @property
+    def origin(self) -> object:
+        return self._origin
+
+
+async def test_a_caller_takes_no_more_than_its_share_and_its_turn_of_the_thread(
+    pipeline: RequestPipeline, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_executor, "WAITING_BYTES_MAX", 6 * len(LARGE))
+
+    def ask_as(origin: str) -> RecordingCall:
+        call = RecordingCall(pipeline, asked(pipeline, held(gate)), writer=WriterOf(origin))
+        pipeline.submit(call, LARGE)
+        return call
+
+    many = [ask_as("A") for _ in range(3)]
+    await until(lambda: gate.threads)
+    over = ask_as("A")
+    assert isinstance(over.error, OverloadedError)
+    assert f"{3 * len(LARGE)} of other large requests and answers of this" in over.error.message
+    other = ask_as("B")
+    ended: list[RecordingCall] = []
+    enqueue = pipeline.models.enqueue
+
+    def note(request: LookupRequest, pending: PendingRequest) -> None:
+        assert isinstance(pending, RecordingCall)
+        ended.append(pending)
+        enqueue(request, pending)
+
+    monkeypatch.setattr(pipeline.models, "enqueue", note)
+    gate.opened.set()
+    await until(lambda: all(call.told for call in (*many, other)))
+    assert [call is other for call in ended] == [False, False, True, False]
+    again = ask_as("A")
+    await until(lambda: again.told)
+    assert outcomes(pipeline) == {"RESOURCE_EXHAUSTED": 1, "OK": 5}
+
+
+async def test_a_request_that_is_late_when_its_turn_comes_is_not_decoded(
+    pipeline: RequestPipeline, gate: Gate
+) -> None:
+    first = ask_large(pipeline, held(gate))
+    await until(lambda: gate.threads)
+    late = RecordingCall(pipeline, asked(pipeline, held(gate), timeout_s=60.0))
+    pipeline.submit(late, LARGE)
+    late.deadline_s = perf_counter()
+    gate.opened.set()
+    await until(lambda: first.told and late.told)
+    assert isinstance(late.error, DeadlineExceededError)
+    assert "while the body waited" in late.error.message
+    assert len(gate.threads) == 1
 
 
 async def test_a_lone_request_is_decoded_however_large_it_is(

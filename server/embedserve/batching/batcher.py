@@ -1,11 +1,11 @@
-"""The batcher: joins queued requests into a batch, looks it up and splits the result.
+"""The batcher: queues requests, and takes them as batches that its runner runs.
 
 Batching is continuous, not timed. An idle engine takes all queued requests at the end of the
 event-loop iteration; while it is busy, requests accumulate for the next batch. The batcher runs on
-one event loop and never blocks it for long: small batches are looked up inline, large batches in a
-thread. A request that is a large batch by itself waits in a separate queue, so that small requests
-do not wait behind it. Every accepted request gets exactly one response, unless its client
-disconnects first.
+one event loop and never blocks it for long: small batches run inline, large batches in threads. A
+request that is a large batch by itself waits in a separate queue, so that small requests do not
+wait behind it. Every accepted request gets exactly one response, unless its client disconnects
+first.
 """
 
 from __future__ import annotations
@@ -16,22 +16,16 @@ from concurrent.futures import Executor
 from functools import partial
 from time import perf_counter
 
-import numpy as np
-
-from embedserve.batching.join import join
-from embedserve.batching.lookup_engine import LookupEngine, begin_view, changed_ids, end_view
-from embedserve.batching.lookup_executor import FAILED, LookedUp, LookupExecutor
+from embedserve.batching.batch_runner import BatchRunner
+from embedserve.batching.join import adapt_to_model, check_names
+from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.pending_request import NO_REQUEST, BatchTicket, PendingRequest
 from embedserve.batching.request_queue import RequestQueue, work_bytes
-from embedserve.batching.shadow import Shadow
-from embedserve.batching.split import errors_by_request
-from embedserve.batching.validation import find_invalid
 from embedserve.config import Limits
-from embedserve.errors import EmbedServeError, EngineError, OverloadedError
-from embedserve.lookup_types import Batch, LookupRequest
+from embedserve.errors import OverloadedError
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_info import ModelInfo
-from embedserve_store.ids.translate import ChangeRows
 
 AT_ONCE = 2
 """Maximum number of batches in flight for each replica of an engine that waits for its device. With
@@ -51,11 +45,9 @@ class Batcher:
     All calls come from one event loop, that of the first request. Times are perf_counter seconds.
 
     Attributes:
-        on_batch_done: callback once every request of a batch is completed or rejected; the
-            responses can then be flushed.
         on_full: callback when a queue becomes full.
         on_room: callback when a full queue accepts requests again.
-        shadow: comparison of a share of the batches with another version; None without one.
+        runner: runner of the batches.
     """
 
     def __init__(
@@ -70,14 +62,12 @@ class Batcher:
         """
         Args:
             executor: thread pool for batches that are too large for the event loop's thread.
-            threads: number of chunks that a large batch is split into; see LookupExecutor.
+            threads: number of pieces that a large batch is split into; see LookupExecutor.
         """
-        self.on_batch_done: Callable[[], None] = _do_nothing
         self.on_full: Callable[[], None] = _do_nothing
         self.on_room: Callable[[], None] = _do_nothing
-        self.shadow: Shadow | None = None
         self.model = model
-        self._lookups = LookupExecutor(engine, model, executor, threads)
+        self.runner = BatchRunner(engine, model, metrics, executor, threads, self._schedule_next)
         self._limits = limits
         self._metrics = metrics
         self._counts = metrics.version
@@ -86,6 +76,7 @@ class Batcher:
         waits, remote = engine.waits_for_device, engine.remote
         # With 0 no batch is inline: the work of every batch exceeds it.
         self._inline_bytes_max = 0 if waits or remote is not None else limits.inline_bytes_max
+        self._join_bytes_max = limits.inline_bytes_max  # with any engine
         bags_bytes = BAG_BYTES * len(model.features)
         self._work_per_example = model.response_bytes_per_example + bags_bytes
         self._work_per_id = model.response_bytes_per_id + 4 * max(model.length_per_key)
@@ -106,11 +97,13 @@ class Batcher:
         self._timer_s = 0.0  # when the timer fires
 
     def enqueue(self, request: LookupRequest, pending: PendingRequest) -> None:
-        """Queues ``request``, whose features are in the model's order.
+        """Queues ``request``, whose features may be in any order.
 
         ``pending`` is completed or rejected exactly once, unless it is abandoned before.
 
         Raises:
+            InvalidRequestError: as adapt_to_model, of a large request as check_names. ``pending``
+                is not notified.
             OverloadedError: the queue is full, or the request would exceed the share of its
                 source. ``pending`` is not notified.
         """
@@ -118,6 +111,10 @@ class Batcher:
         # Inlines _is_large, as this runs for every request.
         work_bytes = examples * self._work_per_example + ids * self._work_per_id
         queue = self._large if work_bytes > self._inline_bytes_max else self._small
+        if work_bytes <= self._join_bytes_max:
+            request = adapt_to_model(request, self.model)
+        else:  # the thread that joins its batch does the rest
+            check_names(request, self.model)
         if (
             queue.full
             or queue.examples + examples > queue.per_source_examples_max
@@ -187,7 +184,7 @@ class Batcher:
 
         Must not be called on a retired batcher.
         """
-        return await self._lookups.find_damage()
+        return await self.runner.find_damage()
 
     def _check_room(self, request: LookupRequest, queue: RequestQueue, source: object) -> None:
         """Raises OverloadedError if ``queue`` has no room; calls on_full if that fills it."""
@@ -244,7 +241,7 @@ class Batcher:
     def _retire_if_idle(self, on_retired: Callable[[], None]) -> None:
         if not any(queue.requests or queue.in_flight for queue in self._queues):
             self._on_retired = None
-            del self._lookups  # a reference to this batcher must not keep the rows mapped
+            del self.runner  # a reference to this batcher must not keep the rows mapped
             on_retired()
 
     def _stop_timer(self, timer: asyncio.TimerHandle) -> None:
@@ -252,32 +249,26 @@ class Batcher:
         self._timer = None
 
     def _step(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs one batch of each queue that is ready: takes, joins, looks up and splits it."""
+        """Takes one batch from each queue that is ready, and has it run."""
         self._is_scheduled = False
         if self._timer is not None:
             self._stop_timer(self._timer)
         for queue in self._queues:
             if queue.examples and not queue.is_saturated:
-                self._run(loop, queue)
+                work_bytes = queue.examples * self._work_per_example + queue.ids * self._work_per_id
+                taken = self._take(queue)
+                # The batch may be small even if the queue held much: it ends at its limits.
+                if work_bytes > self._join_bytes_max and self._is_large_batch(taken):
+                    self.runner.run_large(loop, queue, taken)
+                else:
+                    self.runner.run_small(loop, queue, taken)
         self._schedule_next(loop)
 
-    def _run(self, loop: asyncio.AbstractEventLoop, queue: RequestQueue) -> None:
-        taken = self._take(queue)
-        engine = self._lookups.engine
-        view = begin_view(engine)
-        try:
-            taken, batch = self._join(taken, changed_ids(engine, view))
-        except Exception:
-            end_view(engine, view)
-            self._lookups.log_failure(f"joining {len(taken)} requests")
-            self._fail(taken, EngineError(FAILED))
-            return
-        if batch is None:
-            end_view(engine, view)
-            self.on_batch_done()
-        else:
-            batch.view = view  # ends with the lookup
-            self._work(loop, queue, taken, batch)
+    def _is_large_batch(self, taken: Sequence[PendingRequest]) -> bool:
+        requests = [pending.request for pending in taken]
+        examples = sum([request.batch_size for request in requests])
+        ids = sum([request.ids.size for request in requests])
+        return self._work_bytes(examples, ids) > self._join_bytes_max
 
     def _take(self, queue: RequestQueue) -> list[PendingRequest]:
         """Takes the requests of the next batch, without abandoned and expired requests."""
@@ -296,105 +287,3 @@ class Batcher:
     def _try_reopen(self, queue: RequestQueue) -> None:
         if queue.try_reopen():
             self.on_room()
-
-    def _join(
-        self, taken: list[PendingRequest], change: ChangeRows | None
-    ) -> tuple[list[PendingRequest], Batch | None]:
-        """Returns the valid requests and their batch; rejects the invalid requests."""
-        if not taken:
-            return [], None
-        requests = [pending.request for pending in taken]
-        batch = join(requests, self.model, change)
-        if batch is not None:
-            return taken, batch
-        errors = find_invalid(requests, self.model, change)
-        if not errors:
-            raise AssertionError("a batch is invalid, but none of its requests")
-        for i, error in errors.items():
-            taken[i].reject(error)
-        return self._join([one for i, one in enumerate(taken) if i not in errors], change)
-
-    def _work(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        queue: RequestQueue,
-        taken: list[PendingRequest],
-        batch: Batch,
-    ) -> None:
-        examples, ids = batch.batch_size, batch.ids.size
-        self._counts.observe_batch(batch)
-        work_bytes = examples * self._work_per_example + ids * self._work_per_id
-        if work_bytes <= self._inline_bytes_max:
-            self._finish(taken, batch, [self._lookups.run(batch)])
-            return
-
-        def finish(looked_up: list[LookedUp]) -> None:
-            queue.end()
-            self._finish(taken, batch, looked_up)
-            self._schedule_next(loop)
-
-        queue.begin()
-        as_float16 = self._lookups.waits_for_device and self._all_request_float16(taken)
-        deadline_s = max([pending.deadline_s for pending in taken])
-        if self._lookups.traces_calls and (ticket := taken[0].ticket) is not None:
-            batch.calls = ticket.trace_calls(taken)
-        try:
-            self._lookups.submit(loop, batch, as_float16, deadline_s, finish)
-        except Exception:  # the executor has been shut down, or the rows were not found
-            self._lookups.log_failure(f"looking up {len(taken)} requests")
-            queue.end()
-            self._fail(taken, EngineError(FAILED))
-
-    def _all_request_float16(self, taken: Sequence[PendingRequest]) -> bool:
-        """Whether all requests want float16 and no shadow needs the float32 values."""
-        return self.shadow is None and all(
-            pending.request.output_dtype == "float16" for pending in taken
-        )
-
-    def _finish(
-        self, taken: Sequence[PendingRequest], batch: Batch, looked_up: Sequence[LookedUp]
-    ) -> None:
-        self._counts.lookup_seconds.observe(max([seconds for _, seconds in looked_up]))
-        pieces = []
-        for values, _ in looked_up:
-            if isinstance(values, EmbedServeError):
-                self._fail(taken, values)
-                return
-            pieces.append(values)
-        if batch.missing_parts:
-            self._counts.count_missing(batch.missing_parts)
-        try:
-            requests = [pending.request for pending in taken]
-            results = self._lookups.split(requests, batch, pieces)
-        except Exception:
-            self._lookups.log_failure(f"splitting the batch of {len(taken)} requests")
-            self._fail(taken, EngineError(FAILED))
-            return
-        ticket = taken[0].ticket  # the whole batch shares it
-        assert ticket is not None
-        ticket.looked_up_s = perf_counter()
-        errors = errors_by_request(batch) if batch.failures else {}
-        for i, (pending, result) in enumerate(zip(taken, results, strict=True)):
-            if not pending.is_waiting:  # the client has disconnected in the meantime
-                continue
-            if i in errors:
-                pending.reject(errors[i])
-            else:
-                pending.complete(result)
-        self.on_batch_done()
-        if self.shadow is not None and pieces[0].dtype == np.float32 and batch.is_whole:
-            self.shadow.offer(requests, pieces, batch.unknown_counts, self.model)
-
-    def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:
-        """Returns a Shadow that compares results of version ``served`` with this version's.
-
-        It compares ``percent`` of the batches of ``served``.
-        """
-        self._counts.shadow.begin(served.version)
-        return Shadow(self._lookups.engine, self.model, percent, self._counts.shadow, executor)
-
-    def _fail(self, taken: Sequence[PendingRequest], error: EmbedServeError) -> None:
-        for pending in taken:
-            if pending.is_waiting:
-                pending.reject(error)
-        self.on_batch_done()

@@ -14,7 +14,12 @@ import numpy as np
 
 from embedserve.batching.permutations import bags_to_ids, feature_major_order
 from embedserve.batching.translation import translate
-from embedserve.batching.validation import check_output, coerce_id_types, name_features
+from embedserve.batching.validation import (
+    check_output,
+    coerce_id_types,
+    find_invalid,
+    name_features,
+)
 from embedserve.errors import InvalidRequestError, shortened
 from embedserve.lookup_types import Batch, LookupRequest
 from embedserve.model_info import ModelInfo
@@ -51,14 +56,8 @@ def adapt_to_model(
         request.output = check_output(request.output, model)
     if request.features == model.features:
         return request
-    for feature in request.features:
-        if feature not in model.feature_positions and not is_lenient:
-            field = f"features.{shortened(feature)}"
-            raise InvalidRequestError(
-                f"{field}: model {model.name!r} has no such feature; "
-                f"it has {', '.join(model.features)}",
-                field,
-            )
+    if not is_lenient:
+        _check_features(request, model)
     check_lengths(request.lengths, request.ids.size)
     lengths = request.lengths.reshape(len(request.features), request.batch_size)
     ends = np.cumsum(lengths.sum(axis=1, dtype=np.int64))
@@ -83,6 +82,35 @@ def adapt_to_model(
         output=request.output,
         min_seq=request.min_seq,
     )
+
+
+def check_names(request: LookupRequest, model: ModelInfo) -> None:
+    """Validates the names in ``request``, as ``adapt_to_model`` does, in a time that does not
+    depend on its numbers of ids and examples.
+
+    The request then keeps no text of its client but ids and names of features of ``model``.
+
+    Raises:
+        InvalidRequestError: the model lacks a feature or output key, or the features have no names
+            and their number differs from the model's.
+    """
+    if not request.features:
+        name_features(request, model)
+    if request.output is not None:
+        request.output = check_output(request.output, model)
+    if request.features != model.features:
+        _check_features(request, model)
+
+
+def _check_features(request: LookupRequest, model: ModelInfo) -> None:
+    for feature in request.features:
+        if feature not in model.feature_positions:
+            field = f"features.{shortened(feature)}"
+            raise InvalidRequestError(
+                f"{field}: model {model.name!r} has no such feature; "
+                f"it has {', '.join(model.features)}",
+                field,
+            )
 
 
 def join(
@@ -114,6 +142,58 @@ def join(
     if model.translator.is_identity:
         return batch if _ids_are_rows(batch, model) else None
     return batch if translate(batch, model, change) else None
+
+
+def join_valid(
+    requests: Sequence[LookupRequest], model: ModelInfo, change: ChangeRows | None = None
+) -> tuple[Batch | None, dict[int, InvalidRequestError]]:
+    """Returns the batch of the valid ``requests``, and the errors of the others by position.
+
+    The batch is None if no request is valid. The arguments are those of ``join``.
+    """
+    batch = join(requests, model, change)
+    if batch is not None:
+        return batch, {}
+    errors = find_invalid(requests, model, change)
+    valid = [request for i, request in enumerate(requests) if i not in errors]
+    batch = join(valid, model, change) if valid else None
+    if valid and batch is None:
+        raise AssertionError("a batch is invalid, but none of its requests")
+    return batch, errors
+
+
+def adapt_and_join(
+    requests: Sequence[LookupRequest],
+    model: ModelInfo,
+    change: ChangeRows | None = None,
+    *,
+    is_lenient: bool = False,
+) -> tuple[Batch | None, dict[int, LookupRequest], dict[int, InvalidRequestError]]:
+    """Joins the valid ``requests``, whose features may be in any order.
+
+    Args:
+        change: as in ``join``.
+        is_lenient: as in ``adapt_to_model``.
+
+    Returns:
+        The batch, None if no request is valid; its requests in the model's order, and the errors
+        of the others, both by position in ``requests``.
+    """
+    adapted: dict[int, LookupRequest] = {}
+    errors: dict[int, InvalidRequestError] = {}
+    for i, request in enumerate(requests):
+        try:
+            adapted[i] = adapt_to_model(request, model, is_lenient=is_lenient)
+        except InvalidRequestError as error:
+            errors[i] = error
+    if not adapted:
+        return None, {}, errors
+    positions = list(adapted)
+    batch, invalid = join_valid(list(adapted.values()), model, change)
+    for at, reason in invalid.items():
+        del adapted[positions[at]]
+        errors[positions[at]] = reason
+    return batch, adapted, errors
 
 
 class _Shape:

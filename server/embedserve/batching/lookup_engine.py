@@ -98,17 +98,17 @@ def changed_ids(engine: LookupEngine, view: View | None) -> ChangeRows | None:
     return partial(engine.rows.with_changed_ids, view[0])
 
 
-def find_rows(engine: LookupEngine, batch: Batch) -> None:
-    """Replaces the ids of ``batch``, row numbers, by those of the newest rows in its view.
+def newest_rows(engine: LookupEngine, batch: Batch) -> np.ndarray:
+    """Returns the ids of ``batch``, row numbers, as those of the newest rows in its view.
 
     Raises:
         StoreError: as RowsReader.newest.
     """
     rows = engine.rows
     if rows is None:
-        return
+        return batch.ids
     assert batch.view is not None
     counts = batch.ids_per_feature
     if batch.unknown_counts is not None:  # skipped ids may be gone
         counts = batch.lengths.reshape(len(counts), -1).sum(axis=1)
-    batch.ids = rows.newest(batch.ids, counts, batch.view[0])
+    return rows.newest(batch.ids, counts, batch.view[0])

@@ -1,6 +1,6 @@
 """Runs lookups in the engine of one version of a model: inline, in threads or in other servers.
 
-A failure is logged, and the requests of the batch get an error instead of values.
+A failure of a lookup is logged, and the requests of the batch get an error instead of values.
 """
 
 from __future__ import annotations
@@ -9,19 +9,28 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
-from embedserve.batching.lookup_engine import LookupEngine, end_view, find_rows
+from embedserve.batching.join import adapt_and_join
+from embedserve.batching.lookup_engine import (
+    LookupEngine,
+    View,
+    changed_ids,
+    end_view,
+    newest_rows,
+)
 from embedserve.batching.split import (
     in_request_order,
     select_output_keys,
     split,
     split_by_examples,
 )
-from embedserve.errors import EmbedServeError, EngineError
+from embedserve.errors import EmbedServeError, EngineError, InvalidRequestError
 from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.model_info import ModelInfo
@@ -33,6 +42,19 @@ LookedUp = tuple[np.ndarray | EmbedServeError, float]
 """Values of a batch or the error of its lookup, and the duration of the lookup in seconds."""
 
 FAILED = "the lookup failed; the server's log says why"
+
+
+class Joined(NamedTuple):
+    """A batch that was joined in a thread."""
+
+    batch: Batch | None
+    """The batch, None if no request is valid."""
+    requests: dict[int, LookupRequest]
+    """Its requests in the model's order, by position among all requests."""
+    errors: dict[int, InvalidRequestError]
+    """Errors of the other requests, by position."""
+    pieces: list[Batch]
+    """Pieces of the batch for ``LookupExecutor.submit``."""
 
 
 class LookupExecutor:
@@ -51,7 +73,7 @@ class LookupExecutor:
         """
         Args:
             executor: thread pool for batches that are too large for the event loop's thread.
-            threads: number of chunks that a large batch of a pooled model is split into. Not used
+            threads: number of pieces that a large batch of a pooled model is split into. Not used
                 for an engine that waits for its device. The executor has more threads than that,
                 so that another batch can run concurrently.
         """
@@ -60,14 +82,15 @@ class LookupExecutor:
         self.traces_calls = engine.remote is not None and engine.remote.traces_calls
         self._model = model
         self._executor = executor
-        self._pieces = threads if model.is_pooled and not self.waits_for_device else 1
+        is_split = model.is_pooled and not self.waits_for_device and engine.remote is None
+        self._pieces = threads if is_split else 1
         self._log = RateLimitedLogger(logger)
 
     def run(self, batch: Batch) -> LookedUp:
         """Looks ``batch`` up on the calling thread, and ends its view."""
         start_s = perf_counter()
         try:
-            find_rows(self.engine, batch)
+            batch.ids = newest_rows(self.engine, batch)
             return self._look_up(batch)
         except Exception:
             self.log_failure(f"finding the rows of {batch.ids.size} ids")
@@ -87,23 +110,53 @@ class LookupExecutor:
             values = EngineError(FAILED)
         return values, perf_counter() - start_s
 
+    def join_in_thread(
+        self, loop: asyncio.AbstractEventLoop, requests: Sequence[LookupRequest], view: View | None
+    ) -> asyncio.Future[Joined]:
+        """Joins ``requests``, in any order of features, for a lookup in ``view``.
+
+        Raises:
+            RuntimeError: the executor has been shut down.
+        """
+        return loop.run_in_executor(self._executor, self._join, requests, view)
+
+    def _join(self, requests: Sequence[LookupRequest], view: View | None) -> Joined:
+        change = changed_ids(self.engine, view)
+        batch, valid, errors = adapt_and_join(requests, self._model, change)
+        if batch is None:
+            return Joined(None, valid, errors, [])
+        batch.view = view
+        return Joined(batch, valid, errors, self._divide(batch))
+
+    def _divide(self, batch: Batch) -> list[Batch]:
+        """Returns the pieces of ``batch``, with the newest rows in its view.
+
+        The batch itself keeps the published rows, as metrics count those.
+        """
+        newest = replace(batch, ids=newest_rows(self.engine, batch))
+        return split_by_examples(newest, len(self._model.features), self._pieces)
+
     def submit(
         self,
         loop: asyncio.AbstractEventLoop,
         batch: Batch,
+        pieces: Sequence[Batch],
         as_float16: bool,
         deadline_s: float,
         finish: Callable[[list[LookedUp]], None],
     ) -> None:
         """Looks ``batch`` up in threads or in other servers, and ends its view. Threads get one
-        chunk each, as a kernel call uses one.
+        piece each, as a kernel call uses one.
 
-        ``finish`` is called on the event loop with the results of all chunks. Other servers give
+        ``finish`` is called on the event loop with the results of all pieces. Other servers give
         the lookup up at ``deadline_s``, perf_counter seconds.
+
+        Args:
+            pieces: pieces of a batch that was joined in a thread; empty for another.
 
         Raises:
             RuntimeError: the executor has been shut down.
-            StoreError: as find_rows.
+            StoreError: as RowsReader.newest.
         """
 
         if (remote := self.engine.remote) is not None:
@@ -117,12 +170,10 @@ class LookupExecutor:
             finish(done.result())
 
         try:
-            find_rows(self.engine, batch)
-            pieces = split_by_examples(batch, len(self._model.features), self._pieces)
             looking_up = asyncio.gather(
                 *(
                     loop.run_in_executor(self._executor, self._look_up, piece, as_float16)
-                    for piece in pieces
+                    for piece in pieces or self._divide(batch)
                 )
             )
         except Exception:
@@ -144,6 +195,26 @@ class LookupExecutor:
                 self.log_failure(f"lookup of {batch.ids.size} ids in other servers")
                 values = EngineError(FAILED)
         finish([(values, perf_counter() - start_s)])
+
+    def is_split_quick(self, requests: Sequence[LookupRequest]) -> bool:
+        """Returns whether the result of each of ``requests`` is a slice of the batch's."""
+        return self._model.is_pooled and all(
+            request.output is None and request.output_dtype == "float32" for request in requests
+        )
+
+    def split_in_thread(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        requests: Sequence[LookupRequest],
+        batch: Batch,
+        pieces: Sequence[np.ndarray],
+    ) -> asyncio.Future[list[LookupResult]]:
+        """Calls ``split`` in a thread.
+
+        Raises:
+            RuntimeError: the executor has been shut down.
+        """
+        return loop.run_in_executor(self._executor, self.split, requests, batch, pieces)
 
     def split(
         self, requests: Sequence[LookupRequest], batch: Batch, pieces: Sequence[np.ndarray]

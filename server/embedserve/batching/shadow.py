@@ -8,7 +8,6 @@ while it holds the interpreter's lock, and the event loop would wait tens of mil
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Container, Sequence
 from concurrent.futures import Executor
@@ -17,22 +16,19 @@ from random import random
 
 import numpy as np
 
-from embedserve.batching.join import adapt_to_model, join
+from embedserve.batching.join import adapt_and_join
 from embedserve.batching.lookup_engine import (
     LookupEngine,
     begin_view,
     changed_ids,
     end_view,
-    find_rows,
+    newest_rows,
 )
 from embedserve.batching.split import in_request_order
-from embedserve.batching.validation import find_invalid
-from embedserve.errors import InvalidRequestError
-from embedserve.lookup_types import Batch, LookupRequest
+from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.shadow_metrics import KEY_SUMS, Differences, ShadowMetrics
 from embedserve.model_info import ModelInfo
-from embedserve_store.ids.translate import ChangeRows
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +140,11 @@ def compare(
             )
     view = begin_view(engine)
     try:
-        batch, requested = _joined(requests, model, changed_ids(engine, view))
+        change = changed_ids(engine, view)
+        batch, requested, _ = adapt_and_join(requests, model, change, is_lenient=True)
         if batch is not None:
             batch.view = view
-            find_rows(engine, batch)
-            ours = engine.lookup(batch.ids, batch.lengths, batch.weights)
+            ours = engine.lookup(newest_rows(engine, batch), batch.lengths, batch.weights)
     finally:
         end_view(engine, view)
     sums = np.zeros((len(KEY_SUMS), len(keys)))
@@ -170,25 +166,6 @@ def compare(
         served_unknown_ids=_total(unknown_counts, served, model),
         refused=len(requests) - len(requested),
     )
-
-
-def _joined(
-    requests: Sequence[LookupRequest], model: ModelInfo, change: ChangeRows | None
-) -> tuple[Batch | None, dict[int, LookupRequest]]:
-    """Returns the batch of the requests that ``model`` accepts, None if there are none.
-
-    The second result has these requests in the model's order, by their positions in ``requests``.
-    """
-    requested: dict[int, LookupRequest] = {}
-    for i, request in enumerate(requests):
-        with contextlib.suppress(InvalidRequestError):
-            requested[i] = adapt_to_model(request, model, is_lenient=True)
-    batch = join(list(requested.values()), model, change) if requested else None
-    if requested and batch is None:
-        wrong = find_invalid(list(requested.values()), model, change)
-        requested = {i: one for at, (i, one) in enumerate(requested.items()) if at not in wrong}
-        batch = join(list(requested.values()), model, change) if requested else None
-    return batch, requested
 
 
 def _total(counts: np.ndarray | None, of: ModelInfo, model: ModelInfo) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Validation of requests; errors name the field and the value.
 
 adapt_to_model() checks the types of ids, and the lengths of a request whose features it reorders,
-before the request is queued. All other checks run only after join() has rejected a batch: they are
+before the batch is joined. All other checks run only after join() has rejected a batch: they are
 slow and thorough, one request at a time.
 """
 

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from embedserve.batching.batcher import Batcher
-from embedserve.batching.join import adapt_to_model
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
 from embedserve.errors import (
@@ -101,7 +100,7 @@ class ModelRegistry:
         """
         before = self._batchers.get(name)
         if self._on_batch_done is not None:
-            batcher.on_batch_done = self._on_batch_done
+            batcher.runner.on_batch_done = self._on_batch_done
         batcher.on_full, batcher.on_room = self._update_flags, self._on_room_again
         self._batchers[name] = batcher
         self.since[name] = now_iso()
@@ -152,14 +151,16 @@ class ModelRegistry:
         """Assigns the shadows: at most one for each model, the first by name, so that all workers
         compare the same one."""
         for batcher in self._batchers.values():
-            batcher.shadow = None
+            batcher.runner.shadow = None
         for name, percent in sorted(self._shadows.items()):
             candidate = self._batchers.get(name)
             served = None if candidate is None else self._routes.by_name[candidate.model.name]
             if candidate is None or served is None or candidate is served or not percent:
                 continue
-            if served.shadow is None:
-                served.shadow = candidate.shadow_of(served.model, percent, self._shadow_thread)
+            if served.runner.shadow is None:
+                served.runner.shadow = candidate.runner.shadow_of(
+                    served.model, percent, self._shadow_thread
+                )
 
     def status(self, model: ModelInfo) -> dict[str, Any]:
         """Returns the serving state of ``model``, an element of ``models()``, as JSON values."""
@@ -208,7 +209,7 @@ class ModelRegistry:
                 self._refuse_size(request, model)
             if request.min_seq is not None:
                 _check_seq(request.min_seq, model)
-            batcher.enqueue(adapt_to_model(request, model), pending)
+            batcher.enqueue(request, pending)
         except EmbedServeError as error:
             error.of(model)
             raise
@@ -259,7 +260,7 @@ class ModelRegistry:
         """
         self._on_batch_done, self._on_room = on_batch_done, on_room
         for batcher in self._batchers.values():
-            batcher.on_batch_done = on_batch_done
+            batcher.runner.on_batch_done = on_batch_done
 
     def _update_flags(self) -> None:
         """Sets has_full_queue and has_full_unsized_queue."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
-from embedserve.errors import EmbedServeError, OverloadedError
+from embedserve.errors import DeadlineExceededError, EmbedServeError, OverloadedError
 
 if TYPE_CHECKING:
     from embedserve.pipeline.request_context import RequestContext
@@ -16,18 +18,23 @@ T = TypeVar("T")
 WAITING_BYTES_MAX = 256 << 20
 """Maximum bytes of large request bodies and responses that wait for the codec thread, in total. It
 bounds the memory that they hold. A single call is accepted at any size while no other waits."""
+SOURCE_SHARE = 1 / 2
+"""Fraction of WAITING_BYTES_MAX that one source may hold."""
 
 
 class CodecExecutor:
     """A single codec thread with a byte budget for queued work.
 
-    The thread competes with the event loop for the interpreter lock. All methods are called on the
-    event loop.
+    Sources (`PendingRequest.source`) take turns, one call each, and each has at most its share of
+    the budget. The thread competes with the event loop for the interpreter lock. All methods are
+    called on the event loop.
     """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="codec")
-        self._bytes = 0
+        self._bytes: Counter[object] = Counter()  # by source, of work that is not done
+        self._waiting: dict[object, deque[Callable[[], None]]] = {}  # in the order of their turns
+        self._is_busy = False
 
     def submit(
         self,
@@ -40,28 +47,45 @@ class CodecExecutor:
         """Runs ``work`` in the codec thread, then calls ``then`` with its result on the event
         loop.
 
-        Once ``context`` is no longer waiting, ``work`` is skipped or its result is dropped. An
-        error from ``work`` or ``then`` rejects or fails ``context``.
+        Once ``context`` is no longer waiting, ``work`` is skipped or its result is dropped. Once
+        its deadline has passed, ``work`` is skipped and ``context`` is rejected. An error from
+        ``work`` or ``then`` rejects or fails ``context``.
 
         Args:
             what: name of the data in error messages, "body" or "answer".
             nbytes: bytes of that data, which count against the budget until the work is done.
 
         Raises:
-            OverloadedError: the budget is exhausted.
+            OverloadedError: the budget is exhausted, or the share of its source.
         """
-        if self._bytes and self._bytes + nbytes > WAITING_BYTES_MAX:
+        source = context.source
+        held, share = self._bytes[source], int(SOURCE_SHARE * WAITING_BYTES_MAX)
+        if held and held + nbytes > share:
             raise OverloadedError(
-                f"{what} has {nbytes} bytes, and {self._bytes} of other large requests and "
+                f"{what} has {nbytes} bytes, and {held} of other large requests and answers of "
+                f"this caller wait to be read and written; its share is {share}"
+            )
+        total = self._bytes.total()
+        if total and total + nbytes > WAITING_BYTES_MAX:
+            raise OverloadedError(
+                f"{what} has {nbytes} bytes, and {total} of other large requests and "
                 "answers wait to be read and written"
             )
-        self._bytes += nbytes
+        self._bytes[source] += nbytes
 
         def work_if_waiting() -> T | None:
-            return work() if context.is_waiting else None
+            if not context.is_waiting:
+                return None
+            if perf_counter() >= context.deadline_s:
+                raise DeadlineExceededError(f"the deadline passed while the {what} waited")
+            return work()
 
         def done(future: asyncio.Future[T | None]) -> None:
-            self._bytes -= nbytes
+            self._bytes[source] -= nbytes
+            if not self._bytes[source]:
+                del self._bytes[source]
+            self._is_busy = False
+            self._start_next()
             if not context.is_waiting:
                 future.exception()  # retrieved, or asyncio would log it
                 return
@@ -74,5 +98,21 @@ class CodecExecutor:
             except Exception:
                 context.fail()
 
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(self._thread, work_if_waiting).add_done_callback(done)
+        def start() -> None:
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(self._thread, work_if_waiting).add_done_callback(done)
+
+        self._waiting.setdefault(source, deque()).append(start)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Starts the call whose turn it is, if the thread is idle."""
+        if self._is_busy or not self._waiting:
+            return
+        source = next(iter(self._waiting))
+        calls = self._waiting.pop(source)
+        start = calls.popleft()
+        if calls:
+            self._waiting[source] = calls
+        self._is_busy = True
+        start()

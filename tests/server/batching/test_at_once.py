@@ -125,7 +125,7 @@ async def test_it_rounds_to_float16_where_nobody_wants_more(
 async def test_it_is_compared_with_a_shadow_as_float32(
     engine: FakeEngine, batcher: Batcher, executor: ThreadPoolExecutor
 ) -> None:
-    batcher.shadow = batcher.shadow_of(engine.model, 100, executor)
+    batcher.runner.shadow = batcher.runner.shadow_of(engine.model, 100, executor)
     request = engine.request(USER)
     request.output_dtype = "float16"
     assert (await submit(batcher, request)).values.dtype == np.float16

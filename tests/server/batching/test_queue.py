@@ -178,7 +178,7 @@ async def test_the_end_of_each_batch_is_told_once_after_its_callers_were(
     batcher = make_batcher(limits)
     told: list[list[bool]] = []
     waiting = [submit(batcher, engine.request(ONE)) for _ in range(3)]
-    batcher.on_batch_done = lambda: told.append([one.done() for one in waiting])
+    batcher.runner.on_batch_done = lambda: told.append([one.done() for one in waiting])
     await asyncio.gather(*waiting)
     assert told == [[True] * 3]
 
@@ -203,7 +203,7 @@ async def test_the_end_of_a_batch_that_has_no_answers_is_told_too(
     batcher = make_batcher(limits)
     told: list[bool] = []
     waiting = submit(batcher, engine.request(bags_of(engine)))
-    batcher.on_batch_done = lambda: told.append(waiting.done())
+    batcher.runner.on_batch_done = lambda: told.append(waiting.done())
     with pytest.raises(error):
         await waiting
     assert told == [True]
@@ -214,7 +214,7 @@ async def test_the_end_of_a_batch_whose_requests_all_expired_is_told(
 ) -> None:
     batcher = make_batcher(Limits())
     has_ended = asyncio.Event()
-    batcher.on_batch_done = has_ended.set
+    batcher.runner.on_batch_done = has_ended.set
     late = submit(batcher, engine.request(ONE), deadline_s=0.0)
     await asyncio.wait_for(has_ended.wait(), 5)
     assert isinstance(late.exception(), DeadlineExceededError)

@@ -142,7 +142,7 @@ async def test_only_requests_that_lack_rows_say_so(
     engine: FakeEngine, batcher: Batcher, servers: OtherServers
 ) -> None:
     """And no shadow compares their batch."""
-    shadow = batcher.shadow = OfferedBatches()
+    shadow = batcher.runner.shadow = OfferedBatches()
     await begin(batcher, engine, servers)
     waiting = [submit(batcher, engine.request(USER)) for _ in range(3)]
     servers.begun[0][2](answer(engine, servers.begun[0][0]))
