@@ -29,8 +29,12 @@ def metadata(pipeline: RequestPipeline, name: str, version: str = "") -> dict[st
     The versions are only the named version if the request names one.
     """
     info = served(pipeline, name, version)
-    versions = {one.version for one in pipeline.models.models() if one.name == info.name}
-    return description.model(info, [info.version] if version else sorted(versions))
+    return description.model(info, [info.version] if version else served_versions(pipeline, info))
+
+
+def served_versions(pipeline: RequestPipeline, info: ModelInfo) -> list[int]:
+    """Returns the served versions of the model of ``info``, in ascending order."""
+    return sorted({one.version for one in pipeline.models.models() if one.name == info.name})
 
 
 def configuration(pipeline: RequestPipeline, name: str, version: str = "") -> dict[str, Any]:

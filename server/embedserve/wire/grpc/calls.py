@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX = 64 << 20
 """Bytes of one stream's responses that are pending or unsent; one request above it is accepted."""
+UNARY_WORK = 2048
+"""Work units (WORK_PER_TURN) of a call without a lookup; a byte of its response costs one more."""
 
 
 class GrpcEmbedCall(CallWriter[Stream]):
@@ -164,6 +166,7 @@ class GrpcUnaryCall:
                 return
             assert isinstance(message, bytes)  # PLAIN_BYTES_MAX are decompressed inline
             answer = framed(self._function(message))
+            self._stream.connection.spend_turn(UNARY_WORK + len(answer))
         except WireError as error:
             self._end(wire_error_trailers(error))
         except EmbedServeError as error:

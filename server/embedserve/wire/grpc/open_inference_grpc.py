@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
 from embedserve.access.caller_quota import CallerQuota
+from embedserve.codec.open_inference import description
 from embedserve.errors import EmbedServeError, InvalidRequestError, UnknownModelError
+from embedserve.model_info import ModelInfo
 from embedserve.open_inference_service import (
-    configuration,
-    metadata,
     repository,
     served,
+    served_versions,
     server_metadata,
     statistics,
 )
@@ -56,6 +58,10 @@ class OpenInferenceMethods:
             "ModelConfig": self._configuration,
             "RepositoryIndex": self._repository,
         }
+        # Encoding takes 40 ms for a thousand features, too long for each call. A version that is no
+        # longer served leaves the caches.
+        self._metadata: WeakKeyDictionary[ModelInfo, bytes] = WeakKeyDictionary()
+        self._configurations: WeakKeyDictionary[ModelInfo, bytes] = WeakKeyDictionary()
         shared = pipeline.shared_memory
         self.shared_memory = {} if shared is None else SharedMemoryCalls(shared).calls
 
@@ -78,13 +84,24 @@ class OpenInferenceMethods:
 
     def _model(self, message: bytes) -> bytes:
         asked = _read(message, pb.ModelMetadataRequest)
-        fields = metadata(self._pipeline, asked.name, asked.version)
-        return _written(fields, pb.ModelMetadataResponse())
+        info = served(self._pipeline, asked.name, asked.version)
+        encoded = self._metadata.get(info)
+        if encoded is None:
+            encoded = _written(description.model(info, []), pb.ModelMetadataResponse())
+            self._metadata[info] = encoded
+        numbers = [info.version] if asked.version else served_versions(self._pipeline, info)
+        # Two encoded messages in sequence are one message with the fields of both.
+        versions = pb.ModelMetadataResponse(versions=map(str, numbers))
+        return encoded + versions.SerializeToString()
 
     def _configuration(self, message: bytes) -> bytes:
         asked = _read(message, pb.ModelConfigRequest)
-        fields = {"config": configuration(self._pipeline, asked.name, asked.version)}
-        return _written(fields, pb.ModelConfigResponse())
+        info = served(self._pipeline, asked.name, asked.version)
+        encoded = self._configurations.get(info)
+        if encoded is None:
+            fields = {"config": description.configuration(info)}
+            encoded = self._configurations[info] = _written(fields, pb.ModelConfigResponse())
+        return encoded
 
     def statistics(self, quota: CallerQuota | None, message: bytes) -> bytes:
         """Answers ModelStatistics for the models that the caller of ``quota`` may use."""

@@ -1,0 +1,87 @@
+"""Calls without a lookup: a turn of a connection answers few of them, and descriptions of models
+are encoded once."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from server.fake_engine import FakeEngine
+from server.live import make_pipeline
+from server.wire.grpc.test_calls import GrpcPeer, head
+from server.wire.http2.peer import data
+
+from embedserve.codec.open_inference import description
+from embedserve.wire.grpc.calls import UNARY_WORK
+from embedserve.wire.grpc.grpc_framing import framed
+from embedserve.wire.grpc.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
+from embedserve.wire.grpc.service import SERVICE_NAME
+from embedserve.wire.http2.turns import WORK_PER_TURN
+from embedserve_proto import open_inference_pb2 as pb
+
+COUNT = 100
+
+
+@pytest.fixture
+async def peer(engine: FakeEngine, executor: ThreadPoolExecutor) -> GrpcPeer:
+    return GrpcPeer(make_pipeline(engine, executor=executor))
+
+
+def calls(peer: GrpcPeer, path: str, message: bytes) -> bytes:
+    """Returns the frames of COUNT calls."""
+    sent = b""
+    for number in range(1, 2 * COUNT, 2):
+        sent += peer.headers(number, head(path), is_end=False).serialize()
+        sent += data(number, framed(message), is_end=True).serialize()
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (f"/{SERVICE_NAME}/ListModels", b""),
+        (
+            f"/{OPEN_INFERENCE}/ModelMetadata",
+            pb.ModelMetadataRequest(name="shop").SerializeToString(),
+        ),
+        (f"/{OPEN_INFERENCE}/ModelStatistics", b""),
+        (f"/{OPEN_INFERENCE}/RepositoryIndex", b""),
+    ],
+)
+async def test_a_turn_answers_few_calls(peer: GrpcPeer, path: str, message: bytes) -> None:
+    most = WORK_PER_TURN // UNARY_WORK + 1
+    peer.connection.receive(calls(peer, path, message))
+    turns = 1
+    while peer.connection.has_more:
+        peer.take()
+        peer.connection.receive(b"")
+        turns += 1
+    assert turns >= COUNT // most
+    peer.take()
+    assert {peer.status(number)[0] for number in range(1, 2 * COUNT, 2)} == {0}
+
+
+async def test_the_tensors_of_a_version_are_described_once(
+    peer: GrpcPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = []
+    model = description.model
+
+    def count(*arguments: object) -> object:
+        described.append(arguments)
+        return model(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(description, "model", count)
+    for number, version in ((1, ""), (3, ""), (5, "7")):
+        request = pb.ModelMetadataRequest(name="shop", version=version)
+        peer.call(number, f"/{OPEN_INFERENCE}/ModelMetadata", framed(request.SerializeToString()))
+        answer = pb.ModelMetadataResponse.FromString(peer.messages(number)[0])
+        assert (answer.name, list(answer.versions)) == ("shop", ["7"])
+        assert len(answer.inputs) == 6
+    for number in (7, 9):
+        configuration = pb.ModelConfigRequest(name="shop")
+        peer.call(
+            number, f"/{OPEN_INFERENCE}/ModelConfig", framed(configuration.SerializeToString())
+        )
+        assert pb.ModelConfigResponse.FromString(peer.messages(number)[0]).config.name == "shop"
+    assert len(described) == 2
