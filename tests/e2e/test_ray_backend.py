@@ -25,6 +25,8 @@ from embedserve_client import GrpcEmbedClient
 
 WAIT_S_MAX = 300
 PAUSE_S = 0.02
+TIMEOUT = ("--shard-timeout-ms", 60_000)
+"""A router's calls may be slow: processes that start take all cores meanwhile."""
 NAME = "shop"
 PARTS = REPLICAS = 2
 TCP_LISTEN = "0A"
@@ -217,7 +219,7 @@ def test_a_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path
 @contextmanager
 def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[Placed]:
     """`embedserve cluster --backend ray`, ready."""
-    options = ("--replicas", REPLICAS, "--name", NAME, "--http-port", free_port())
+    options = ("--replicas", REPLICAS, "--name", NAME, "--http-port", free_port(), *TIMEOUT)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command("cluster", store, "--backend", "ray", *options, "--grpc-port", grpc),
@@ -290,7 +292,8 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         monkeypatch.setenv(name, value)
     with ExitStack() as stack:
         one = stack.enter_context(cluster(nodes, store, log, grpc))
-        router = stack.enter_context(running(store, tmp_path / "router", "--shards", f"ray:{NAME}"))
+        options = ("--shards", f"ray:{NAME}", *TIMEOUT)
+        router = stack.enter_context(running(store, tmp_path / "router", *options))
         clients = [
             stack.enter_context(GrpcEmbedClient(address))
             for address in (f"127.0.0.1:{grpc}", router.grpc)

@@ -14,7 +14,7 @@ import typer
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine
 from embedserve.commands.switch import switch
-from embedserve.config import Limits, ServeSettings
+from embedserve.config import LIMIT_MAX, Limits, ServeSettings
 
 Ca = Annotated[
     Path | None,
@@ -97,6 +97,12 @@ def cluster(
         str,
         typer.Option(help="Memory that each shard reserves in Ray, such as 400GB. Default: none."),
     ] = "",
+    shard_timeout_ms: Annotated[
+        float,
+        typer.Option(
+            help="Milliseconds that the router waits for one call to a shard.", min=1, max=LIMIT_MAX
+        ),
+    ] = 500.0,
 ) -> None:
     """Serve models in parts: a router on this host, and shards here or in a Ray cluster.
 
@@ -121,6 +127,7 @@ def cluster(
                 name,
                 ray_address,
                 shard_memory,
+                shard_timeout_ms,
             )
         )
 

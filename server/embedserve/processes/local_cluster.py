@@ -74,6 +74,7 @@ class ClusterSettings:
     name: str = "embedserve"
     ray_address: str = AUTO
     shard_memory: str = ""
+    shard_timeout_ms: float = 500.0
 
 
 class LocalCluster:
@@ -310,7 +311,8 @@ def _shard_arguments(settings: ClusterSettings, part: int, parts: int) -> list[s
 
 def _router_arguments(settings: ClusterSettings, addresses: Path) -> list[str]:
     ports = ["--http-port", str(settings.http_port), "--grpc-port", str(settings.grpc_port)]
-    own = ["--shards", f"file:{addresses}", "--follow", settings.follow, *ports]
+    timeout = ["--shard-timeout-ms", str(settings.shard_timeout_ms)]
+    own = ["--shards", f"file:{addresses}", "--follow", settings.follow, *timeout, *ports]
     return [sys.executable, *_serve_arguments(settings, settings.models, own)]
 
 

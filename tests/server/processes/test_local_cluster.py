@@ -233,7 +233,9 @@ def test_children_get_different_ports_until_they_end(monkeypatch: pytest.MonkeyP
 
 
 def test_shards_hold_versions_and_the_router_follows_aliases() -> None:
-    settings = ClusterSettings("s3://b/store", ("m@stable", "m", "n@7"), follow="alias", cache="c")
+    settings = ClusterSettings(
+        "s3://b/store", ("m@stable", "m", "n@7"), follow="alias", cache="c", shard_timeout_ms=900
+    )
     shard = _shard(settings, 1, 2, 0)
     assert shard.name == "part 1"
     _, _, _, _, _, *arguments = shard._arguments
@@ -244,7 +246,7 @@ def test_shards_hold_versions_and_the_router_follows_aliases() -> None:
     _, _, _, _, _, *arguments = _router_arguments(settings, Path("shards.json"))
     assert " ".join(arguments) == (
         "serve s3://b/store --model m@stable --model m --model n@7 --shards file:shards.json "
-        "--follow alias --http-port 8000 --grpc-port 8001 --cache c"
+        "--follow alias --shard-timeout-ms 900 --http-port 8000 --grpc-port 8001 --cache c"
     )
 
 
