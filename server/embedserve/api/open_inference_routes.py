@@ -90,7 +90,7 @@ class InferStatistics(BaseModel):
 
 
 class ModelStatistics(BaseModel):
-    """Counts and times of a model's requests since the server started."""
+    """Counts and times of the requests of a version since it began to serve."""
 
     name: str
     version: str

@@ -239,7 +239,11 @@ ERRORS: dict[str, Schema] = {
     },
     "431": {"description": "The headers are over a limit."},
     "500": {"description": "The lookup failed, or the server has an error; its log says which."},
-    "503": {"description": "The server is draining, or a model is damaged.", "headers": _RETRY},
+    "503": {
+        "description": "The server is draining, a model is damaged, the rows are older than"
+        " min_seq, or a part of the model has no replica.",
+        "headers": _RETRY,
+    },
     "504": {"description": "X-Timeout-Ms passed, or the body did not arrive in time."},
     "505": {"description": "The request line has neither HTTP/1.1 nor HTTP/1.0."},
     "default": {"description": "Any other error."},
@@ -332,9 +336,10 @@ EMBED_PATHS: dict[str, Schema] = {
 }
 INFER_PATHS: dict[str, Schema] = {
     "/v2/models/{model}/infer": {
-        "post": _INFER | {"operationId": "v2_infer", "parameters": [_MODEL]},
+        "post": _INFER | {"operationId": "v2_infer", "parameters": [_MODEL, *_HEADERS]},
     },
     "/v2/models/{model}/versions/{version}/infer": {
-        "post": _INFER | {"operationId": "v2_infer_version", "parameters": [_MODEL, _VERSION]},
+        "post": _INFER
+        | {"operationId": "v2_infer_version", "parameters": [_MODEL, _VERSION, *_HEADERS]},
     },
 }

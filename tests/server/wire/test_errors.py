@@ -15,7 +15,7 @@ from server.live import GRPC_SERVERS, JSON, PROTOBUF, Live, make_pipeline, servi
 from server.raw_http import http_client
 
 from embedserve.api.openapi import wire_path
-from embedserve.api.wire_openapi import EMBED_PATHS
+from embedserve.api.wire_openapi import EMBED_PATHS, INFER_PATHS
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.config import Limits
@@ -305,3 +305,10 @@ def test_openapi_lists_every_status_of_the_embed_routes(path: str) -> None:
 def test_what_administrators_are_told_has_its_status() -> None:
     told = {leaf.__name__: leaf.http_status for leaf in leaves()}
     assert OF_ADMINISTRATORS.items() <= told.items()
+
+
+@pytest.mark.parametrize("path", [*EMBED_PATHS, *INFER_PATHS])
+def test_each_lookup_describes_its_headers(path: str) -> None:
+    operation = (EMBED_PATHS | INFER_PATHS)[path]["post"]
+    headers = {one["name"] for one in operation["parameters"] if one["in"] == "header"}
+    assert headers >= {"X-Timeout-Ms", "X-Routing-Key"}
