@@ -87,7 +87,7 @@ class IdTranslator:
         unknown = rows.view(np.uint64) >= np.repeat(self.limits, ids_per_feature)
         if not unknown.any():
             return Translation(rows, None)
-        rows[unknown] = np.repeat(self._default_rows, ids_per_feature)[unknown]
+        np.copyto(rows, np.repeat(self._default_rows, ids_per_feature), where=unknown)
         return Translation(rows, unknown)
 
     def _take_remainders(self, rows: NDArray[np.int64], ids_per_feature: NDArray[Any]) -> None:
