@@ -303,7 +303,7 @@ async def test_the_examples_of_the_open_inference_protocol_are_requests_too(
     described = await schema(rest)
     for path in ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"):
         operation = described["paths"][path]["post"]
-        named = {p["name"]: p["example"] for p in operation["parameters"]}
+        named = {p["name"]: p["example"] for p in operation["parameters"] if p["in"] == "path"}
         (example,) = operation["requestBody"]["content"]["application/json"]["examples"].values()
         validate(example["value"], "InferRequest", described)
         answer = await rest.post(path.format(**named), json=example["value"])
