@@ -56,6 +56,9 @@ def known_damage(path: Path, listed: str) -> Iterator[None]:
     except UNDAMAGED:
         raise
     except StoreError as error:
+        # This host could not read what arrived, for example without a file descriptor left.
+        if isinstance(error.__cause__, OSError):
+            raise
         next_s = time.time() + delay_s
         when = datetime.fromtimestamp(next_s, UTC).isoformat(timespec="seconds")
         problem = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -55,6 +57,22 @@ def refused(url: str, cache: Path) -> str:
     with pytest.raises(StoreError, match=DAMAGED) as caught:
         RemoteStore(url, cache).load("m")
     return str(caught.value)
+
+
+def test_what_this_host_cannot_read_is_no_damage(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(url)
+
+    def fail(*arguments: object, **named: object) -> object:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mmap, "mmap", fail)
+        with pytest.raises(StoreError, match="Too many open files"):
+            RemoteStore(url, tmp_path / "cache").load("m")
+    assert list((tmp_path / "cache").rglob("*.damaged")) == []
+    assert RemoteStore(url, tmp_path / "cache").load("m").path.name == "1"
 
 
 def test_a_damaged_version_is_pulled_once_and_again_after_a_repair(

@@ -28,7 +28,8 @@ def reserve_descriptors(settings: ServeSettings) -> ServeSettings:
     needed = limits.connections_max + RESERVED
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < needed and limit < hard:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
+        # A sandbox may forbid it: EPERM is a ValueError here.
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
             limit = min(needed, hard)
     if limit >= needed:

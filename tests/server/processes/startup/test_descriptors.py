@@ -16,6 +16,18 @@ from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.grants import new_token
 
+FORBIDDEN = """
+import resource
+from embedserve.config import Limits, ServeSettings
+from embedserve.processes.startup.descriptors import reserve_descriptors
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+def forbid(*arguments):
+    raise ValueError("not allowed to raise maximum limit")
+resource.setrlimit = forbid
+settings = ServeSettings(store="", limits=Limits(connections_max=1000))
+print(reserve_descriptors(settings).limits.connections_max)
+"""
+"""As in a sandbox; the module resource raises ValueError for EPERM."""
 RESERVED = """
 import resource, sys
 from embedserve.config import Limits, ServeSettings
@@ -34,6 +46,11 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (int(hard), int(hard)))
 app(["serve", *arguments])
 """
 HARD = 256
+
+
+def test_a_limit_that_may_not_be_raised_bounds_the_connections() -> None:
+    done = run_python("-c", FORBIDDEN)
+    assert (done.returncode, done.stdout) == (0, "128\n"), done.stderr
 
 
 @pytest.mark.parametrize(
