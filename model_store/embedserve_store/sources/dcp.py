@@ -7,39 +7,26 @@ requested. Damaged or missing shards of unpublished tensors therefore do no harm
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
 from embedserve_store.sources.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata
-from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile
+from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile, TensorsOfFiles
 from embedserve_store.sources.state_dict import is_table_like
 from embedserve_store.sources.torch_file import Archive, dtype_name
 
 
-class DcpTensors(Mapping[str, FileRows]):
+class DcpTensors(TensorsOfFiles[StoredTensor]):
     """The 2-D floating-point tensors of a DCP folder, by full key.
 
     Getting a tensor raises StoreError if a shard is missing, truncated or inconsistent with the
     metadata, or if the shards do not cover the tensor.
     """
 
-    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        self._folder = folder
-        self._tensors = tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._tensors
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
     def __getitem__(self, key: str) -> FileRows:
         stored = self._tensors[key]
-        where = f"{self._folder}: {key}"
+        where = f"{self._path}: {key}"
         files: dict[str, SourceFile] = {}
         rectangles = (
             rectangle
@@ -58,9 +45,9 @@ class DcpTensors(Mapping[str, FileRows]):
         if place is None:
             raise StoreError(f"{shard} is missing: {METADATA} names no file for it")
         if place.file not in files:
-            if not (self._folder / place.file).is_file():
+            if not (self._path / place.file).is_file():
                 raise StoreError(f"{shard} is missing: there is no file {place.file}")
-            files[place.file] = SourceFile.of(self._folder / place.file)
+            files[place.file] = SourceFile.of(self._path / place.file)
         shard += f" in {place.file}"
         archive = Archive(files[place.file], place.offset, place.length, shard)
         tensor = archive.content

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.errors import StoreError
-from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile
+from embedserve_store.sources.file_rows import FileRows, Rectangle, SourceFile, TensorsOfFiles
 from embedserve_store.sources.state_dict import split
 
 if TYPE_CHECKING:
@@ -181,25 +181,15 @@ def _refusal(message: str) -> str:
     return f"not a state dict as torch.save writes it: {reason:.200}"
 
 
-class TorchFileTensors(Mapping[str, FileRows]):
+class TorchFileTensors(TensorsOfFiles["torch.Tensor"]):
     """The 2-D floating-point tensors of a file of torch.save, by full key.
 
     Getting a tensor raises StoreError if its values are not in the file, or lie in too many pieces.
     """
 
-    def __init__(self, archive: Archive, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], archive: Archive) -> None:
+        super().__init__(path, tensors)
         self._archive = archive
-        self._tensors = tensors
-        self._path = path
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._tensors
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def __getitem__(self, key: str) -> FileRows:
         tensor = self._tensors[key]
@@ -222,7 +212,7 @@ def open_torch_file(path: Path) -> tuple[TorchFileTensors, tuple[str, ...]]:
         kind = type(archive.content).__name__
         raise StoreError(f"{path}: holds a {kind}, expected a state dict")
     tensors, others = split(archive.content, str(path))
-    return TorchFileTensors(archive, tensors, path), others
+    return TorchFileTensors(path, tensors, archive), others
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -16,6 +16,12 @@ from embedserve.commands.installation import check_engine
 from embedserve.commands.switch import switch
 from embedserve.config import LIMIT_MAX, Limits, ServeSettings
 
+ShardTimeoutMs = Annotated[
+    float,
+    typer.Option(
+        help="Milliseconds that the router waits for one call to a shard.", min=1, max=LIMIT_MAX
+    ),
+]
 Ca = Annotated[
     Path | None,
     typer.Option(help="PEM file of the CAs to trust with https://. Default: the system's."),
@@ -97,12 +103,7 @@ def cluster(
         str,
         typer.Option(help="Memory that each shard reserves in Ray, such as 400GB. Default: none."),
     ] = "",
-    shard_timeout_ms: Annotated[
-        float,
-        typer.Option(
-            help="Milliseconds that the router waits for one call to a shard.", min=1, max=LIMIT_MAX
-        ),
-    ] = 500.0,
+    shard_timeout_ms: ShardTimeoutMs = ServeSettings.shard_timeout_ms,
 ) -> None:
     """Serve models in parts: a router on this host, and shards here or in a Ray cluster.
 

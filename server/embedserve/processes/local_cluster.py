@@ -74,7 +74,7 @@ class ClusterSettings:
     name: str = "embedserve"
     ray_address: str = AUTO
     shard_memory: str = ""
-    shard_timeout_ms: float = 500.0
+    shard_timeout_ms: float = ServeSettings.shard_timeout_ms
 
 
 class LocalCluster:
