@@ -245,11 +245,7 @@ def _load_part(
 
 def _read_manifest(path: Path, model: str, version: int) -> Manifest:
     manifest = parse_manifest(_read(path), str(path))
-    if (manifest.model, manifest.version) != (model, version):
-        raise StoreError(
-            f"{path}: is of model {manifest.model!r} version {manifest.version}, "
-            f"but lies in the folder of {model!r} version {version}"
-        )
+    manifest.check_place(model, version, str(path))
     return manifest
 
 

@@ -122,7 +122,9 @@ def test_the_balance_that_was_foretold_is_the_one_that_is_measured(
             (3, foretold_by_rows, SHARE_ERROR_MAX),
         ):
             ask(later, f"m@{version}")
-            measured = measured_of(ServerClient(later.http), ModelStore(store).load("m", version))
+            published = ModelStore(store).load("m", version)
+            client = ServerClient(later.http)
+            measured = measured_of(client, published.manifest, published.plan)
             total = sum(measured.read_bytes)
             assert [one / total for one in measured.read_bytes] == pytest.approx(shares, abs=error)
 

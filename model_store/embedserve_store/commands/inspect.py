@@ -2,43 +2,41 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from embedserve_store.commands.alias import settings_of
 from embedserve_store.commands.plan_view import show_plan
-from embedserve_store.errors import StoreError, UnreachableError
+from embedserve_store.errors import StoreError
 from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import GOLDENS, Manifest
 from embedserve_store.model_store import ModelStore
-from embedserve_store.model_version import ModelVersion
 from embedserve_store.terminal.aligned_columns import grid, out, show, write
 from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
-from embedserve_store.terminal.stores import opened
+from embedserve_store.transfer.stored_version import StoredVersion
 
 TOTALS = ("tables", "rows", "bytes")
 
 
-def inspect(store: str, model: str, version: str, cache: Path | None) -> None:
+def inspect(path: str, model: str, version: str) -> None:
     """Prints the models of a store, the versions of a model or, with both, one version.
 
-    In a remote store only the inspected version is pulled; lists show names and numbers alone.
+    Reads no rows and pulls nothing. Lists of a remote store show names and numbers alone.
 
     Raises:
         StoreError: there is no such store, model or version, or the inspected version is damaged.
     """
-    with opened(store, cache) as models:
-        if not model:
-            _show_models(models, store)
-        elif not version:
-            _show_versions(models, model)
-        else:
-            _show_version(models.load(model, version))
-            _show_notes(models, model, version)
+    store = ModelStore(path)
+    if not model:
+        _show_models(store)
+    elif not version:
+        _show_versions(store, model)
+    else:
+        stored = store.stored(model, version)
+        _show_version(stored)
+        _show_notes(store, stored)
 
 
-def _show_models(store: ModelStore, path: str) -> None:
+def _show_models(store: ModelStore) -> None:
     totals = () if store.is_remote else TOTALS
     models = grid("model", "versions", *totals, numbers=totals)
     problems = []
@@ -52,9 +50,9 @@ def _show_models(store: ModelStore, path: str) -> None:
                 problems.append(str(error))
         models.add_row(name, numbers, *known)
     if models.row_count:
-        show(f"store {path}", models)
+        show(f"store {store.where}", models)
     else:
-        write(f"store {path}: no models")
+        write(f"store {store.where}: no models")
     _show_problems(problems)
 
 
@@ -97,8 +95,8 @@ def _totals(manifest: Manifest) -> tuple[str, str, str]:
     return str(len(manifest.tables)), f"{rows:,}", human_bytes(manifest.nbytes)
 
 
-def _show_version(version: ModelVersion) -> None:
-    manifest = version.manifest
+def _show_version(version: StoredVersion) -> None:
+    manifest, plan = version.manifest, version.plan()
     columns = ("table", "rows", "dim", "dtype", "pooling", "bytes", "features", "ids")
     tables = grid(*columns, numbers=("rows", "dim", "bytes"))
     for table in manifest.tables:
@@ -115,15 +113,11 @@ def _show_version(version: ModelVersion) -> None:
     show(f"model {manifest.model} version {manifest.version}", tables)
     _show_source(manifest)
     out.print()
-    show_plan(out, manifest.tables, version.plan)
+    show_plan(out, manifest.tables, plan)
 
 
-def _show_notes(store: ModelStore, model: str, version: str) -> None:
-    try:
-        notes = store.notes(model, store.resolve(model, version))
-    except UnreachableError as error:  # a cached version is shown without its notes
-        write(f"notes are not known: {error}")
-        return
+def _show_notes(store: ModelStore, version: StoredVersion) -> None:
+    notes = store.notes(version.model, version.number)
     if notes:
         out.print()
     for note in notes:

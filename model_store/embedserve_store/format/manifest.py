@@ -127,6 +127,14 @@ class Manifest:
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self.tables)
 
+    def check_place(self, model: str, version: int, where: str) -> None:
+        """Raises StoreError if the manifest at ``where`` is not of this model and version."""
+        if (self.model, self.version) != (model, version):
+            raise StoreError(
+                f"{where}: is of model {self.model!r} version {self.version}, but lies in the "
+                f"folder of {model!r} version {version}"
+            )
+
     @cached_property
     def fingerprint(self) -> str:
         """Returns the hexadecimal sha256 of the manifest's JSON with sorted keys.

@@ -5,23 +5,17 @@ Never imports torch.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from itertools import pairwise
 
-from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.tables_file import file_order, header_bytes
 from embedserve_store.parts.local_tables import local_tables, with_local_part
 from embedserve_store.parts.part import LocalTables, Part, check_holding
 from embedserve_store.parts.part_manifest import part_manifest
 from embedserve_store.plans.host_plan import HostPlan
-from embedserve_store.plans.plan import Plan
 from embedserve_store.transfer.file_check import IDS, TABLES, FileLayout
 from embedserve_store.transfer.stored_version import FileRange, StoredVersion
-
-PLAN = "plan.json"
 
 
 def held_version(version: StoredVersion, holding: Part | LocalTables) -> StoredVersion:
@@ -33,11 +27,7 @@ def held_version(version: StoredVersion, holding: Part | LocalTables) -> StoredV
         StoreError: the plan is damaged, or does not have the part.
         UnreachableError: the store stopped responding.
     """
-    where = f"{version.where}/{PLAN}"
-    text = b"".join(version.blocks(PLAN, 0, version.files[PLAN]))
-    check_sha256(hashlib.sha256(text).hexdigest(), version.manifest.files[PLAN], where)
-    plan = Plan.from_json(parse_json(text, where), where)
-    plan.check(version.manifest.tables, where)
+    plan = version.plan()
     check_holding(plan, holding, version.where)
     manifest, hosts = version.manifest, plan.hosts
     assert hosts is not None

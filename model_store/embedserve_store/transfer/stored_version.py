@@ -5,14 +5,18 @@ Never imports torch, never writes.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from embedserve_store.errors import StoreError
+from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
+from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.parts.part import NO_ROWS, Holding
+from embedserve_store.plans.plan import Plan
 from embedserve_store.transfer.file_check import (
     IDS,
     MANIFEST,
@@ -24,6 +28,7 @@ from embedserve_store.transfer.file_check import (
 from embedserve_store.writing.direct_file import DIRECT_BYTES_MIN
 from embedserve_store.writing.version_lock import VersionLock, hold
 
+PLAN = "plan.json"
 SMALL_FILE_BYTES_MAX = 256 << 20
 """Maximum bytes of a manifest, plan or goldens file, which is read whole; 256 MiB.
 
@@ -78,6 +83,20 @@ class StoredVersion:
         ranges = sum(one.layout.nbytes for one in self.ranges)
         return len(self.manifest_json) + sum(self.files.values()) + ranges
 
+    def plan(self) -> Plan:
+        """Reads the sharding plan of the whole version.
+
+        Raises:
+            StoreError: the plan is damaged.
+            UnreachableError: the store stopped responding.
+        """
+        where = f"{self.where}/{PLAN}"
+        text = b"".join(self.blocks(PLAN, 0, self.files[PLAN]))
+        check_sha256(hashlib.sha256(text).hexdigest(), self.manifest.files[PLAN], where)
+        plan = Plan.from_json(parse_json(text, where), where)
+        plan.check(self.manifest.tables, where)
+        return plan
+
     def check(self, name: str) -> FileCheck:
         """Returns the check of a file's bytes; errors name the file in this store."""
         return FileCheck(file_layouts(self.manifest)[name], f"{self.where}/{name}")
@@ -100,11 +119,13 @@ def stored_version(
         holding: rows that will be transferred. Without rows, the file of rows need not exist.
 
     Raises:
-        StoreError: the manifest is damaged, or a file is missing or has the wrong size.
+        StoreError: the manifest is damaged or of another version, or a file is missing or has the
+            wrong size.
     """
     _check_small(listed[MANIFEST], f"{where}/{MANIFEST}")
     text = read_manifest()
     manifest = parse_manifest(text, f"{where}/{MANIFEST}")
+    manifest.check_place(model, number, f"{where}/{MANIFEST}")
     layouts = file_layouts(manifest)
     if holding == NO_ROWS:
         del layouts[TABLES]

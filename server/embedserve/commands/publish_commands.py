@@ -15,7 +15,6 @@ import typer
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine, check_releases, installed_versions
 from embedserve.commands.server_commands import Ca, Cert, Key, TokenFile
-from embedserve.commands.store_commands import Cache
 from embedserve.commands.switch import switch
 
 Checkpoint = Annotated[
@@ -277,7 +276,6 @@ def plan(
     cert: Cert = None,
     key: Key = None,
     token_file: TokenFile = None,
-    cache: Cache = None,
     kubernetes: Annotated[
         bool,
         switch(
@@ -296,7 +294,7 @@ def plan(
 ) -> None:
     """Show where a sharding plan places tables and whether they fit.
 
-    Reads no table. A version behind a URL is first pulled into the cache, with its tables.
+    Reads no table, and pulls nothing of a version behind a URL but its manifest and its plan.
     """
     with cli_errors():
         check_releases(installed_versions())
@@ -315,6 +313,6 @@ def plan(
         options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
         options = replace(options, from_metrics=asked, hosts=hosts, pod=pod)
         if model:
-            plan_version(source, cache, model, version, options)
+            plan_version(source, model, version, options)
         else:
             plan_tables(Path(source), options)

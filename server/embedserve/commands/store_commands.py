@@ -31,13 +31,12 @@ def inspect_store(
         str,
         typer.Argument(help="Show the tables and plan of this version, a number or an alias."),
     ] = "",
-    cache: Cache = None,
 ) -> None:
     """Show the models of a store, the versions of a model, or the tables of a version."""
     with cli_errors():
         from embedserve_store.commands.inspect import inspect as run
 
-        run(store, model, version, cache)
+        run(store, model, version)
 
 
 def verify(

@@ -173,11 +173,24 @@ def test_a_version_shows_its_stored_plan(two_rank_store: Path) -> None:
     assert words(run(two_rank_store, "shop", "1")) == lines
 
 
+def test_a_version_behind_a_url_is_planned_and_not_pulled(
+    two_rank_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for options in ((), ("--world-size", "3"), ("--kubernetes", "--store", "s3://bucket/store")):
+        [local, remote] = [
+            run(store, "shop", *options).stdout.replace(f"file://{two_rank_store}", "STORE")
+            for store in (two_rank_store, f"file://{two_rank_store}")
+        ]
+        assert local.replace(str(two_rank_store), "STORE") == remote
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_stored_plan_is_shown_without_importing_torch(two_rank_store: Path) -> None:
     code = (
         "import sys; "
         "from embedserve.commands.planning.plan import PlanOptions, plan_version; "
-        "plan_version(sys.argv[1], None, 'shop', None, PlanOptions(device_memory='1GB')); "
+        "plan_version(sys.argv[1], 'shop', None, PlanOptions(device_memory='1GB')); "
         "assert 'torch' not in sys.modules"
     )
     done = run_python("-c", code, two_rank_store)

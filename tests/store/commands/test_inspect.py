@@ -62,6 +62,28 @@ def test_a_version_shows_its_tables_and_which_rows_lie_on_which_rank(store: Path
     assert held == [["64", "B", "57.1%", "4"], ["48", "B", "42.9%", "3"]]
 
 
+def test_a_version_behind_a_url_is_shown_and_not_pulled(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert shown(f"file://{store}", "shop", "1") == shown(store, "shop", "1")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_damaged_version_is_named(store: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(store, tmp_path / "copied") / "shop"
+    shutil.copytree(copied / "1", copied / "2")
+    (copied / "1" / "manifest.json").unlink()
+    place = "is of model 'shop' version 1, but lies in the folder of 'shop' version 2"
+    for version, message in (
+        ("1", "manifest.json: cannot be read: No such file or directory"),
+        ("2", f"manifest.json: {place}"),
+    ):
+        result = CliRunner().invoke(app, ["inspect", str(copied.parent), "shop", version])
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert f"{copied}/{version}/{message}" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(("shop", "2"), "version 2 does not exist; versions are 1"), (("shoes",), "shoes")],

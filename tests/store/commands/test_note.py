@@ -24,9 +24,9 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
-def test_inspect_shows_notes(own: Path, scheme: str, tmp_path: Path) -> None:
+def test_inspect_shows_notes(own: Path, scheme: str) -> None:
     store = f"{scheme}{own}"
-    shown = ("inspect", store, "shop", "1", "--cache", tmp_path / "cache")
+    shown = ("inspect", store, "shop", "1")
     assert "note " not in run(*shown)[1]
     assert run("note", store, "shop", "1", "recall is up") == (
         0,

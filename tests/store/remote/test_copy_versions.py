@@ -121,6 +121,12 @@ def test_a_change_of_an_alias_made_in_both_stores_is_refused(local: Path, tmp_pa
     assert everything_under(target) == before
 
 
+def test_a_folder_of_another_version_is_not_copied(local: Path, tmp_path: Path) -> None:
+    shutil.copytree(local / "m" / "2", local / "m" / "3")
+    with pytest.raises(StoreError, match="lies in the folder of 'm' version 3"):
+        copy_versions(str(local), str(tmp_path / "target"), "m", 3)
+
+
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_a_damaged_version_is_not_copied(local: Path, place: Place, kind: str) -> None:
     path = writable(local / "m" / "1") / "tables.safetensors"

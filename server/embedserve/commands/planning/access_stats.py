@@ -12,8 +12,8 @@ from prometheus_client.samples import Sample
 from embedserve.commands.running_server import ServerClient
 from embedserve.commands.server_metrics import read_samples
 from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.access_counts import AccessCounts, is_divided_by_rows
 from embedserve_store.plans.plan import Plan
 from embedserve_store.terminal.sanitize import sanitize
@@ -53,15 +53,15 @@ class AccessStats:
         return len(self.held_bytes)
 
 
-def measured_of(client: ServerClient, version: ModelVersion) -> AccessStats:
-    """Returns what the server has read of ``version``, summed over all names it is served by.
+def measured_of(client: ServerClient, manifest: Manifest, stored: Plan) -> AccessStats:
+    """Returns what the server has read of a version whose plan is ``stored``, summed over all names
+    that it is served by.
 
     Raises:
         ConnectionError, OSError, ValueError: as read_samples.
         StoreError: the server does not serve this version or serves other tables, does not count
             lookups, or has read nothing yet.
     """
-    manifest = version.manifest
     url, samples = client.url, read_samples(client, NAMES)
     aliases = _aliases(samples, url, manifest.model, str(manifest.version))
     counts = _counts(samples, url, manifest.model, aliases)
@@ -86,9 +86,9 @@ def measured_of(client: ServerClient, version: ModelVersion) -> AccessStats:
     divided = {name: _per_rank(of, url, ROW_WISE_LOOKUPS) for name, of in by_rank.items()}
     if {len(held)} != {len(lookups), len(read_bytes), *map(len, divided.values()), len(held)}:
         raise ValueError(f"{url}: its metrics are of different numbers of ranks")
-    is_stored = not any(counts[REPLANNED].values()) and version.plan.world_size == len(held)
+    is_stored = not any(counts[REPLANNED].values()) and stored.world_size == len(held)
     starts = {
-        table.name: _starts(table, version.plan if is_stored else None, len(held))
+        table.name: _starts(table, stored if is_stored else None, len(held))
         for table in manifest.tables
         if table.name in divided
     }

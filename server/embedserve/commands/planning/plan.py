@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from embedserve.commands.planning.access_stats import AccessStats, measured_of
+from embedserve.commands.planning.access_stats import measured_of
 from embedserve.commands.planning.plan_from_metrics import RequestedReads, propose, show_balance
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_patch
 from embedserve.commands.planning.shard_manifests import shard_manifests
@@ -22,12 +22,12 @@ from embedserve.commands.running_server import ServerClient
 from embedserve_store.commands.per_table_option import parse_sharding
 from embedserve_store.commands.plan_view import count_ranks, show_plan
 from embedserve_store.errors import StoreError
+from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.format.tables_file import tables_file_bytes
 from embedserve_store.format.version_folder import to_json_bytes
 from embedserve_store.ids.id_map import ids_file_bytes
 from embedserve_store.model_store import ModelStore
-from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.constraints import TableConstraints, read_constraints
 from embedserve_store.plans.host_plan import with_hosts
 from embedserve_store.plans.part_plan import (
@@ -39,14 +39,12 @@ from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan
 from embedserve_store.sources.description import read_description
 from embedserve_store.terminal.console import console, say
 from embedserve_store.terminal.sizes import human_bytes, parse_bytes
-from embedserve_store.terminal.stores import opened
+from embedserve_store.transfer.file_check import IDS, TABLES
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding
 
 out = Console(highlight=False)
-ROWS_FILE, IDS_FILE = "tables.safetensors", "ids.safetensors"
-"""Files of a version that a server maps."""
 
 
 @dataclass(frozen=True)
@@ -93,28 +91,27 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
     _show(tables, planned, options, rows)
 
 
-def plan_version(
-    store: str, cache: Path | None, model: str, version: str | None, options: PlanOptions
-) -> None:
+def plan_version(store: str, model: str, version: str | None, options: PlanOptions) -> None:
     """Shows the plan of a published version, a new plan under ``options``, or a plan balanced by
     the reads of a running server.
 
-    A version of a remote store is pulled into ``cache`` first, including its tables.
+    Reads the version's manifest and plan. Pulls nothing.
 
     Raises:
         StoreError, ValueError, OSError: as ``plan_tables``; or the server cannot be reached, serves
             another version or has read nothing yet.
     """
-    with opened(store, cache) as models:
-        loaded = models.load(model, version)
-        aliases = len(models.aliases(model)) if options.pod is not None else 0
-    tables, stored = loaded.manifest.tables, loaded.plan
-    name = f"{model}@{loaded.manifest.version} of {store}"
-    ids = _file_bytes(loaded.path / IDS_FILE)
-    mapped = _file_bytes(loaded.path / ROWS_FILE) + ids
-    rows = PodRows(name, mapped, is_pulled="://" in store, ids=ids, model=model, aliases=aliases)
+    models = ModelStore(store)
+    found = models.stored(model, version)
+    manifest, stored = found.manifest, found.plan()
+    aliases = len(models.aliases(model)) if options.pod is not None else 0
+    tables = manifest.tables
+    name = f"{model}@{manifest.version} of {store}"
+    ids = found.files.get(IDS, 0)
+    mapped = found.files[TABLES] + ids
+    rows = PodRows(name, mapped, is_pulled=models.is_remote, ids=ids, model=model, aliases=aliases)
     if options.from_metrics is not None:
-        _plan_from_metrics(loaded, options, measured_of(options.from_metrics, loaded), rows)
+        _plan_from_metrics(manifest, stored, options, rows)
         return
     if options.world_size is None:
         options = replace(options, world_size=stored.world_size)
@@ -137,14 +134,12 @@ def plan_version(
     _show(tables, planned, options, rows)
 
 
-def _file_bytes(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def _plan_from_metrics(
-    version: ModelVersion, options: PlanOptions, measured: AccessStats, rows: PodRows
+    manifest: Manifest, stored: Plan, options: PlanOptions, rows: PodRows
 ) -> None:
-    tables = version.manifest.tables
+    assert options.from_metrics is not None
+    measured = measured_of(options.from_metrics, manifest, stored)
+    tables = manifest.tables
     sharding = parse_sharding(options.sharding) if options.sharding else None
     if isinstance(sharding, Plan):
         plan = _planned(tables, sharding, {}, options)
@@ -153,9 +148,9 @@ def _plan_from_metrics(
         constraints = read_constraints(options.constraints) if options.constraints else None
         memory_bytes = _memory_bytes(options)
         asked = RequestedReads(world_size, sharding, constraints, options.device_type, memory_bytes)
-        plan = replace(propose(version, measured, asked), hosts=version.plan.hosts)
+        plan = replace(propose(tables, stored, measured, asked), hosts=stored.hosts)
         plan = with_hosts(plan, tables, options.hosts)
-    show_more = partial(show_balance, version, measured, options.device_type)
+    show_more = partial(show_balance, manifest, measured, options.device_type)
     _show(tables, plan, options, rows, show_more)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from embedserve.commands.planning.access_stats import AccessStats
-from embedserve_store.model_version import ModelVersion
+from embedserve_store.format.manifest import Manifest
+from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.access_counts import (
     imbalance,
     is_divided_by_rows,
@@ -39,13 +40,15 @@ class RequestedReads:
     device_memory_bytes: int | None
 
 
-def propose(version: ModelVersion, measured: AccessStats, asked: RequestedReads) -> Plan:
-    """Returns the plan whose busiest rank reads least, or the current plan if none is better.
+def propose(
+    tables: Sequence[TableSpec], stored: Plan, measured: AccessStats, asked: RequestedReads
+) -> Plan:
+    """Returns the plan whose busiest rank reads least, or ``stored``, the current plan, if none is
+    better.
 
     Raises:
         InvalidModelError: the sharding or a constraint is wrong, or the planner found no plan.
     """
-    tables, stored = version.manifest.tables, version.plan
     constraints = asked.constraints
     if constraints is None:  # the stored constraints, without the sharding types to be chosen here
         stored_ones = stored.constraints.items()
@@ -64,23 +67,20 @@ def propose(version: ModelVersion, measured: AccessStats, asked: RequestedReads)
     is_free = asked.sharding is None and asked.constraints is None
     if is_free and measured.is_stored_plan and asked.world_size == measured.world_size:
         busiest, today = (
-            max(_expected(one, version, measured, asked.device_type)[1]) for one in (plan, stored)
+            max(_expected(one, tables, measured, asked.device_type)[1]) for one in (plan, stored)
         )
-        if busiest > BETTER * today and _fits(stored, version, asked):
+        if busiest > BETTER * today and _fits(stored, tables, asked):
             say("no better plan was found: today's stays")
             return stored
     return plan
 
 
-def show_balance(
-    version: ModelVersion, measured: AccessStats, device_type: str, plan: Plan
-) -> None:
+def show_balance(manifest: Manifest, measured: AccessStats, device_type: str, plan: Plan) -> None:
     """Prints what each rank holds and reads today and would under ``plan``, and which parts of the
     prediction are uncertain."""
-    manifest = version.manifest
     tables = manifest.tables
     total = sum(measured.reads.by_table.values())
-    lookups, read_bytes = _expected(plan, version, measured, device_type)
+    lookups, read_bytes = _expected(plan, tables, measured, device_type)
     held = plan.served_bytes_per_rank(tables, device_type)
     kinds = ("bytes", "lookups", "read")
     columns = [f"{kind} {when}" for when in ("today", "predicted") for kind in kinds]
@@ -101,7 +101,7 @@ def show_balance(
     what = f"{manifest.model} version {manifest.version}"
     write("")
     show(f"of {total:,.0f} rows that were read of {what}, on each rank", table)
-    for line in _not_known(plan, version, measured, device_type):
+    for line in _not_known(plan, tables, measured, device_type):
         say(line)
 
 
@@ -128,24 +128,22 @@ def _percent(one: float, of: Sequence[float]) -> str:
 
 
 def _expected(
-    plan: Plan, version: ModelVersion, measured: AccessStats, device_type: str
+    plan: Plan, tables: Sequence[TableSpec], measured: AccessStats, device_type: str
 ) -> tuple[list[float], list[float]]:
     """Returns (lookups, bytes read) of each rank under ``plan``."""
-    tables = version.manifest.tables
     return reads_per_rank(plan, tables, under(plan, tables, measured.reads), device_type)
 
 
-def _fits(plan: Plan, version: ModelVersion, asked: RequestedReads) -> bool:
-    held = plan.bytes_per_rank(version.manifest.tables, asked.device_type)
+def _fits(plan: Plan, tables: Sequence[TableSpec], asked: RequestedReads) -> bool:
+    held = plan.bytes_per_rank(tables, asked.device_type)
     return asked.device_memory_bytes is None or max(held) <= asked.device_memory_bytes
 
 
 def _not_known(
-    plan: Plan, version: ModelVersion, measured: AccessStats, device_type: str
+    plan: Plan, tables: Sequence[TableSpec], measured: AccessStats, device_type: str
 ) -> list[str]:
     """Returns notes on the uncertainties of the prediction, and hints for a better plan."""
     lines = []
-    tables = version.manifest.tables
     read = whole_read_bytes(tables, measured.reads)
     fair = sum(read.values()) / plan.world_size
     for table in tables:
