@@ -85,13 +85,15 @@ class LocalCluster:
     ) -> None:
         """
         Args:
-            on_start: called when a shard has another address.
+            on_start: called when a shard has another address. Called again if it raises OSError.
         """
         self._shards, self._router, self._on_start = shards, router, on_start
         self._all = [*shards, router]
         self._selector = selectors.DefaultSelector()
         self._stops = 0
         self._is_reload_requested = False
+        self._has_new_address = False
+        self._problem = ""  # why the new address was not passed on
 
     def run(self, folder: Path) -> None:
         """Runs the cluster; ``folder`` is for its sockets.
@@ -111,6 +113,7 @@ class LocalCluster:
             stack.callback(self._stop_all)
             while not self._stops:
                 self._start_what_is_due(sockets)
+                self._pass_on_addresses()
                 self._step(self._wait_s())
 
     def _stop(self) -> None:
@@ -135,7 +138,26 @@ class LocalCluster:
                     continue
                 if output is not None:
                     self._forward(child, output)
-                    self._on_start()
+                    self._has_new_address = True
+
+    def _pass_on_addresses(self) -> None:
+        """Calls ``on_start`` if a shard has another address.
+
+        Raises:
+            OSError: the call failed, and the router was never ready.
+        """
+        if not self._has_new_address:
+            return
+        try:
+            self._on_start()
+        except OSError as error:
+            if not self._router.was_ready:
+                raise
+            if str(error) != self._problem:
+                say(f"the addresses of the shards cannot be written: {error}; it is tried again")
+            self._problem = str(error)
+        else:
+            self._has_new_address, self._problem = False, ""
 
     def _forward(self, child: Child, output: IO[bytes]) -> None:
         """Writes the lines of ``output`` to stderr, each after the name of ``child``."""

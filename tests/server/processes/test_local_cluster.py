@@ -59,10 +59,12 @@ shards = [
     for part, kind in enumerate(kinds)
 ]
 router = Child("router", command("router"))
+def write_addresses():
+    if Path(folder, "full").exists():
+        raise OSError("the disk is full")
+    print("addresses", *(one.address for one in shards), flush=True)
 with cli_errors():
-    LocalCluster(shards, router, lambda: print("addresses", *(one.address for one in shards))).run(
-        Path(folder)
-    )
+    LocalCluster(shards, router, write_addresses).run(Path(folder))
 """
 
 
@@ -111,6 +113,21 @@ def wait_until_ended(pids: list[int]) -> None:
     while found := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < end, found
         time.sleep(0.01)
+
+
+def test_addresses_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
+    with cluster(tmp_path, "shard") as one:
+        one.wait_for("router is ready")
+        (tmp_path / "full").touch()
+        os.kill(one.pids()[0], signal.SIGKILL)
+        one.wait_for("the addresses of the shards cannot be written: the disk is full")
+        one.wait_for("part 0: shard is ready", 2)
+        written = one.log().count("addresses 127.0.0.1")
+        (tmp_path / "full").unlink()
+        one.wait_for("addresses 127.0.0.1", written + 1)
+        one.process.terminate()
+        assert one.process.wait(WAIT_S_MAX) == 0
+        assert one.log().count("cannot be written") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
