@@ -183,8 +183,9 @@ def test_messages_of_megabytes(stub: EmbeddingServiceStub, make: Callable[[], Lo
     assert max(len(asked.body), len(asked.values.tobytes())) > 2_500_000
     for _ in range(3):
         assert_answers(stub, asked)
-    stream = stub.EmbedStream(iter([asked.request] * 4), timeout=ANSWER_S_MAX)
-    assert list(stream) == [asked.answer] * 4
+    # No more than fit a caller's share of the queue: a server that is slow takes all at once.
+    stream = stub.EmbedStream(iter([asked.request] * 2), timeout=ANSWER_S_MAX)
+    assert list(stream) == [asked.answer] * 2
 
 
 def test_every_call_may_bring_metadata_of_its_own(stub: EmbeddingServiceStub) -> None:
