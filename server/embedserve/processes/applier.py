@@ -13,13 +13,18 @@ from collections.abc import Callable
 
 from embedserve.deltas.delta_target import to_bytes
 from embedserve.processes.channel import SupervisorChannel
-from embedserve.processes.forked import LAST_WORDS_S, described, ended, fork, restart_delay_s
+from embedserve.processes.forked import (
+    LAST_WORDS_S,
+    QUICK_END_S,
+    described,
+    ended,
+    fork,
+    restart_delay_s,
+)
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 logger = logging.getLogger(__name__)
 
-QUICK_END_S = 60.0
-"""Seconds for which an applier must run for its failure count to be reset."""
 FAILURES_MAX = 3
 """Ends of an applier before its first look is done, after which the workers start without it."""
 HANG_S_MIN = 180.0

@@ -3,7 +3,6 @@ started it, and is started again after a time."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import random
@@ -16,17 +15,14 @@ from dataclasses import fields
 from typing import IO
 
 from embedserve.config import Limits, ServeSettings
-from embedserve.processes.forked import restart_delay_s
+from embedserve.processes.forked import QUICK_END_S, end_with, restart_delay_s
 from embedserve.processes.startup.ports import bracketed
-from embedserve.processes.supervisor import QUICK_END_S
 from embedserve_store.terminal.console import say
 
 HOST = "127.0.0.1"
 SHARD_PORTS = range(20_000, 32_000)
 """Ports of shards: below those that Linux gives to outgoing connections, 32768 and above."""
 REPORT_BYTES = 4096
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _used_ports: set[int] = set()
 """Ports of the children of this process, which may not have bound them yet."""
 
@@ -158,10 +154,3 @@ def _free_port(host: str, used: Set[int]) -> int:
                     continue
                 raise OSError(error.errno, f"cannot listen on {host}: {error.strerror}") from error
             return port
-
-
-def end_with(parent: int) -> None:
-    """Lets this process end when the one that started it does."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before
-        os._exit(1)

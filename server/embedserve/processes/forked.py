@@ -1,8 +1,9 @@
-"""Forks the processes of a supervised server, and says how they ended."""
+"""Forks processes, ends them with their parent, and says how they ended."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -12,6 +13,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 RESTART_DELAY_S_MAX = 30.0
+QUICK_END_S = 60.0
+"""Seconds that a process must run, a worker or a shard from when it was ready, for its count of
+failures to be reset. One that ends sooner is started again at once only the first time."""
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 LAST_WORDS_S = 0.5
 """Seconds that a hung process has to dump its stacks before it is killed."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -94,6 +100,14 @@ def ended(pid: int) -> int | None:
     None."""
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
+
+
+def end_with(parent: int) -> None:
+    """Lets this process get SIGTERM when the one that started it ends. Ends it if that one has
+    ended before."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def described(exit_code: int) -> str:

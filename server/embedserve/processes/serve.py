@@ -103,6 +103,9 @@ def serve(settings: ServeSettings) -> None:
     warn_about_settings(settings)
     # SIGHUP polls the store; while models load it must not end the process, its default action.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Whoever starts this process may ignore SIGCHLD. Then the kernel reaps children itself, and
+    # waiting for one of ours would be an error.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         # Until models are loaded, SIGTERM interrupts; PID 1 of a container needs it.
         with sigterm_interrupts(), addresses as settings:

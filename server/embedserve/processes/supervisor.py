@@ -19,7 +19,14 @@ from functools import partial
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.applier import Applier
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
-from embedserve.processes.forked import LAST_WORDS_S, described, ended, fork, restart_delay_s
+from embedserve.processes.forked import (
+    LAST_WORDS_S,
+    QUICK_END_S,
+    described,
+    ended,
+    fork,
+    restart_delay_s,
+)
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.rollout.messages import (
@@ -42,9 +49,6 @@ POLL_S = 1.0
 PREPARING_HANG_S = 60.0
 """Seconds without a heartbeat, at least, before a worker that loads a version counts as hung.
 Compiling a large model blocks its event loop."""
-QUICK_END_S = 60.0
-"""Seconds for which a worker must run after it was ready for its failure count to be reset. A
-worker that exits sooner is restarted immediately only once."""
 
 WorkerMain = Callable[[int, WorkerChannel], int]
 """Serves as the worker with that number, with its end of the channel, until it is stopped. Returns

@@ -18,8 +18,8 @@ from running_servers import is_running
 from server.python import environment
 
 from embedserve.processes.cluster_child import SHARD_PORTS, Child
+from embedserve.processes.forked import QUICK_END_S
 from embedserve.processes.local_cluster import ClusterSettings, _router_arguments, _shard
-from embedserve.processes.supervisor import QUICK_END_S
 
 WAIT_S_MAX = 60
 CHILD = """

@@ -22,7 +22,8 @@ from typing import Any
 
 from embedserve.config import ServeSettings
 from embedserve.processes import service_manager
-from embedserve.processes.cluster_child import Child, end_with
+from embedserve.processes.cluster_child import Child
+from embedserve.processes.forked import end_with
 from embedserve.processes.local_cluster import ChildFailedError, LocalCluster
 from embedserve.processes.ray_backend.connection import (
     AUTO,

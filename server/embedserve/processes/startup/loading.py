@@ -6,8 +6,10 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device
 from embedserve.model_names import split_name
 from embedserve.on_missing import MissingPolicy
+from embedserve.processes.forked import described, end_with
 from embedserve.processes.holding import holding_of, open_folder, wanted_versions
 from embedserve.processes.model_loading import check_names, load_named, restore_one
 from embedserve_store import ModelStore, ModelVersion, StoreError
@@ -164,21 +167,28 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
 
     Raises:
         StoreError, OSError, ValueError: as in open_versions; StoreError also if the child ended
-            early.
+            early. The child writes the traceback of another error to stderr.
     """
     if not is_url(settings.store):
         return open_versions(settings)
     reading, writing = os.pipe()
     sys.stderr.flush()
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if not child:
+        end_with(parent)
         _report_pulled(settings, writing)
     os.close(writing)
-    with os.fdopen(reading) as pipe:
-        report = pipe.read()
-    os.waitpid(child, 0)
+    try:
+        with os.fdopen(reading) as pipe:
+            report = pipe.read()
+    except BaseException:  # by SIGTERM; the next pull continues with what the child leaves
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
     if not report:
-        raise StoreError(f"{settings.store}: the process that pulls it was ended")
+        how = described(os.waitstatus_to_exitcode(status))
+        raise StoreError(f"{settings.store}: the process that pulls it {how}")
     pulled = json.loads(report)
     for kind in _PULL_ERRORS:
         if reason := pulled["errors"].get(kind.__name__):
@@ -201,6 +211,9 @@ def _report_pulled(settings: ServeSettings, pipe: int) -> None:
         except _PULL_ERRORS as error:
             kind = next(one for one in _PULL_ERRORS if isinstance(error, one))
             errors[kind.__name__] = str(error)
+        except Exception:
+            traceback.print_exc()
+            return
         os.write(pipe, json.dumps({"folders": folders, "errors": errors}).encode())
         status = 0
     finally:

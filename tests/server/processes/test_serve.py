@@ -1,0 +1,31 @@
+"""What a server takes over from the process that starts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from server.python import run_python
+
+SERVE = """
+import os
+import signal
+import sys
+
+from embedserve.config import ServeSettings
+from embedserve.processes import serve
+
+def serve_alone(*_):
+    child = os.fork()
+    if not child:
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as whoever starts it may have it
+serve._serve_alone = serve_alone
+serve.serve(ServeSettings(sys.argv[1], http_port=0, grpc_port=0))
+"""
+
+
+def test_it_waits_for_its_children_where_sigchld_was_ignored(tmp_path: Path) -> None:
+    done = run_python("-c", SERVE, str(tmp_path))
+    assert done.stdout == "7\n", done.stderr
