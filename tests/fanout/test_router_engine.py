@@ -144,6 +144,22 @@ def test_partial_values_may_be_rounded(tmp_path: Path, is_pooled: bool) -> None:
     assert 0 < np.abs(exact - rounded).max() < 2.0**-9 * np.abs(exact).max()
 
 
+class EndedShards(LocalShards):
+    """Ends the event loop during a lookup, as a server does after its last batch."""
+
+    def look_up(self, *_: object) -> None:
+        assert self.loop is not None
+        self.loop.stop()
+
+
+def test_a_lookup_ends_with_the_event_loop(store: Path) -> None:
+    with (
+        routed(EndedShards(store, "m", PARTS), store, "m") as engine,
+        pytest.raises(EngineError, match="the event loop has ended"),
+    ):
+        engine.lookup(IDS, LENGTHS)
+
+
 def test_a_part_that_fails_leaves_the_rounded_values_of_the_others(
     store: Path, shards: LocalShards
 ) -> None:

@@ -61,6 +61,8 @@ BATCHES_MAX = 8
 """Batches in flight of one version. More would be smaller, and each costs a call to every part."""
 GOLDENS_S_MAX = 30.0
 """Seconds for one lookup of the goldens of a version, before it serves."""
+LOOP_POLL_S = 0.5
+"""Seconds between two looks whether the event loop that carries a lookup has ended."""
 GOLDENS_PAUSE_S, GOLDENS_RETRY_S_MAX = 1.0, 10.0
 """Seconds between two lookups of goldens that are not answered, and until the last one begins."""
 
@@ -281,7 +283,8 @@ class RouterEngine:
         in another thread than the event loop's.
 
         Raises:
-            EmbedServeError: a part has not answered.
+            EmbedServeError: a part has not answered, or the event loop has ended.
+            TimeoutError: the event loop was busy.
         """
         examples = lengths.size // len(self.manifest.features)
         batch = Batch(ids, lengths, weights, [examples], examples)
@@ -304,7 +307,7 @@ class RouterEngine:
         loop = self._shards.loop
         assert loop is not None
         loop.call_soon_threadsafe(begin)
-        values = answer.result(2 * GOLDENS_S_MAX)
+        values = _result(answer, loop)
         return self.to_float16(values) if as_float16 else values
 
     def to_float16(self, values: np.ndarray) -> np.ndarray:
@@ -345,3 +348,17 @@ class RouterEngine:
         """Raises StoreError if the rows in this process have changed. The shards check theirs."""
         if self._local is not None:
             self._local.check()
+
+
+def _result(answer: Future[np.ndarray], loop: asyncio.AbstractEventLoop) -> np.ndarray:
+    """Waits for the result of a lookup on ``loop``. At the end of a server the loop may end before
+    the lookup does; a thread that went on waiting would delay the end of the process."""
+    until_s = monotonic() + 2 * GOLDENS_S_MAX
+    while True:
+        try:
+            return answer.result(LOOP_POLL_S)
+        except TimeoutError:
+            if monotonic() >= until_s:
+                raise
+            if not loop.is_running():
+                raise EngineError("the event loop has ended") from None
