@@ -56,6 +56,7 @@ def ray_nodes() -> Iterator[RayNodes]:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": folder,
+            "RAY_prestart_worker_first_driver": "0",
             "RAY_health_check_period_ms": "1000",  # a node is lost after five of them
             "RAY_agent_register_timeout_ms": str(STARTED_S_MAX * 1000),
             "RAY_worker_register_timeout_seconds": str(STARTED_S_MAX),
