@@ -384,7 +384,7 @@ def test_a_feature_of_two_tables_is_followed(tmp_path: Path) -> None:
         assert result.seq == 2
         for key, sums in (("f@t", [2, 1, 0]), ("f@u", [20, 10, 0])):
             assert np.array_equal(result[key], np.repeat(np.array([sums]).T, DIM, axis=1))
-    assert "the plan divides 't' by columns, or unlike tables" in (tmp_path / "log").read_text()
+    assert "the plan divides 't' by columns, into unequal" in (tmp_path / "log").read_text()
 
 
 def test_each_answer_has_the_ids_of_one_delta(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_what_cannot_follow_deltas_is_refused(store: Path, tmp_path: Path) -> No
     garbage.write_bytes(b"\xff garbage")
     refused: dict[tuple[object, ...], str] = {
         ("--model", "wide", "--strict-plan"): "so that rows cannot change: refused, as strict_plan",
-        ("--model", "mixed", "--strict-plan"): "the plan divides 't' by columns, or unlike tables",
+        ("--model", "mixed", "--strict-plan"): "the plan divides 't' by columns, into unequal",
         ("--devices", "cuda", "--workers", "2"): "workers is 2, but the tables go to GPUs",
         ("--follow", "latest", "--tables", "resident"): (
             "follow is 'latest', but a version that comes while workers run cannot be copied into "

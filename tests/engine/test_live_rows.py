@@ -35,6 +35,7 @@ from embedserve_store.format.table_spec import DTYPES, TableSpec
 from embedserve_store.goldens.delta_parity import check_rows
 from embedserve_store.goldens.reference_pooling import RowsOf
 from embedserve_store.goldens.sampled_bags import sample_bags
+from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 MEMORY = 2 << 20
 PUSHES = 3
@@ -333,6 +334,25 @@ def test_tables_of_a_group_that_are_sharded_differently_are_served_whole(
     for weighted in (False, True):
         expected = look_up(same, None, weighted)
         assert np.array_equal(look_up(engine, live, weighted), expected)
+
+
+def test_a_table_with_unequal_ranges_of_rows_is_served_whole(tmp_path: Path) -> None:
+    """By a plan that is made by hand: the planner's has ranges of the same length."""
+    dim = 8
+    shards = Shard(0, 0, 10, 0, dim), Shard(1, 10, 40, 0, dim)
+    plan = Plan(2, {"user": TablePlan("row_wise", shards)}, {})
+    source = collection([("user", 50, dim, ["user"], PoolingType.SUM)])
+    publish(source, tmp_path, model="m", dtype="float32", sharding=plan)
+    values = np.random.default_rng(1).normal(size=(50, dim)).astype(np.float32)
+    with DeltaWriter(tmp_path, model="m") as writer:
+        writer.push_rows({"user": (np.arange(50), values)})
+    live = replay(tmp_path, "m")
+    engine = restore(live.version, "cpu:2")
+    reader = reader_of(live, engine)
+    view, _ = reader.begin()
+    rows = reader.newest(np.arange(50), np.array([50]), view)
+    assert np.array_equal(engine.lookup(rows, np.ones(50, np.int32)), values)
+    assert live.version.plan.tables["user"].sharding_type == "table_wise"
 
 
 @pytest.mark.parametrize("model", ["rows", "grouped"])

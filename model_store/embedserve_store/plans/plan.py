@@ -115,9 +115,11 @@ class Plan:
         """Returns this plan with each row on one rank, and with groups that are sharded alike.
 
         The ranks of a row are then the same in all tables of a group: the tables are row_wise with
-        the same rows on each rank, or whole. column_wise tables become whole. So do row_wise tables
-        of a group that is not sharded alike. A whole table is on the rank of its first shard. A
-        plan that is made for another number of ranks has these properties, too.
+        the same rows on each rank, or whole. Each rank of a row_wise table has as many rows as the
+        first, as far as there are rows. column_wise tables become whole. So do row_wise tables
+        whose ranks have other rows, or whose group is not sharded alike. A whole table is on the
+        rank of its first shard. A plan that is made for another number of ranks has these
+        properties, too.
 
         Args:
             groups: groups of tables, with each table in one group.
@@ -139,10 +141,16 @@ class Plan:
         return replace(self, tables=tables, constraints=constraints)
 
     def _are_row_wise_alike(self, group: Sequence[TableSpec]) -> bool:
-        """Returns whether all tables of ``group`` are row_wise, with the same rows on each rank."""
+        """Returns whether all tables of ``group`` are row_wise, with the same rows on each rank: as
+        many as on the first, as far as there are rows."""
         plans = [self.tables[table.name] for table in group]
-        bounds = {tuple((one.row_offset, one.row_count) for one in plan.shards) for plan in plans}
-        return {plan.sharding_type for plan in plans} == {"row_wise"} and len(bounds) == 1
+        if {plan.sharding_type for plan in plans} != {"row_wise"}:
+            return False
+        first, rows = plans[0].shards[0].row_count, group[0].num_embeddings
+        even = [min((rank + 1) * first, rows) for rank in range(self.world_size)]
+        return all(
+            [shard.row_offset + shard.row_count for shard in plan.shards] == even for plan in plans
+        )
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {

@@ -74,8 +74,8 @@ def make_shared_state(
         raise StoreError(f"{version.path}: no memory for changed rows: {error}") from error
     if divided := _divided(version, made.live.version):
         why = (
-            f"{version.path}: the plan divides {divided} by columns, or unlike tables with shared "
-            "features, so that rows cannot change"
+            f"{version.path}: the plan divides {divided} by columns, into unequal ranges of rows, "
+            "or unlike tables with shared features, so that rows cannot change"
         )
         if settings.strict_plan:
             raise StoreError(f"{why}: refused, as strict_plan asks")

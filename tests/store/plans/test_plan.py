@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,30 @@ def test_tables_that_are_divided_by_columns_become_whole() -> None:
         **PLAN.constraints,
         "columns": TableConstraints(("table_wise",), pooling_factors=(1.5, 20)),
     }
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_kept"),
+    [
+        ((4, 4, 2, 0), True),  # as the planner divides the rows
+        ((10, 0, 0, 0), True),
+        ((3, 3, 3, 1), True),
+        ((2, 2, 2, 4), False),
+        ((4, 2, 4, 0), False),
+        ((0, 0, 0, 10), False),
+        ((2, 8, 0, 0), False),
+    ],
+)
+def test_a_table_with_unequal_ranges_of_rows_becomes_whole(
+    counts: tuple[int, ...], is_kept: bool
+) -> None:
+    starts = accumulate(counts, initial=0)
+    shards = tuple(Shard(rank, next(starts), count, 0, 8) for rank, count in enumerate(counts))
+    stored = TablePlan("row_wise", shards)
+    whole = TablePlan("table_wise", (Shard(0, 0, 10, 0, 8),))
+    plan = Plan(4, {"rows": stored}, {})
+    plan.check(TABLES[:1], "here")
+    assert plan.with_whole_rows([TABLES[:1]]).tables["rows"] == (stored if is_kept else whole)
 
 
 def test_a_table_that_may_be_divided_by_columns_on_other_ranks_stays_as_it_is() -> None:
