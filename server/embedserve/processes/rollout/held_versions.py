@@ -2,7 +2,8 @@
 
 Routers change versions after their shards: a router serves a version once each part has a replica
 of it. So a shard holds the newest versions side by side, and those that aliases name, each under
-its number. A version that requests still name stays, and newer ones wait for its memory.
+its number. A version that requests still name stays, and newer ones wait for its memory. So does
+the last version of a model, until another one is loaded.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def next_step(
     Returns:
         None if nothing is to change, or if all memory is in use.
     """
-    surplus = [number for number in sorted(held) if number not in wanted.numbers]
-    for number in surplus:
-        if number in idle:
-            return "unload", number
+    if len(held) > 1:
+        for number in sorted(held):
+            if number in idle and number not in wanted.numbers:
+                return "unload", number
     missing = sorted(wanted.numbers.difference(held))
     if not missing:
         return None

@@ -35,6 +35,9 @@ def wanted(*numbers: int, aliased: Collection[int] = ()) -> WantedVersions:
         (wanted(7, 8, aliased=[7]), {6, 7}, {7}, None),  # an alias names 7
         (wanted(3, 7, 8, aliased=[3]), {3, 7}, set(), ("load", 8)),  # aliases count apart
         (wanted(7, 8), {5, 6}, {5, 6}, ("unload", 5)),
+        (wanted(7, 8), {6}, {6}, ("load", 8)),  # the last one stays until another is loaded
+        (wanted(7, 8), {6, 8}, {6}, ("unload", 6)),
+        (wanted(), {6}, {6}, None),
     ],
 )
 def test_the_next_step(
@@ -140,6 +143,19 @@ async def test_a_version_that_cannot_be_loaded_is_tried_again_later(
     shard.now_s += 1
     await shard.held.update()
     assert shard.steps == ["load 8"]
+
+
+async def test_the_last_version_stays_while_no_newer_one_can_be_loaded() -> None:
+    shard = Shard(5, 6, wanted=wanted(7, 8))
+    shard.refused = {7, 8}
+    await shard.held.update()
+    shard.now_s += IDLE_S
+    await shard.held.update()
+    assert sorted(shard.metrics) == ["shop@6"]
+    shard.refused = set()
+    shard.now_s += RETRY_S
+    await shard.held.update()
+    assert shard.steps == ["unload 5", "load 8", "unload 6", "load 7"]
 
 
 async def test_versions_that_the_settings_name_do_not_change() -> None:
