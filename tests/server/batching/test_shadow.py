@@ -88,6 +88,16 @@ def test_features_in_another_order_are_compared_by_their_keys() -> None:
     assert found.refused == 0
 
 
+def test_a_feature_that_the_shadow_lacks_is_left_out() -> None:
+    """Also if a request names no other: it has empty bags of the others, as it is answered."""
+    served = FakeEngine(model_info("shop", {"user": (7, 4), "movie": (11, 3)}), seed=3)
+    ours = FakeEngine(model_info("shop", {"user": (7, 4)}), seed=3)
+    found = differences(served, ours, [{"movie": [[3]]}, {"movie": [[4]], "user": [[6, 1]]}])
+    assert found.keys.tolist() == [0]
+    assert found.sums[[0, 2, 4], 0].tolist() == [1, 0, 1]
+    assert found.refused == 0
+
+
 def test_features_that_nobody_asked_for_agree_on_nothing() -> None:
     """Zeros on both sides are no vectors of which a cosine could be said."""
     model = model_info("shop", {"user": (7, 4), "movie": (11, 3)})
