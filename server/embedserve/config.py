@@ -77,7 +77,7 @@ class Limits:
         "Beyond it the server closes the connections that hold most.",
     )
     shared_memory_regions_max: int = limit(
-        256, "Registered shared-memory regions; one token may register half."
+        256, "Registered shared-memory regions; one token may register half, rounded up."
     )
     shared_memory_bytes_max: int = limit(
         1024 * MIB, "Bytes of all registered regions; one token may register half."

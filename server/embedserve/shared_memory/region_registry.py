@@ -8,6 +8,7 @@ is used on the event loop's thread only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from types import MappingProxyType
 
 from embedserve.config import Limits
@@ -22,7 +23,8 @@ from embedserve.shared_memory.region import FOLDER, Region, Regions, open_region
 EVERYBODY = ""
 """Owner of the regions of all callers without authentication."""
 OWNER_SHARE = 1 / 2
-"""Fraction of the limits that one authenticated owner may use; EVERYBODY may use all."""
+"""Fraction of the limits, rounded up, that one authenticated owner may use; EVERYBODY may use
+all."""
 NAME_CHARACTERS_MAX = 256
 """Characters of a region's name; also of names and keys shown in error messages."""
 NONE: Regions = MappingProxyType({})
@@ -132,14 +134,14 @@ class RegionRegistry:
             parts.insert(0, ("this caller's", list(self.of(owner).values()), OWNER_SHARE))
         limits = self._limits
         for whose, held, part in parts:
-            count_max = int(part * limits.shared_memory_regions_max)
+            count_max = ceil(part * limits.shared_memory_regions_max)
             if len(held) >= count_max:
                 raise RefusedError(
                     f"{len(held)} regions of shared memory are registered, {whose} limit is "
                     f"{count_max} (--shared-memory-regions-max): unregister others first",
                     "name",
                 )
-            bytes_max = int(part * limits.shared_memory_bytes_max)
+            bytes_max = ceil(part * limits.shared_memory_bytes_max)
             if byte_size > bytes_max:
                 raise RequestTooLargeError(
                     f"byte_size is {byte_size}, {whose} limit is {bytes_max} "

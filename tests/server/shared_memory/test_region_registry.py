@@ -134,6 +134,17 @@ def test_one_owner_has_half_of_all(shared: RegionRegistry) -> None:
         shared.register("third", "e", "e", 0, 1)
 
 
+@pytest.mark.parametrize(("regions_max", "of_one"), [(0, 0), (1, 1), (2, 1), (3, 2)])
+def test_half_of_an_odd_number_is_rounded_up(folder: Path, regions_max: int, of_one: int) -> None:
+    shared = RegionRegistry("/", Limits(shared_memory_regions_max=regions_max), str(folder))
+    for name in FILES[:of_one]:
+        shared.register("ranker", name, name, 0, 1)
+    with pytest.raises(
+        RefusedError, match=rf"^{of_one} regions .* this caller's limit is {of_one} "
+    ):
+        shared.register("ranker", "e", "e", 0, 1)
+
+
 def test_those_whose_file_was_removed_go(shared: RegionRegistry, folder: Path) -> None:
     shared.register(EVERYBODY, "ids", "a", 0, 100)
     shared.register(EVERYBODY, "vectors", "b", 0, 100)
