@@ -76,7 +76,8 @@ class CallerQuota:
         self.set_grant(grant)
 
     def set_grant(self, grant: Grant) -> None:
-        """Replaces the caller's grant; its counters continue."""
+        """Replaces the caller's grant; its counters continue. Charges at the previous rate delay
+        the next request by at most one interval of the new rate."""
         self.grant = grant
         self.models = grant.models
         self._concurrency_error = RateLimitedError(
@@ -85,6 +86,7 @@ class CallerQuota:
         self._over_rate: dict[int, RateLimitedError] = {}  # by retry_after_s
         self.interval_s = 1 / grant.requests_per_second
         self._burst_s = max(0.0, BURST_S - self.interval_s)
+        self.free_s = min(self.free_s, perf_counter() + self._burst_s + self.interval_s)
 
     def refresh_expiry(self, now_s: float) -> None:
         """Checks revocation and expiry at ``now_s`` (Unix seconds), then sets ``active_max``."""

@@ -25,7 +25,7 @@ from embedserve.access.caller_quota import (
     REFUSALS_PER_S,
     CallerQuota,
 )
-from embedserve.access.grants import new_token, read_grants
+from embedserve.access.grants import NEVER, Grant, new_token, read_grants
 from embedserve.errors import (
     EmbedServeError,
     PermissionDeniedError,
@@ -193,6 +193,18 @@ async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
     with pytest.raises(RateLimitedError) as raised:
         tokens.admit(some)
     assert raised.value.retry_after_s == 1
+
+
+@pytest.mark.parametrize("raised_to", [1000.0, NEVER])
+def test_a_raised_rate_holds_at_once(raised_to: float) -> None:
+    """What the old rate charged is no debt at the new one."""
+    client = CallerQuota(Grant("x", requests_per_second=0.001))
+    client.refresh_expiry(NOW_S)
+    assert client.admission_error(perf_counter()) is None
+    client.set_grant(client.grant)  # as by a change of another line
+    assert isinstance(client.admission_error(perf_counter()), RateLimitedError)
+    client.set_grant(Grant("x", requests_per_second=raised_to))
+    assert client.admission_error(perf_counter() + 0.01) is None
 
 
 async def test_refusals_wait_once_they_are_very_many(tokens: Tokens) -> None:
