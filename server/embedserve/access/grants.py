@@ -74,8 +74,8 @@ def read_grants(path: str) -> list[Grant]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not text, has over GRANTS_MAX grants, or has an invalid line, which
-            the message names.
+        ValueError: the file is not text, has no grant or over GRANTS_MAX, or has an invalid line,
+            which the message names.
     """
     grants: list[Grant] = []
     try:
@@ -96,6 +96,8 @@ def read_grants(path: str) -> list[Grant]:
         grants.append(grant)
         if len(grants) > GRANTS_MAX:
             raise ValueError(f"{path} has over {GRANTS_MAX} lines")
+    if not grants:  # as in a file that was truncated to be written anew
+        raise ValueError(f"{path} has no line of a caller")
     return grants
 
 

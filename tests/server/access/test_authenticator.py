@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -53,13 +54,16 @@ class FakeTarget:
 
 
 class Tokens:
-    """A file of tokens, and the access by it."""
+    """A file of tokens, and the access by it once the file has a line."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokens"
         self.path.write_text("")
         self.clocks = Clocks(NOW_S)
-        self.access = Authenticator(str(self.path), self.clocks.clock)
+
+    @cached_property
+    def access(self) -> Authenticator:
+        return Authenticator(str(self.path), self.clocks.clock)
 
     async def add(self, name: str, **keys: Any) -> str:
         token, sha256 = new_token()
@@ -96,7 +100,7 @@ async def test_who_may_ask_for_vectors_now(tokens: Tokens) -> None:
     await tokens.add("boss", roles=["admin"])
     names = ("ranker", "lost", "late", "boss", "nobody")
     assert [name for name in names if tokens.access.may_embed(name)] == ["ranker"]
-    await tokens.write("")
+    await tokens.write(tokens.path.read_text().splitlines()[-1])
     assert not tokens.access.may_embed("ranker")
 
 
@@ -165,6 +169,21 @@ async def test_a_bad_line_leaves_what_was_before_and_is_named_once(
     tokens.admit(token)
     await tokens.write(good)
     assert "and right" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("text", ["", "# the lines follow\n\n"])
+async def test_a_file_without_a_caller_leaves_what_was_before(
+    tokens: Tokens, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """As a program leaves it that truncates the file before it writes."""
+    token = await tokens.add("x")
+    client, good = tokens.admit(token).quota, tokens.path.read_text()
+    await tokens.write(text)
+    (record,) = (one for one in caplog.records if one.levelno == logging.ERROR)
+    assert f"{tokens.path} has no line of a caller; what was read before" in record.getMessage()
+    assert tokens.admit(token).quota is client
+    await tokens.write(good)
+    assert tokens.admit(token).quota is client
 
 
 async def test_requests_under_way_are_limited_through_a_reload(tokens: Tokens) -> None:

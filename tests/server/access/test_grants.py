@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,13 @@ def test_a_wrong_line_is_named_and_not_quoted(tmp_path: Path, line: Any, said: s
     assert "nobody-may-see" not in str(raised.value)
 
 
-def test_a_file_of_bytes_or_of_too_many(tmp_path: Path) -> None:
+def test_a_file_of_bytes_or_of_none_or_of_too_many(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is no text"):
         read_grants(str(path))
+    with pytest.raises(ValueError, match="^" + re.escape(f"{path} has no line of a caller") + "$"):
+        grants(tmp_path, "# who asks", "")
     many = [{"name": f"n{i}", "sha256": f"{i:064x}"} for i in range(GRANTS_MAX + 1)]
     with pytest.raises(ValueError, match=f"over {GRANTS_MAX} lines"):
         grants(tmp_path, *many)

@@ -84,7 +84,7 @@ async def test_files_are_read_while_connections_are_at_their_limit(
     store: Path, tmp_path: Path
 ) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("")
+    tokens.write_text(json.dumps({"name": "other", "certificate": "other"}))
     token, sha256 = new_token()
     options = ("--http-port", "0", "--grpc-port", "0", "--tokens", tokens)
     process = await start_python("-c", SERVE, HARD, store, *options, stderr=subprocess.STDOUT)
