@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -11,14 +13,19 @@ from interop.drivers import Call, go_driver
 from interop.lookups import WRONG, WRONG_FIELD, large_answer, large_request, lookup, lookups
 from interop.proxies import PROXIES, Ports, Proxy
 from interop.tools import run_tool
+from protocols.logs import fields_of
 from running_servers import Running
 from server.channels import OWN_CONNECTION
+from server.fake_engine import FakeEngine
+from server.live import live_server
 
+from embedserve.access.client_address import ClientAddresses
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 ANSWER_S_MAX = 60
 ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+EMBED = "/embedserve.v1.EmbeddingService/Embed"
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
@@ -99,3 +106,28 @@ def test_h2load_behind_it(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory
     )
     assert b"2000 succeeded, 0 failed, 0 errored, 0 timeout" in said
     assert b"status codes: 2000 2xx," in said
+
+
+@pytest.mark.parametrize("name", PROXIES)
+async def test_the_log_has_the_clients_address_whatever_the_client_says(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    client = "127.0.0.2"  # the proxy's is 127.0.0.1
+    forged = {"forwarded": "for=198.51.100.9", "x-forwarded-for": "198.51.100.9"}
+    framed = {"content-type": "application/grpc", "te": "trailers"}
+    async with live_server(FakeEngine()) as live:
+        live.pipeline.addresses = ClientAddresses(["127.0.0.1"])
+        ports = Ports(live.http_port, int(live.grpc_target.rpartition(":")[2]))
+        with PROXIES[name](tmp_path, ports) as proxy:
+            for http2, url, body, headers in (
+                (False, f"{proxy.http}/embed", b"{}", {}),
+                (True, f"http://{proxy.grpc}{EMBED}", bytes(5), framed),
+            ):
+                transport = httpx.AsyncHTTPTransport(
+                    http1=not http2, http2=http2, local_address=client
+                )
+                async with httpx.AsyncClient(transport=transport, timeout=ANSWER_S_MAX) as asking:
+                    await asking.post(url, content=body, headers={**headers, **forged})
+    told = [fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")]
+    assert told == [client] * 2

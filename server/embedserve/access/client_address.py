@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 FORWARDED = b"forwarded"
 X_FORWARDED_FOR = b"x-forwarded-for"
@@ -43,10 +43,13 @@ class ClientAddresses:
     def find(self, peer: str, header: Callable[[bytes], bytes | None]) -> str:
         """Returns the address of the client of a request.
 
-        The headers count only where ``peer`` is a trusted proxy. They are read from their end,
-        where that proxy wrote, to the first address that is not a trusted proxy. Untrusted clients
-        may have written the entries before it. A malformed entry ends the search at the address
-        after it.
+        Forwarded (RFC 7239) and X-Forwarded-For count only where ``peer`` is a trusted proxy. They
+        are read from their end, where that proxy wrote, to the first address that is not a trusted
+        proxy. Untrusted clients may have written the entries before it. A malformed entry ends the
+        search at the address after it.
+
+        A proxy that writes one of the headers may pass on the other as the client wrote it. If the
+        two give different addresses, neither counts.
 
         Args:
             peer: address of the connection's other end.
@@ -55,8 +58,13 @@ class ClientAddresses:
         """
         if not self._trusted or not self._is_trusted(_parsed(peer)):
             return peer
+        addresses = {self._nearest(peer, entries) for entries in _lists(header)}
+        return addresses.pop() if len(addresses) == 1 else peer
+
+    def _nearest(self, peer: str, entries: Sequence[str]) -> str:
+        """Returns the address at which the search from the end of ``entries`` stops."""
         found = peer
-        for entry in reversed(_entries(header)):
+        for entry in reversed(entries):
             address = _parsed(entry)
             if address is None:
                 return found
@@ -69,13 +77,13 @@ class ClientAddresses:
         return address is not None and any(address in network for network in self._trusted)
 
 
-def _entries(header: Callable[[bytes], bytes | None]) -> list[str]:
-    """Returns the addresses that Forwarded (RFC 7239) lists or, where it is absent,
-    X-Forwarded-For; the last one is the nearest. An entry without an address is ""."""
-    forwarded = header(FORWARDED)
+def _lists(header: Callable[[bytes], bytes | None]) -> Iterator[list[str]]:
+    """Yields the addresses of each header that is present; an entry without an address is ""."""
+    forwarded, x_forwarded_for = header(FORWARDED), header(X_FORWARDED_FOR)
     if forwarded is not None:
-        return [_for_parameter(one) for one in _elements(forwarded)]
-    return _elements(header(X_FORWARDED_FOR) or b"")
+        yield [_for_parameter(one) for one in _elements(forwarded)]
+    if x_forwarded_for is not None:
+        yield _elements(x_forwarded_for)
 
 
 def _elements(value: bytes) -> list[str]:

@@ -63,8 +63,28 @@ def test_what_a_trusted_proxy_says(value: str, address: str) -> None:
         ("", PROXY),
     ],
 )
-def test_forwarded_comes_first(value: str, address: str) -> None:
-    assert found(forwarded=value, x_forwarded_for="198.51.100.9") == address
+def test_what_a_trusted_proxy_says_by_forwarded(value: str, address: str) -> None:
+    assert found(forwarded=value) == address
+    assert found(peer="203.0.113.5", forwarded=value) == "203.0.113.5"
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "x_forwarded_for", "address"),
+    [
+        ("for=192.0.2.7", "192.0.2.7", "192.0.2.7"),
+        ("for=198.51.100.9, for=192.0.2.7;proto=https", "192.0.2.7, 10.2.2.2", "192.0.2.7"),
+        ("for=198.51.100.9", "192.0.2.7", PROXY),
+        ("for=192.0.2.7", "198.51.100.9", PROXY),
+        ("for=_hidden", "192.0.2.7", PROXY),
+        ("", "192.0.2.7", PROXY),
+        ("for=192.0.2.7", "", PROXY),
+    ],
+)
+def test_headers_that_differ_are_not_believed(
+    forwarded: str, x_forwarded_for: str, address: str
+) -> None:
+    """The proxy wrote one of them, and the client perhaps the other."""
+    assert found(forwarded=forwarded, x_forwarded_for=x_forwarded_for) == address
 
 
 def test_a_unix_socket_is_no_trusted_proxy() -> None:
