@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 import pytest
-from server.codecs import JSON, PROTOBUF
+from server.codecs import CODECS, JSON, PROTOBUF
 from server.fake_engine import FakeEngine
 from server.gate import Gate
 from server.live import make_pipeline
@@ -30,6 +31,7 @@ from server.waiting import until
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.codec import json_codec, protobuf_codec
 from embedserve.codec.codec import Codec
+from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
 from embedserve.config import Limits
 from embedserve.errors import (
     DeadlineExceededError,
@@ -40,6 +42,7 @@ from embedserve.errors import (
 from embedserve.lookup_types import LookupRequest
 from embedserve.pipeline import RequestPipeline, codec_executor
 from embedserve_proto import embedding_pb2 as pb
+from embedserve_proto import open_inference_pb2, predictor_pb2
 
 LARGE = json.dumps({"features": {"user": [1, 2] * json_codec.INLINE_BYTES_MAX}}).encode()
 WRONG = json.dumps({"features": {"user": [[1]] * json_codec.INLINE_BYTES_MAX + [["a"]]}}).encode()
@@ -232,10 +235,90 @@ MANY = protobuf_codec.INLINE_BYTES_MAX + 1
     ],
 )
 def test_what_is_quick_to_read_is_decoded_now(codec: Codec, body: bytes, is_inline: bool) -> None:
+    assert_decoded_now(codec, body, is_inline)
+
+
+def assert_decoded_now(codec: Codec, body: bytes, is_inline: bool) -> None:
     now = codec.try_decode_inline(body, "", LIMITS)
     assert (now is not None) == is_inline
     if now is not None:
         assert np.array_equal(now.ids, codec.decode(body, "", LIMITS).ids)
+
+
+def prediction(ids: int, dtype: str = "<i8") -> bytes:
+    of_user = predictor_pb2.SparseFeatures(
+        num_features=1,
+        lengths=np.array([ids], "<i4").tobytes(),
+        values=np.arange(ids, dtype=dtype).tobytes(),
+    )
+    request = predictor_pb2.PredictionRequest(batch_size=1, id_list_features=of_user)
+    return request.SerializeToString()
+
+
+Tensors = dict[str, np.ndarray]
+DATATYPES = {"<i8": "INT64", "<i4": "INT32", "<f4": "FP32"}
+
+
+def padded(ids: int) -> Tensors:
+    return {"user": np.arange(ids).reshape(4, -1)}
+
+
+def jagged(ids: int) -> Tensors:
+    return {"user.ids": np.arange(ids), "user.lengths": np.array([ids], "<i4")}
+
+
+def weighted(ids: int) -> Tensors:
+    return {**jagged(ids), "user.weights": np.ones(ids, "<f4")}
+
+
+def infer_message(tensors: Tensors) -> tuple[Codec, bytes]:
+    message = open_inference_pb2.ModelInferRequest(model_name="shop")
+    for name, one in tensors.items():
+        message.inputs.add(name=name, datatype=DATATYPES[one.dtype.str], shape=one.shape)
+        message.raw_input_contents.append(one.tobytes())
+    return CODECS.infer_message, message.SerializeToString()
+
+
+def infer_body(tensors: Tensors) -> tuple[Codec, bytes]:
+    inputs = [
+        {
+            "name": name,
+            "datatype": DATATYPES[one.dtype.str],
+            "shape": one.shape,
+            "parameters": {"binary_data_size": one.nbytes},
+        }
+        for name, one in tensors.items()
+    ]
+    head = json.dumps({"inputs": inputs}).encode()
+    return CODECS.infer_binary(len(head)), head + b"".join(map(bytes, tensors.values()))
+
+
+@pytest.mark.parametrize("min_seq", [None, b"0"])
+def test_large_predictions_are_decoded_in_the_thread(min_seq: bytes | None) -> None:
+    codec = CODECS.predict_from(min_seq)
+    for ids, is_inline in ((1000, True), (INLINE_BYTES_MAX // 4, False)):
+        assert_decoded_now(codec, prediction(ids), is_inline)
+        assert np.array_equal(codec.decode(prediction(ids), "", LIMITS).ids, np.arange(ids))
+
+
+@pytest.mark.parametrize("in_form", [infer_message, infer_body])
+@pytest.mark.parametrize(
+    ("tensors", "is_inline"),
+    [
+        (padded(1000), True),
+        (weighted(1000), True),
+        (jagged(INLINE_BYTES_MAX // 4), True),
+        (padded(INLINE_BYTES_MAX // 4), False),
+        (weighted(INLINE_BYTES_MAX // 6), False),
+    ],
+)
+def test_large_tensors_that_are_converted_are_decoded_in_the_thread(
+    in_form: Callable[[Tensors], tuple[Codec, bytes]], tensors: Tensors, is_inline: bool
+) -> None:
+    codec, body = in_form(tensors)
+    assert_decoded_now(codec, body, is_inline)
+    ids, *_ = tensors.values()
+    assert np.array_equal(codec.decode(body, "", LIMITS).ids, ids.ravel())
 
 
 @pytest.mark.parametrize("count_max", [100, 1999])
@@ -266,6 +349,8 @@ SMALL_LIMITS = Limits(
         (PROTOBUF, message(ids_bytes=bytes(8008), lengths=[1001]), "--request-ids-max"),
         (PROTOBUF, message(weights=[1.0] * 1001, lengths=[1]), "--request-ids-max"),
         (PROTOBUF, message(lengths=[0] * 101), "--request-examples-max"),
+        (CODECS.predict, prediction(2000, "<i4"), "--request-ids-max"),
+        (CODECS.predict, prediction(1001), "--request-ids-max"),
         (PROTOBUF, message(string_ids=["a"] * 2000), "--request-values-max"),
         (PROTOBUF, b"\x12\x04user" + b"\x18\x01" * 2000, "--request-values-max"),
         (PROTOBUF, message(model="a" * 100_000), "--request-text-bytes-max"),

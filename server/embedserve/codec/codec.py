@@ -168,8 +168,11 @@ class Codecs:
         x-min-seq; None if absent."""
         if min_seq is None:
             return self.predict
-        decode = partial(predictor_codec.decode_request, min_seq=min_seq)
-        return replace(self.predict, decode=decode, try_decode_inline=decode)
+        return replace(
+            self.predict,
+            decode=partial(predictor_codec.decode_request, min_seq=min_seq),
+            try_decode_inline=partial(predictor_codec.try_decode_inline, min_seq=min_seq),
+        )
 
 
 def _protobuf(decoder: ProtobufDecoder) -> Codec:

@@ -1,8 +1,8 @@
 """Codec of TorchRec's predictor.Predictor: PredictionRequest and PredictionResponse.
 
 A request names neither its model nor its features. It is addressed to the default model and has
-that model's features, in the model's order. Numbers are read in place from the bytes, and unused
-fields are not decoded.
+that model's features, in the model's order. Numbers become no Python objects, and unused fields are
+not decoded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from embedserve.codec.open_inference.answers import (
     keep_start,
     tensors_of,
 )
+from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
 from embedserve.codec.protobuf_fields import (
     LENGTH_DELIMITED,
     VARINT,
@@ -97,9 +98,9 @@ class _Sparse:
 
     name: str
     num_features: int = 0
-    lengths: bytes = b""
-    values: bytes = b""
-    weights: bytes = b""
+    lengths: bytes | memoryview = b""
+    values: bytes | memoryview = b""
+    weights: bytes | memoryview = b""
 
     def wrong(self, part: str, problem: str) -> InvalidRequestError:
         field = f"{self.name}.{part}"
@@ -164,31 +165,36 @@ def decode_request(
     return request
 
 
-try_decode_inline = decode_request
-"""Decodes the whole request, because numbers given as bytes never take long."""
+def try_decode_inline(
+    body: bytes, model: str, limits: Limits, min_seq: bytes | None = None
+) -> LookupRequest | None:
+    """Decodes like decode_request, or returns None where that would take long."""
+    if len(body) > INLINE_BYTES_MAX:
+        return None
+    return decode_request(body, model, limits, min_seq)
 
 
 def _read(body: bytes) -> tuple[int, _Sparse, _Sparse]:
     """Returns (batch_size, id_list_features, id_score_list_features), not checked yet."""
-    batch_size = 0
+    batch_size, view = 0, memoryview(body)
     sparse = {name: _Sparse(name) for name in (IDS, SCORED, "unary_features")}
     for name, start, end in _named(body, _REQUEST):
         if name == "batch_size":
             batch_size = _int32(body, start)
         elif name in NOT_READ:
-            for _ in _named(body[start:end], {}):  # it must be well-formed even so
+            for _ in _named(view[start:end], {}):  # it must be well-formed even so
                 pass
             if end > start:
                 say_not_read(name)
         else:
-            _merge(sparse[name], body[start:end])
+            _merge(sparse[name], view[start:end])
     unary = sparse.pop("unary_features")
     if unary.num_features or unary.values:
         raise unary.wrong("num_features", f"is {unary.num_features}: no model here has such")
     return batch_size, sparse[IDS], sparse[SCORED]
 
 
-def _merge(into: _Sparse, message: bytes) -> None:
+def _merge(into: _Sparse, message: memoryview) -> None:
     """Merges ``message`` into ``into`` as protobuf parsers do: of a repeated scalar field the last
     value counts."""
     for name, start, end in _named(message, _SPARSE):
@@ -198,7 +204,7 @@ def _merge(into: _Sparse, message: bytes) -> None:
             setattr(into, name, message[start:end])
 
 
-def _named(body: bytes, tags: Mapping[int, str]) -> Iterator[tuple[str, int, int]]:
+def _named(body: bytes | memoryview, tags: Mapping[int, str]) -> Iterator[tuple[str, int, int]]:
     """Yields (name, start of the value, end of the value) for each field that ``tags`` names."""
     try:
         for count, (tag, _, start, end) in enumerate(fields(body)):
@@ -221,7 +227,7 @@ def _malformed(problem: object) -> InvalidRequestError:
     return InvalidRequestError(f"body is not a PredictionRequest: {problem}", "body")
 
 
-def _int32(body: bytes, start: int) -> int:
+def _int32(body: bytes | memoryview, start: int) -> int:
     value = read_varint(body, start)[0] & _INT32_BITS
     return value - (_INT32_BITS + 1) if value & _INT32_SIGN else value
 
@@ -245,11 +251,16 @@ def _bags(one: _Sparse, batch_size: int, limits: Limits) -> _PredictorBags:
             f"has {len(one.lengths)} bytes, not {bags * _INT32.itemsize}: int32 for each of "
             f"{features} features and {batch_size} examples",
         )
-    lengths = np.frombuffer(one.lengths, _INT32)
+    lengths = _aligned(one.lengths, _INT32)
     if lengths.size and lengths.min() < 0:
         at = int((lengths < 0).argmax())
         raise one.wrong("lengths", f"has {lengths[at]} at {at}: a bag has no fewer than 0 ids")
     count = int(lengths.sum(dtype=np.int64))
+    if count > limits.request_ids_max:
+        field = f"{one.name}.lengths"
+        raise RequestTooLargeError(
+            f"{field} adds up to {count} ids, {limits.describe('request_ids_max')}", field
+        )
     return _PredictorBags(_ids(one, count), lengths, _weights(one, count))
 
 
@@ -258,7 +269,7 @@ def _ids(one: _Sparse, count: int) -> np.ndarray:
     determines its width."""
     nbytes = len(one.values)
     if nbytes == count * _INT64.itemsize:
-        return np.frombuffer(one.values, _INT64)
+        return _aligned(one.values, _INT64)
     if nbytes == count * _INT32.itemsize:
         return np.frombuffer(one.values, _INT32).astype(_INT64)
     raise one.wrong(
@@ -279,7 +290,12 @@ def _weights(one: _Sparse, count: int) -> np.ndarray | None:
             "weights",
             f"has {nbytes} bytes, not {count * _FLOAT32.itemsize}: float32 for each of {count} ids",
         )
-    return np.frombuffer(one.weights, _FLOAT32)
+    return _aligned(one.weights, _FLOAT32)
+
+
+def _aligned(values: bytes | memoryview, dtype: np.dtype) -> np.ndarray:
+    """Returns a copy of ``values``, which the body may have at any position."""
+    return np.frombuffer(bytes(values), dtype)
 
 
 def estimate_size(body: bytes) -> tuple[int, int]:
@@ -289,7 +305,7 @@ def estimate_size(body: bytes) -> tuple[int, int]:
     try:
         for name, start, end in _named(body, _REQUEST):
             if name in (IDS, SCORED):
-                for part, first, last in _named(body[start:end], _SPARSE):
+                for part, first, last in _named(memoryview(body)[start:end], _SPARSE):
                     bags += (last - first) // _INT32.itemsize if part == "lengths" else 0
                     ids += (last - first) // _INT64.itemsize if part == "values" else 0
     except (InvalidRequestError, RequestTooLargeError):

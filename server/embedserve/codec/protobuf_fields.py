@@ -35,7 +35,7 @@ def number_of(message: type[Message], field: str) -> int:
     return message.DESCRIPTOR.fields_by_name[field].number
 
 
-def read_varint(body: bytes, position: int) -> tuple[int, int]:
+def read_varint(body: bytes | memoryview, position: int) -> tuple[int, int]:
     """Returns (value, end position) of the varint at ``position``.
 
     Raises:
@@ -67,7 +67,7 @@ def varint(value: int) -> bytes:
     return bytes(result)
 
 
-def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
+def fields(body: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
     """Yields (tag, start of the field, start of its value, end of its value) for each field.
 
     The tag is IN_GROUP for the start of a group, which no known client sends, and for each field in
@@ -114,7 +114,7 @@ def fields(body: bytes) -> Iterator[tuple[int, int, int, int]]:
         raise IndexError("it ends within a field")
 
 
-def _read_tag(body: bytes, position: int) -> tuple[int, int]:
+def _read_tag(body: bytes | memoryview, position: int) -> tuple[int, int]:
     tag, end = read_varint(body, position)
     if tag > TAG_MAX or end - position > TAG_BYTES_MAX:
         raise ValueError("the number of a field has over 29 bits")

@@ -15,7 +15,7 @@ from embedserve.codec.open_inference.answers import ResponseOptions
 from embedserve.codec.open_inference.bodies import BodyDecoder
 from embedserve.codec.open_inference.infer_messages import MessageDecoder
 from embedserve.codec.open_inference.shared_memory_template import TEMPLATE_BYTES_MAX
-from embedserve.codec.open_inference.shared_memory_tensors import INLINE_BYTES_MAX
+from embedserve.codec.open_inference.tensors import INLINE_BYTES_MAX
 from embedserve.codec.template_cache import TEMPLATES_MAX
 from embedserve.config import Limits
 from embedserve.errors import InvalidRequestError, RequestTooLargeError, UnknownRegionError

@@ -71,8 +71,8 @@ class BodyDecoder:
         json_bytes: int | None = None,
         regions: Regions | None = None,
     ) -> LookupRequest | None:
-        """Decodes like decode_request, or returns None where that would take long. Numbers in
-        binary never take long."""
+        """Decodes like decode_request, or returns None where that would take long. Jagged ids
+        in binary never take long."""
         if (len(body) if json_bytes is None else json_bytes) > INLINE_BYTES_MAX:
             return None
         return self._decode(body, model, limits, json_bytes, regions, is_inline=True)
@@ -111,8 +111,7 @@ class BodyDecoder:
         *,
         is_inline: bool,
     ) -> LookupRequest | None:
-        """Returns the request; None where ``is_inline`` and strings or shared memory would take
-        long."""
+        """Returns the request; None where ``is_inline`` and it would take long."""
         if json_bytes is not None:
             known = self.templates.read(body, json_bytes, model, limits)
             if known is not None:

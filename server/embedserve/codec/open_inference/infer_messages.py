@@ -88,8 +88,8 @@ class MessageDecoder:
     def try_decode_inline(
         self, body: bytes, model: str, limits: Limits, regions: Regions | None = None
     ) -> LookupRequest | None:
-        """Decodes like decode_request, or returns None where that would take long. Raw numbers
-        never take long."""
+        """Decodes like decode_request, or returns None where that would take long. Raw jagged
+        ids never take long."""
         known = self.templates.read(body, limits)
         if known is not None:
             return known

@@ -19,12 +19,12 @@ import numpy as np
 from embedserve.codec.open_inference.answers import ResponseOptions
 from embedserve.codec.open_inference.message_template import TEMPLATE_INPUTS_MAX
 from embedserve.codec.open_inference.shared_memory_tensors import (
-    INLINE_BYTES_MAX,
     PlacedTensor,
     read_placed,
     runs,
 )
 from embedserve.codec.open_inference.tensors import (
+    INLINE_BYTES_MAX,
     InputTensor,
     Sizes,
     add_up,
@@ -150,7 +150,7 @@ def read_request(
     is_inline: bool,
 ) -> tuple[LookupRequest, SharedMemoryTemplate | None] | None:
     """Returns (the request with ``tensors``, its template or None). Returns None where
-    ``is_inline`` and reading would take long.
+    ``is_inline`` and it would take long.
 
     Args:
         placed: the tensors in shared memory, which have no data yet.
@@ -168,7 +168,8 @@ def read_request(
             return request, template
     if placed and not read_placed(placed, limits, is_inline=is_inline):
         return None
-    return lookup_request(model, tensors, limits), None
+    request = lookup_request(model, tensors, limits, is_inline=is_inline)
+    return None if request is None else (request, None)
 
 
 def _template_of(placed: Sequence[PlacedTensor], limits: Limits) -> SharedMemoryTemplate | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from embedserve.codec.open_inference.strings import read_strings
-from embedserve.codec.open_inference.tensors import BYTES, InputTensor
+from embedserve.codec.open_inference.tensors import BYTES, INLINE_BYTES_MAX, InputTensor
 from embedserve.config import Limits
 from embedserve.errors import (
     EmbedServeError,
@@ -26,8 +26,6 @@ REGION = "shared_memory_region"
 BYTE_SIZE = "shared_memory_byte_size"
 OFFSET = "shared_memory_offset"
 """Names of the parameters that locate an input or an output in shared memory."""
-INLINE_BYTES_MAX = 1 << 20
-"""Bytes that are read on the event loop's thread, in some tenths of a millisecond."""
 INLINE_TEXT_BYTES_MAX = 64 << 10
 """Bytes of strings that are read on the event loop's thread."""
 INLINE_TENSORS_MAX = 128

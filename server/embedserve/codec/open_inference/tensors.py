@@ -28,6 +28,8 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """Numpy dtypes of the datatypes of numeric inputs."""
 BYTES = "BYTES"
+INLINE_BYTES_MAX = 1 << 20
+"""Bytes of tensors that the event loop's thread reads and converts, in about a millisecond."""
 DATATYPES = {"ids": ("INT64", BYTES), "lengths": ("INT32",), "weights": ("FP32",)}
 """Accepted datatypes of a tensor, by the part of the feature that it is."""
 _INT64, _INT32, _FLOAT32 = DTYPES["INT64"], DTYPES["INT32"], DTYPES["FP32"]
@@ -70,8 +72,10 @@ def wrong(tensor: InputTensor, problem: str) -> InvalidRequestError:
     return InvalidRequestError(f"{tensor} {problem}", f"inputs.{shortened(tensor.name)}")
 
 
-def lookup_request(model: str, tensors: Sequence[InputTensor], limits: Limits) -> LookupRequest:
-    """Returns the request with all its inputs.
+def lookup_request(
+    model: str, tensors: Sequence[InputTensor], limits: Limits, *, is_inline: bool
+) -> LookupRequest | None:
+    """Returns the request with all its inputs; None if ``is_inline`` and it would take long.
 
     Raises:
         InvalidRequestError: the inputs are not a batch of jagged ids.
@@ -85,6 +89,8 @@ def lookup_request(model: str, tensors: Sequence[InputTensor], limits: Limits) -
     batch_size = _batch_size(features, limits)
     if all(one.weights is None and one.padded is None for one in features.values()):
         return _jagged(model, features, batch_size, limits)
+    if is_inline and sum(len(one.data) for one in tensors) > INLINE_BYTES_MAX:
+        return None
     return _any(model, features, batch_size, limits)
 
 
