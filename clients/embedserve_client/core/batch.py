@@ -5,7 +5,7 @@ each other: equal batch sizes, and weights with the shape of the ids. `wire` enc
 `RequestBatch`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from reprlib import repr as short
@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_client.core.bags import Bags, Values, ids_of, split, strings_of, weights_of
-from embedserve_client.core.columns import Column, columns_of, is_column, is_tensor, numpy_of
+from embedserve_client.core.columns import (
+    Column,
+    check_distinct,
+    columns_of,
+    is_column,
+    is_tensor,
+    numpy_of,
+)
 from embedserve_client.errors import InvalidRequest
 
 
@@ -75,7 +82,7 @@ def batch_of(features: Features, weights: Weights | None = None) -> RequestBatch
 
 
 def _batch_of_mapping(features: Mapping[str, Values], weights: Weights) -> RequestBatch:
-    _check_keys(list(features))
+    _check_keys(features)
     bags = {key: split(f"features.{key}", value) for key, value in features.items()}
     lengths = [bag.lengths for bag in bags.values()]
     _check_batch_sizes(bags)
@@ -96,14 +103,12 @@ def _batch_of_mapping(features: Mapping[str, Values], weights: Weights) -> Reque
     )
 
 
-def _check_keys(keys: Sequence[object]) -> None:
+def _check_keys(keys: Collection[object]) -> None:
     if not keys:
         raise InvalidRequest("features: the request names none", field="features")
-    for at, key in enumerate(keys):
+    for key in keys:
         if not isinstance(key, str) or not key:
             raise InvalidRequest(f"features: {key!r} is no feature name", field="features")
-        if key in keys[:at]:
-            raise InvalidRequest(f"features.{key}: named twice", field=f"features.{key}")
 
 
 def _check_batch_sizes(bags: Mapping[str, Bags]) -> None:
@@ -172,6 +177,7 @@ def _is_jagged_tensor(features: object) -> TypeGuard[JaggedTensor]:
 def _batch_of_jagged_tensor(tensor: JaggedTensor) -> RequestBatch:
     keys = tuple(tensor.keys())
     _check_keys(keys)
+    check_distinct(keys)
     if getattr(tensor, "variable_stride_per_key", bool)():
         raise InvalidRequest(
             "features: the KeyedJaggedTensor has another batch size for every key",

@@ -7,6 +7,7 @@ stores them differently from numpy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
@@ -59,10 +60,17 @@ def columns_of(table: Any) -> dict[str, Any]:
             f"features: {type(table).__name__} is one column: give a mapping, or a table",
             field="features",
         )
-    for at, name in enumerate(names):
-        if name in names[:at]:
-            raise InvalidRequest(f"features.{name}: named twice", field=f"features.{name}")
+    check_distinct(names)
     return {name: table[name] for name in names}
+
+
+def check_distinct(names: Iterable[object]) -> None:
+    """Raises InvalidRequest if two features have the same name."""
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise InvalidRequest(f"features.{name}: named twice", field=f"features.{name}")
+        seen.add(name)
 
 
 def _names(table: Any) -> list[Any] | None:

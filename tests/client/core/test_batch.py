@@ -199,3 +199,45 @@ def test_a_wrong_jagged_tensor_is_refused(tensor: FakeJagged, message: str) -> N
 def test_a_jagged_tensor_takes_no_weights_beside_it() -> None:
     with pytest.raises(InvalidRequest, match="carries its own"):
         batch_of(FakeJagged(["a"], [1], [1]), {"a": [1.0]})
+
+
+class CountedName(str):
+    """A feature name that counts its comparisons."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.compared += 1
+        return super().__eq__(other)
+
+
+class FakeTable(dict[str, Any]):
+    """A table whose names are not copied to another type, as those of libraries are."""
+
+    @property
+    def columns(self) -> list[str]:
+        return list(self)
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        raise NotImplementedError
+
+
+NAMES: list[str] = [CountedName(f"f{number}") for number in range(300)]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {name: [1] for name in NAMES},
+        FakeJagged(NAMES, [1] * len(NAMES), [1] * len(NAMES)),
+        FakeTable({name: [1] for name in NAMES}),
+    ],
+    ids=lambda features: type(features).__name__,
+)
+def test_names_are_not_compared_with_all_others(features: Any) -> None:
+    CountedName.compared = 0
+
+    assert batch_of(features).keys == tuple(map(str, NAMES))
+
+    assert CountedName.compared < 10 * len(NAMES)
