@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from embedserve_store import CopiedModel, ModelStore, copy_versions
+from embedserve_store import CopiedModel, ModelStore, StoreError, copy_versions
 from embedserve_store.terminal.console import listed, say, transfer_progress
 from embedserve_store.terminal.sigterm import sigterm_interrupts
 
 
-def copy(source: str, target: str, model: str, aliases: bool, deltas: bool) -> None:
-    """Copies MODEL, MODEL@VERSION or MODEL@ALIAS; all models if ``model`` is empty.
+def copy(source: str, target: str, model: str | None, aliases: bool, deltas: bool) -> None:
+    """Copies MODEL, MODEL@VERSION or MODEL@ALIAS; all models if ``model`` is None.
 
     Raises:
-        StoreError: as copy_versions.
+        StoreError: as copy_versions; also if the name or the version in ``model`` is empty, or if
+            ``source`` has no models.
     """
-    name, _, version = model.partition("@")
-    for one in [name] if name else ModelStore(source).models():
+    name, version = (None, None) if model is None else _parse(model)
+    for one in _models_of(source) if name is None else [name]:
         with sigterm_interrupts(), transfer_progress() as progress:
             copied = copy_versions(
                 source,
                 target,
                 one,
-                version or None,
+                version,
                 aliases=aliases,
                 deltas=deltas,
                 progress=progress,
             )
         report(copied, target)
+
+
+def _parse(model: str) -> tuple[str, str | None]:
+    """Returns the name, and the version or alias if one is given. An empty one comes from an unset
+    variable of a script, and does not mean all."""
+    name, at, version = model.partition("@")
+    if not name or (at and not version):
+        raise StoreError(f"model is {model!r}, expected MODEL, MODEL@VERSION or MODEL@ALIAS")
+    return name, version or None
+
+
+def _models_of(source: str) -> list[str]:
+    """Returns the models of the store. A store without models is an error, because it may be the
+    folder of a volume that is not mounted."""
+    store = ModelStore(source)
+    models = store.models()
+    if not models:
+        raise StoreError(f"no models in {store.where}")
+    return models
 
 
 def report(copied: CopiedModel, target: str) -> None:

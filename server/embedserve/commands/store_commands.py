@@ -195,12 +195,12 @@ def copy(
         str, typer.Argument(help="Store to copy to: a folder, created if missing, or a URL.")
     ],
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="MODEL for all its versions, MODEL@VERSION or MODEL@ALIAS for one. Default: all "
             "versions of all models."
         ),
-    ] = "",
+    ] = None,
     aliases: Annotated[
         bool, switch("--aliases", help="Also copy the aliases, with their history.")
     ] = False,

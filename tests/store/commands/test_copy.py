@@ -53,6 +53,9 @@ def test_deltas_are_counted_or_left_out(store: Path, tmp_path: Path) -> None:
         ("shop@7", "version 7 does not exist; versions are 1"),
         ("shop@x", "'x' is no version and no alias"),
         ("other", "there is no model 'other'; models are shop"),
+        ("shop@", "model is 'shop@', expected MODEL, MODEL@VERSION or MODEL@ALIAS"),
+        ("@1", "model is '@1', expected MODEL, MODEL@VERSION or MODEL@ALIAS"),
+        ("", "model is '', expected MODEL, MODEL@VERSION or MODEL@ALIAS"),
     ],
 )
 def test_what_cannot_be_is_one_line(store: Path, tmp_path: Path, model: str, message: str) -> None:
@@ -61,3 +64,10 @@ def test_what_cannot_be_is_one_line(store: Path, tmp_path: Path, model: str, mes
     (line,) = said.splitlines()
     assert message in line
     assert not (tmp_path / "t").exists()
+
+
+def test_a_source_without_models_is_an_error(tmp_path: Path) -> None:
+    source, target = tmp_path / "s", tmp_path / "t"
+    source.mkdir()
+    assert run("copy", source, target) == (1, f"embedserve: no models in {source}\n")
+    assert not target.exists()
