@@ -47,7 +47,7 @@ def show_plan(
     """
     letters = _letters(tables)
     title = f"plan over {count_ranks(plan.world_size)}"
-    out.print(title, style="italic", soft_wrap=True, markup=False)
+    out.print(title, style="italic", soft_wrap=True)
     out.print(_tables_grid(out.width, tables, plan, letters, device_type))
     out.print()
     of_rank = memory_bytes if plan.hosts is None else None
@@ -55,7 +55,7 @@ def show_plan(
     if plan.hosts is not None:
         title = f"rows over {plan.hosts.parts} hosts, each with {count_ranks(plan.world_size)}"
         out.print()
-        out.print(title, style="italic", soft_wrap=True, markup=False)
+        out.print(title, style="italic", soft_wrap=True)
         out.print(_cuts_grid(out.width, tables, plan.hosts, letters))
         out.print()
         of_host = None if memory_bytes is None else plan.world_size * memory_bytes

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from embedserve_store.terminal.plain_console import plain_console
 from embedserve_store.terminal.sanitize import sanitize
 
 WIDTH_MAX = 10_000
 
-out = Console(highlight=False)
+out = plain_console()
 
 
 def grid(*columns: str, numbers: Collection[str] = ()) -> Table:
@@ -27,7 +27,7 @@ def grid(*columns: str, numbers: Collection[str] = ()) -> Table:
 
 
 def plain(cell: str) -> Text:
-    """Returns a cell for untrusted text: without markup, and with cursor movements escaped."""
+    """Returns a cell for untrusted text, with cursor movements escaped."""
     return Text(sanitize(cell))
 
 
@@ -35,11 +35,11 @@ def show(title: str, table: Table) -> None:
     """Prints the title, then the table. The title is printed separately, because as part of the
     table it would wrap to the table's width. A line too long for the terminal overflows; rich would
     otherwise truncate the cells."""
-    out.print(title, style="italic", soft_wrap=True, markup=False)
+    out.print(title, style="italic", soft_wrap=True)
     width = Measurement.get(out, out.options.update(max_width=WIDTH_MAX), table).maximum
-    Console(highlight=False, width=width).print(table)
+    plain_console(width=width).print(table)
 
 
 def write(line: str) -> None:
     """Prints a line unchanged, without wrapping."""
-    out.print(line, soft_wrap=True, markup=False)
+    out.print(line, soft_wrap=True)

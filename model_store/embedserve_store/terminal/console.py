@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from embedserve_store import Progress as TableProgress
+from embedserve_store.terminal.plain_console import plain_console
 from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
 from embedserve_store.transfer.receive import TransferProgress
 
-console = Console(stderr=True)
+console = plain_console(stderr=True)
 
 
 def say(line: str) -> None:
     """Prints a line for a person. It is never wrapped or coloured, so that it can be copied."""
-    console.print(sanitize(line), soft_wrap=True, highlight=False, markup=False)
+    console.print(sanitize(line), soft_wrap=True)
 
 
 def listed(names: Sequence[object]) -> str:

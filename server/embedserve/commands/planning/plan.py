@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from embedserve.commands.planning.access_stats import measured_of
 from embedserve.commands.planning.plan_from_metrics import RequestedReads, propose, show_balance
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_patch
@@ -37,14 +35,13 @@ from embedserve_store.plans.part_plan import (
 )
 from embedserve_store.plans.plan import ROW_ALIGNMENT_BYTES, Plan
 from embedserve_store.sources.description import read_description
+from embedserve_store.terminal.aligned_columns import out
 from embedserve_store.terminal.console import console, say
 from embedserve_store.terminal.sizes import human_bytes, parse_bytes
 from embedserve_store.transfer.file_check import IDS, TABLES
 
 if TYPE_CHECKING:
     from embedserve_store.plans.planner import Sharding
-
-out = Console(highlight=False)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,25 @@
+"""Texts that commands print appear as they are, also if they look like rich's markup or emoji."""
+
+from __future__ import annotations
+
+import pytest
+
+from embedserve_store.terminal.aligned_columns import grid, show, write
+from embedserve_store.terminal.console import say
+
+TEXT = "user:id:1 clicks[last] [/b] 7"
+
+
+def test_say_and_write_print_a_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TEXT)
+    say(TEXT)
+    assert capsys.readouterr() == (f"{TEXT}\n", f"{TEXT}\n")
+
+
+def test_show_prints_title_headings_and_cells_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = grid(TEXT)
+    table.add_row(TEXT)
+    show(TEXT, table)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [TEXT] * 3
