@@ -17,7 +17,6 @@ from embedserve_store.format.delta_manifest import DeltaManifest, IdCounts
 from embedserve_store.model_store import ModelStore
 from embedserve_store.terminal.aligned_columns import grid, plain, show, write
 from embedserve_store.terminal.console import say, table_progress, transfer_progress
-from embedserve_store.terminal.sanitize import sanitize
 from embedserve_store.terminal.sizes import human_bytes
 
 RUN_DIGITS = 8
@@ -228,9 +227,9 @@ def _show_delta(delta: DeltaManifest) -> None:
         f"{human_bytes(delta.nbytes)} in {len(delta.files)} files"
     )
     signed = "signed (deltas verify --key verifies it)" if delta.signature else "not signed"
-    write(sanitize(f"written by {delta.writer}, run {delta.token}, {signed}"))
+    write(f"written by {delta.writer}, run {delta.token}, {signed}")
     if delta.reverts_to is not None:
-        write(sanitize(f"reverts to delta {delta.reverts_to}: {delta.why}"))
+        write(f"reverts to delta {delta.reverts_to}: {delta.why}")
         return
     if delta.goldens is not None:
         write(

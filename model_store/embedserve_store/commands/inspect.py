@@ -9,8 +9,7 @@ from embedserve_store.format.coverage import Coverage
 from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.manifest import GOLDENS, Manifest
 from embedserve_store.model_store import ModelStore
-from embedserve_store.terminal.aligned_columns import grid, out, show, write
-from embedserve_store.terminal.sanitize import sanitize
+from embedserve_store.terminal.aligned_columns import grid, out, plain, show, write
 from embedserve_store.terminal.sizes import human_bytes
 from embedserve_store.transfer.stored_version import StoredVersion
 
@@ -73,7 +72,7 @@ def _show_versions(store: ModelStore, model: str) -> None:
             continue
         published = str(version.manifest.source.get("published_at", ""))
         ranks = str(version.plan.world_size)
-        versions.add_row(str(number), *_totals(version.manifest), published, ranks)
+        versions.add_row(str(number), *_totals(version.manifest), plain(published), ranks)
     show(f"model {model}", versions)
     _show_problems(problems)
     _show_aliases(store, model)
@@ -82,7 +81,7 @@ def _show_versions(store: ModelStore, model: str) -> None:
 def _show_problems(problems: list[str]) -> None:
     """Prints why rows of a list are empty: a version is damaged, or not copied to its end."""
     for problem in problems:
-        write(f"cannot be opened: {sanitize(problem)}")
+        write(f"cannot be opened: {problem}")
 
 
 def _show_aliases(store: ModelStore, model: str) -> None:
@@ -107,7 +106,7 @@ def _show_version(version: StoredVersion) -> None:
             table.dtype,
             table.pooling,
             human_bytes(table.nbytes),
-            ", ".join(table.feature_names),
+            plain(", ".join(table.feature_names)),
             describe_ids(table.ids),
         )
     show(f"model {manifest.model} version {manifest.version}", tables)
@@ -121,7 +120,7 @@ def _show_notes(store: ModelStore, version: StoredVersion) -> None:
     if notes:
         out.print()
     for note in notes:
-        write(f"note {note.when} {sanitize(note.who)}: {sanitize(note.text)}")
+        write(f"note {note.when} {note.who}: {note.text}")
 
 
 def _show_source(manifest: Manifest) -> None:
@@ -133,7 +132,7 @@ def _show_source(manifest: Manifest) -> None:
     for line in compared_lines(manifest):
         write(line)
     for key, value in source.get("meta", {}).items():
-        write(f"{sanitize(key)}: {sanitize(value)}")
+        write(f"{key}: {value}")
 
 
 def compared_lines(manifest: Manifest) -> list[str]:
@@ -158,7 +157,7 @@ def compared_lines(manifest: Manifest) -> list[str]:
         lines.append(f"pooling compared: {words}")
     if coverage.unchecked:
         lines.append(f"not compared: {'; '.join(coverage.unchecked)}")
-    return [sanitize(line) for line in lines]
+    return lines
 
 
 def describe_ids(rule: IdRule) -> str:

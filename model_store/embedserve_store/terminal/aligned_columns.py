@@ -35,11 +35,11 @@ def show(title: str, table: Table) -> None:
     """Prints the title, then the table. The title is printed separately, because as part of the
     table it would wrap to the table's width. A line too long for the terminal overflows; rich would
     otherwise truncate the cells."""
-    out.print(title, style="italic", soft_wrap=True)
+    out.print(sanitize(title), style="italic", soft_wrap=True)
     width = Measurement.get(out, out.options.update(max_width=WIDTH_MAX), table).maximum
     plain_console(width=width).print(table)
 
 
 def write(line: str) -> None:
-    """Prints a line unchanged, without wrapping."""
-    out.print(line, soft_wrap=True)
+    """Prints a line without wrapping, with cursor movements escaped."""
+    out.print(sanitize(line), soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -128,6 +129,19 @@ def test_a_version_shows_where_it_came_from(store: Path, tmp_path: Path) -> None
     ):
         result = CliRunner().invoke(app, ["publish", *map(str, files), "--model", "shop", *wrong])
         assert (result.exit_code, message in result.stderr) == (1, True), result.output
+
+
+def test_names_and_facts_move_no_cursor_and_are_no_markup(store: Path, tmp_path: Path) -> None:
+    names = ["clicks[last]", "a[/b]", "\x1b[31m"]
+    tables = [{"name": "t_user", "num_embeddings": 7, "embedding_dim": 4, "feature_names": names}]
+    (tmp_path / "tables.yaml").write_text(json.dumps({"tables": [tables[0] | {"pooling": "sum"}]}))
+    checkpoint = shutil.copy(store.parent / "model.pt", tmp_path / "\x1b[31m.pt")
+    files = (checkpoint, tmp_path / "tables.yaml", tmp_path / "own")
+    result = CliRunner().invoke(app, ["publish", *map(str, files), "--model", "shop"])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(words) for words in shown(tmp_path / "own", "shop", "1")]
+    assert "t_user 7 4 float32 sum 112 B clicks[last], a[/b], \\x1b[31m rows" in lines
+    assert f"checkpoint: {tmp_path}/\\x1b[31m.pt" in lines
 
 
 def test_a_version_shows_what_was_compared() -> None:
