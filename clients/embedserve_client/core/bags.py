@@ -62,13 +62,13 @@ def split(field: str, value: object) -> Bags:
     """Returns flat values and lengths of ``value``, in any format of `Values`; does not check
     dtypes."""
     if is_tensor(value):
-        value = numpy_of(value)
+        value = numpy_of(field, value)
     if isinstance(value, np.ndarray):
         return _split_array(field, value)
     if is_column(value):
         return Bags(*flat_and_lengths(field, value))
     if isinstance(value, tuple) and any(map(_is_array, value)):
-        return _split_pair(field, tuple(map(_array, value)))
+        return _split_pair(field, tuple(_array(field, part) for part in value))
     if _is_sequence(value):
         return _split_sequence(field, value)
     raise InvalidRequest(f"{field}: {short(value)} is not {_FORMS}", field=field)
@@ -94,8 +94,8 @@ def _is_array(part: object) -> bool:
     return isinstance(part, np.ndarray) or is_tensor(part)
 
 
-def _array(part: object) -> object:
-    return numpy_of(part) if is_tensor(part) else part
+def _array(field: str, part: object) -> object:
+    return numpy_of(field, part) if is_tensor(part) else part
 
 
 def _listed(array: NDArray[Any]) -> list[Any]:
@@ -179,7 +179,7 @@ def _check_lengths(field: str, lengths: NDArray[Any], flat_size: int) -> None:
 
 def _split_sequence(field: str, value: Sequence[Any]) -> Bags:
     if value and is_tensor(value[0]):
-        value = [numpy_of(bag) if is_tensor(bag) else bag for bag in value]
+        value = [_array(f"{field}[{at}]", bag) for at, bag in enumerate(value)]
     if not value or not _is_bag(value[0]):
         return Bags(list(value), np.array([len(value)], dtype=np.int32))
     for example, bag in enumerate(value):

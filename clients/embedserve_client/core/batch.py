@@ -146,7 +146,7 @@ def _weights_like(field: str, value: Values, ids: Bags) -> NDArray[np.float32]:
     """Returns weights with the shape of the ids. A flat array may hold one weight per id, in
     order."""
     if is_tensor(value):
-        value = numpy_of(value)
+        value = numpy_of(field, value)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.size == len(ids.flat):
         return weights_of(field, Bags(value, ids.lengths))
     given = split(field, value)
@@ -183,15 +183,15 @@ def _batch_of_jagged_tensor(tensor: JaggedTensor) -> RequestBatch:
             "features: the KeyedJaggedTensor has another batch size for every key",
             field="features",
         )
-    lengths = numpy_of(tensor.lengths())
-    bags = split("features", (numpy_of(tensor.values()), lengths))
+    lengths = numpy_of("features", tensor.lengths())
+    bags = split("features", (tensor.values(), lengths))
     weights = tensor.weights_or_none()
     return RequestBatch(
         keys=keys,
         batch_size=_batch_size(keys, lengths),
         ids=ids_of("features", bags),
         lengths=bags.lengths,
-        weights=None if weights is None else _weights_like("weights", numpy_of(weights), bags),
+        weights=None if weights is None else _weights_like("weights", weights, bags),
     )
 
 

@@ -37,8 +37,22 @@ def is_tensor(value: object) -> TypeGuard[ColumnTensor]:
     return all(hasattr(value, name) for name in ("detach", "cpu", "numpy"))
 
 
-def numpy_of(tensor: ColumnTensor) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.detach().cpu().numpy()
+def numpy_of(field: str, tensor: ColumnTensor) -> NDArray[Any]:
+    """Returns the values of a dense tensor, as float32 if numpy lacks their type, such as bfloat16.
+    Raises InvalidRequest for a tensor that numpy cannot hold."""
+    try:
+        return _numpy(tensor.detach().cpu())
+    except (TypeError, RuntimeError) as error:  # such as of a sparse tensor, or one without data
+        raise InvalidRequest(f"{field}: {error}", field=field) from error
+
+
+def _numpy(tensor: Any) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = tensor.numpy()
+    except TypeError:
+        if not tensor.is_floating_point():
+            raise
+        array = tensor.float().numpy()  # float32 has all values of bfloat16 and float8
     return array
 
 

@@ -162,6 +162,35 @@ def test_tensors_are_taken_like_arrays() -> None:
         ids(torch.tensor([0.5]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
+def test_weights_of_types_that_numpy_lacks_are_float32(dtype: torch.dtype) -> None:
+    given = torch.tensor([0.5, 1.0, 2.0]).to(dtype)
+    for weights in (given, (given, torch.tensor([2, 1])), [given[:2], given[2:]]):
+        batch = batch_of({"f": [[1, 2], [3]]}, {"f": weights})
+        assert batch.weights is not None
+        assert batch.weights.tolist() == [0.5, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.tensor([1.0]).to_sparse(), "can't convert Sparse"),
+        (torch.tensor([1]).to_sparse(), "can't convert Sparse"),
+        (torch.tensor([1.0], device="meta"), "Cannot copy out of meta tensor"),
+        (torch.tensor([1j]).conj(), r"Can't call numpy\(\) on Tensor"),
+    ],
+)
+def test_a_tensor_that_numpy_cannot_hold_is_refused(tensor: Any, message: str) -> None:
+    for field, features, weights in (
+        ("features.f", {"f": tensor}, None),
+        ("features.f", {"f": (tensor, np.array([1]))}, None),
+        (r"features.f\[0\]", {"f": [tensor]}, None),
+        ("weights.f", {"f": [[1]]}, {"f": tensor}),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{field}: {message}"):
+            batch_of(features, weights)
+
+
 def test_weights_may_be_columns_too() -> None:
     batch = batch_of({"f": pa.array([[1, 2], [3]])}, {"f": pa.array([[0.5, 1.0], [2.0]])})
     assert batch.weights is not None

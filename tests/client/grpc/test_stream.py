@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from client.fake import FakeModel, pooled
 
 from embedserve_client import (
@@ -82,6 +83,15 @@ def test_items_that_are_never_sent_are_answered_too(stream_client: Any, count: i
     answers = stream_client.stream([{"user": "x"}] * count)
 
     assert [type(answer) for answer in answers] == [InvalidRequest] * count
+
+
+def test_a_stream_continues_after_a_tensor_that_numpy_cannot_hold(stream_client: Any) -> None:
+    sparse = torch.tensor([1]).to_sparse()
+    first, refused, last = stream_client.stream([{"user": [1]}, {"user": sparse}, {"user": [1]}])
+
+    assert isinstance(refused, InvalidRequest)
+    assert refused.field == "features.user"
+    assert first["user"].tolist() == last["user"].tolist() == [[2, 3]]
 
 
 def test_a_deadline_ends_the_stream(stream_client: Any, model: FakeModel) -> None:
