@@ -27,7 +27,7 @@ ARGUMENTS: Arguments = (
     ("sizes", "1:90,50:9,500:1", "EXAMPLES:WEIGHT,… of the requests"),
     ("ids-max", 8, "ids of a bag, from 0 to this"),
     ("zipf", 1.05, "exponent of the ids' distribution, 0 is uniform"),
-    ("model", "", "served model; empty is the server's default"),
+    ("model", "", "NAME, NAME@ALIAS or NAME@VERSION; empty is the server's default"),
     ("vocabularies", "", "TABLE=FILE,… with an id a line, for tables that map ids"),
     ("stream-depth", 8, "requests under way on each gRPC stream"),
     ("timeout-s", 10.0, "of each request but those of streams"),

@@ -8,7 +8,7 @@ standard library's sockets and threads.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -126,12 +126,19 @@ class Traffic:
 
 
 def choose_model(models: ModelList, name: str) -> ModelInfo:
-    """Returns the model of that name. For "", returns the default model, or the only one. Raises
-    ValueError if there is none."""
-    served = {model.model: model for model in models.models}
+    """Returns the model of that name: NAME, NAME@ALIAS or NAME@VERSION. Its `model` is this name.
+    For "", returns the default model, or the only one. Raises ValueError if there is none."""
+    served = {
+        f"{model.model}@{model.alias}" if model.alias else model.model: model
+        for model in models.models
+    }
+    by_name = dict(served)
+    for model in models.models:  # like the server, which lists first what a name alone means
+        by_name.setdefault(model.model, model)
+        by_name.setdefault(f"{model.model}@{model.version}", model)
     name = name or models.default_model
-    if name in served:
-        return served[name]
+    if name in by_name:
+        return replace(by_name[name], model=name)
     if not name and len(served) == 1:
         return models.models[0]
     wrong = f"{name!r} is not served" if name else "the server has no default model"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,13 +259,34 @@ def test_what_cannot_be_asked_for_is_said() -> None:
 
 def test_the_model_is_the_named_the_default_or_the_only_one() -> None:
     one, two = model(("t", ("a",), rule()), name="one"), model(("t", ("a",), rule()), name="two")
-    assert choose_model(ModelList((one, two), "two"), "") is two
-    assert choose_model(ModelList((one, two), "two"), "one") is one
-    assert choose_model(ModelList((one,), ""), "") is one
+    assert choose_model(ModelList((one, two), "two"), "") == two
+    assert choose_model(ModelList((one, two), "two"), "one") == one
+    assert choose_model(ModelList((one,), ""), "") == one
     with pytest.raises(ValueError, match="--model: the server has no default model; there are one"):
         choose_model(ModelList((one, two), ""), "")
     with pytest.raises(ValueError, match="--model: 'three' is not served; there are one, two"):
         choose_model(ModelList((one, two), ""), "three")
+
+
+def test_a_version_is_named_like_in_requests() -> None:
+    """A model without a version is the first listed, unless one is served as the newest."""
+    stable = replace(
+        model(("t", ("a",), rule(rule="modulo", modulus=5))), version=3, alias="stable"
+    )
+    new = replace(model(("t", ("a",), rule(rule="modulo", modulus=9))), version=4, alias="new")
+    newest = replace(new, alias="")
+    names = ("shop", "shop@stable", "shop@3", "shop@new", "shop@4")
+    for versions, counts in (((stable, new), (5, 5, 5, 9, 9)), ((new, stable), (9, 5, 5, 9, 9))):
+        for name, count in zip(names, counts, strict=True):
+            traffic = Traffic(choose_model(ModelList(versions, ""), name), SETTINGS, {})
+            request = traffic.request(traffic.random(0))
+            assert (traffic.model, request.message().model) == (name, name)
+            assert (
+                ids_by_feature(choose_model(ModelList(versions, name), ""), {})["a"].count == count
+            )
+    assert choose_model(ModelList((stable, newest), ""), "shop").version == 4
+    with pytest.raises(ValueError, match=r"'shop@5' is not served; there are shop@stable, shop$"):
+        choose_model(ModelList((stable, newest), ""), "shop@5")
 
 
 def test_sizes_are_read() -> None:
