@@ -141,6 +141,7 @@ FromMetrics = Annotated[
         "requests that it received."
     ),
 ]
+POD_OPTIONS = "--workers, --tables, --follow, --hot-percent and --store"
 HotPercent = Annotated[
     float,
     typer.Option(help="Percent of mapped rows that the pod's memory holds.", min=0, max=100),
@@ -307,11 +308,11 @@ def plan(
             asked = server_at(from_metrics, ca, cert, key, token_file)
         elif ca or cert or key or token_file:
             raise ValueError("--ca, --cert, --key and --token-file are of --from-metrics")
-        pod = None
-        if kubernetes:
-            pod = PodOptions(workers, tables, follow, hot_percent / 100, store)
+        pod = PodOptions(workers, tables, follow, hot_percent / 100, store)
+        if not kubernetes and pod != PodOptions():
+            raise ValueError(f"{POD_OPTIONS} are of --kubernetes")
         options = PlanOptions(world_size, sharding, constraints, device_memory, device_type, output)
-        options = replace(options, from_metrics=asked, hosts=hosts, pod=pod)
+        options = replace(options, from_metrics=asked, hosts=hosts, pod=pod if kubernetes else None)
         if model:
             plan_version(source, model, version, options)
         else:

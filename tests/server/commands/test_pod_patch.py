@@ -312,6 +312,22 @@ def test_vocabularies_that_are_not_published_yet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "option",
+    [
+        ("--workers", "4"),
+        ("--tables", "mapped"),
+        ("--follow", "alias"),
+        ("--hot-percent", "30"),
+        ("--store", "s3://bucket/store"),
+    ],
+)
+def test_what_is_of_a_pod_needs_kubernetes(store: Path, option: tuple[str, str]) -> None:
+    result = run(store, "shop", *option)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "--workers, --tables, --follow, --hot-percent and --store are of" in result.stderr
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--tables", "none"), "tables is 'none', expected one of mapped, resident"),
