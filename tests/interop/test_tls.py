@@ -93,7 +93,8 @@ def secured(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     (folder / "clients.pem").write_bytes(authority.root + revoked)
     tokens = folder / "tokens"
     token = make_token(tokens, "batch", "--models", MODEL, "--requests-per-second", "1000")
-    expired = make_token(tokens, "late", "--expires", "2020-01-01")
+    expired = make_token(tokens, "late", "--expires", "2999-01-01")
+    tokens.write_text(tokens.read_text().replace("2999-01-01", "2020-01-01"))
     with tokens.open("a") as lines:
         lines.write('{"name": "by-certificate", "certificate": "ranker"}\n')
     options: tuple[object, ...] = (

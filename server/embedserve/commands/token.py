@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 
 from embedserve.access.grants import grant_of, new_token
@@ -21,7 +22,7 @@ def make_token(
     """Prints the line to stdout and the token to stderr, so that `>> FILE` stores only the line.
 
     Raises:
-        ValueError: an option is invalid.
+        ValueError: an option is invalid, or the token would have expired.
     """
     token, sha256 = new_token()
     found = {
@@ -34,7 +35,8 @@ def make_token(
         "concurrent": concurrent,
     }
     line = json.dumps({key: value for key, value in found.items() if value not in (None, [], "")})
-    grant_of(line)
+    if grant_of(line).expires_s <= time.time():
+        raise ValueError(f"expires is {expires!r}, expected a time in the future")
     print(line)
     print(token, file=sys.stderr)
 

@@ -1,0 +1,32 @@
+"""`embedserve token`: the line for a token file, and the token."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from embedserve.access.grants import grant_of
+from embedserve.commands.cli import app
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["token", "ranker", *arguments])
+
+
+def test_days_count_from_now() -> None:
+    before_s = int(time.time())
+    result = run("--expires", "90d", "--models", "a,b")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["models"] == ["a", "b"]
+    days = 90 * 24 * 3600
+    assert before_s + days <= grant_of(result.stdout).expires_s <= time.time() + days
+
+
+@pytest.mark.parametrize("expires", ["2020-01-01", "0d", "2020-01-01T12:00:00+02:00"])
+def test_a_token_that_has_expired_is_refused(expires: str) -> None:
+    result = run("--expires", expires)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"embedserve: expires is {expires!r}, expected a time in the future\n"
