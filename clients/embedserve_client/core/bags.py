@@ -61,14 +61,13 @@ class Bags:
 def split(field: str, value: object) -> Bags:
     """Returns flat values and lengths of ``value``, in any format of `Values`; does not check
     dtypes."""
-    if is_tensor(value):
-        value = numpy_of(field, value)
+    value = array_of(field, value)
     if isinstance(value, np.ndarray):
         return _split_array(field, value)
     if is_column(value):
         return Bags(*flat_and_lengths(field, value))
     if isinstance(value, tuple) and any(map(_is_array, value)):
-        return _split_pair(field, tuple(_array(field, part) for part in value))
+        return _split_pair(field, tuple(array_of(field, part) for part in value))
     if _is_sequence(value):
         return _split_sequence(field, value)
     raise InvalidRequest(f"{field}: {short(value)} is not {_FORMS}", field=field)
@@ -90,12 +89,18 @@ def strings_of(field: str, bags: Bags) -> list[str] | None:
     return strings
 
 
+def array_of(field: str, value: Any) -> Any:
+    """Returns a tensor as an array, and other values unchanged. Raises InvalidRequest for an array
+    with masked values, whose data would be sent without the mask."""
+    if is_tensor(value):
+        return numpy_of(field, value)
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise InvalidRequest(f"{field}: the array has masked values", field=field)
+    return value
+
+
 def _is_array(part: object) -> bool:
     return isinstance(part, np.ndarray) or is_tensor(part)
-
-
-def _array(field: str, part: object) -> object:
-    return numpy_of(field, part) if is_tensor(part) else part
 
 
 def _listed(array: NDArray[Any]) -> list[Any]:
@@ -179,7 +184,7 @@ def _check_lengths(field: str, lengths: NDArray[Any], flat_size: int) -> None:
 
 def _split_sequence(field: str, value: Sequence[Any]) -> Bags:
     if value and is_tensor(value[0]):
-        value = [_array(f"{field}[{at}]", bag) for at, bag in enumerate(value)]
+        value = [array_of(f"{field}[{at}]", bag) for at, bag in enumerate(value)]
     if not value or not _is_bag(value[0]):
         return Bags(list(value), np.array([len(value)], dtype=np.int32))
     for example, bag in enumerate(value):

@@ -14,13 +14,20 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_client.core.bags import Bags, Values, ids_of, split, strings_of, weights_of
+from embedserve_client.core.bags import (
+    Bags,
+    Values,
+    array_of,
+    ids_of,
+    split,
+    strings_of,
+    weights_of,
+)
 from embedserve_client.core.columns import (
     Column,
     check_distinct,
     columns_of,
     is_column,
-    is_tensor,
     numpy_of,
 )
 from embedserve_client.errors import InvalidRequest
@@ -145,8 +152,7 @@ def _joined_weights(weights: Weights, bags: Mapping[str, Bags]) -> NDArray[np.fl
 def _weights_like(field: str, value: Values, ids: Bags) -> NDArray[np.float32]:
     """Returns weights with the shape of the ids. A flat array may hold one weight per id, in
     order."""
-    if is_tensor(value):
-        value = numpy_of(field, value)
+    value = array_of(field, value)
     if isinstance(value, np.ndarray) and value.ndim == 1 and value.size == len(ids.flat):
         return weights_of(field, Bags(value, ids.lengths))
     given = split(field, value)

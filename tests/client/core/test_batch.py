@@ -117,6 +117,18 @@ def test_weights_of_another_shape_are_refused(ids: Any, weights: Any, message: s
         batch_of({"movie": ids}, {"movie": weights})
 
 
+@pytest.mark.parametrize("field", ["features.movie", "weights.movie"])
+def test_masked_values_are_refused(field: str) -> None:
+    masked = np.ma.masked_array([1, 2, 3], mask=[False, True, False])
+    for values in (masked, masked.reshape(1, 3), (masked, np.array([2, 1]))):
+        given: Any = {"movie": values}
+        request = (given,) if field == "features.movie" else ({"movie": [[1, 2], [3]]}, given)
+        with pytest.raises(InvalidRequest, match=f"^{field}: the array has masked values$"):
+            batch_of(*request)
+    whole = np.ma.masked_array([1, 2, 3], mask=False)
+    assert batch_of({"movie": whole}, {"movie": whole}).ids.tolist() == [1, 2, 3]
+
+
 def test_weights_of_a_feature_not_asked_for_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"^weights\.film: the request has no feature 'film'$"):
         batch_of({"movie": [1]}, {"film": [1.0]})
