@@ -245,7 +245,9 @@ def hostile_engine() -> FakeEngine:
 
 
 @asynccontextmanager
-async def served(engine: FakeEngine, folder: Path, *lines: dict[str, Any]) -> AsyncIterator[Live]:
+async def served(
+    engine: FakeEngine, folder: Path, *lines: dict[str, Any], management_host: str = ""
+) -> AsyncIterator[Live]:
     """A server of ``engine`` with labels that are markup, and tokens where there are ``lines``."""
     labels, tokens = folder / "labels.json", folder / "tokens"
     of_users = {"9007199254740993": MARKUP, "1": "</option><b>1", "2": MARKUP + "2"}
@@ -254,7 +256,7 @@ async def served(engine: FakeEngine, folder: Path, *lines: dict[str, Any]) -> As
     with ThreadPoolExecutor(1) as executor:
         access = Authenticator(str(tokens)) if lines else None
         pipeline = make_pipeline(engine, executor=executor, authenticator=access)
-        async with serving(pipeline, labels=str(labels)) as live:
+        async with serving(pipeline, labels=str(labels), management_host=management_host) as live:
             yield live
 
 
@@ -300,6 +302,7 @@ async def test_a_token_is_asked_for_and_kept_in_the_tab(page: Page, tmp_path: Pa
     lines = [
         {"name": "both", "sha256": hash_of(b"es_both"), "roles": ["admin", "embed"]},
         {"name": "caller", "sha256": hash_of(b"es_call"), "roles": ["embed"]},
+        {"name": "admin", "sha256": hash_of(b"es_admin"), "roles": ["admin"]},
     ]
     async with served(FakeEngine(), tmp_path, *lines) as live:
         await asyncio.to_thread(give_tokens, page, live.http_port)
@@ -321,6 +324,13 @@ def give_tokens(page: Page, port: int) -> None:
     page.until(FORM_IS_THERE)  # what it may
     page.until("/PERMISSION_DENIED/.test(document.querySelector('#state').innerText)")
     page.value("document.querySelector('#token').focus()")
+    page.write("es_admin")
+    page.press("Enter")
+    page.until("document.querySelector('#access').hidden")
+    page.value("document.querySelector('#ask-form').requestSubmit()")
+    page.until("!document.querySelector('#access').hidden")  # the figures are shown all the same
+    assert "PERMISSION_DENIED" in page.text("#access")
+    page.value("document.querySelector('#token').focus()")
     page.write("es_both")
     page.press("Enter")
     page.until(IS_LIVE)
@@ -331,6 +341,47 @@ def give_tokens(page: Page, port: int) -> None:
     assert page.value("[localStorage.length, document.cookie]") == [0, ""]
     page.open(f"http://127.0.0.1:{port}/console")  # again, in the same tab
     page.until(IS_LIVE)
+    page.value("sessionStorage.clear()")
+
+
+POLLS = """performance.getEntriesByType("resource").filter((one) => one.name.endsWith("/models"))
+  .length"""
+
+
+def until_polled(page: Page) -> None:
+    """Waits until a poll that began after the call has shown its answers."""
+    polled = page.value(POLLS)
+    begin = "document.dispatchEvent(new Event('visibilitychange'))"
+    page.until(f"{begin} && {POLLS} > {polled + 2}")
+
+
+async def test_a_lookup_asks_for_a_token_where_the_figures_need_none(
+    page: Page, tmp_path: Path
+) -> None:
+    line = {"name": "caller", "sha256": hash_of(b"es_call"), "roles": ["embed"]}
+    async with served(FakeEngine(), tmp_path, line, management_host="127.0.0.1") as live:
+        await asyncio.to_thread(look_up_with_a_token, page, live.management_port)
+
+
+def look_up_with_a_token(page: Page, port: int) -> None:
+    page.open(f"http://127.0.0.1:{port}/console")
+    page.until(FORM_IS_THERE)
+    page.until(IS_LIVE)
+    assert page.value("document.querySelector('#access').hidden")
+    page.value("document.querySelector('#ids-0').focus()")
+    page.write("1, 2")
+    page.press("Enter")
+    page.until("document.activeElement.id === 'token'")
+    until_polled(page)
+    assert focused(page) == "token"
+    page.write("es_call")
+    page.press("Enter")
+    page.until("document.querySelector('#access').hidden")
+    assert "$TOKEN" in page.text("#curl")
+    page.value("document.querySelector('#ask-form').requestSubmit()")
+    page.until("/^Answered/.test(document.querySelector('#answered').innerText)")
+    until_polled(page)
+    assert page.value("document.querySelector('#access').hidden")
     page.value("sessionStorage.clear()")
 
 

@@ -5,7 +5,7 @@ import { Between, Reading } from "./metrics.js";
 import { addPoints, showFigures } from "./figures.js";
 import { showModels, showPlans } from "./models.js";
 import { showLookups, showSlow, showUnknown } from "./traffic.js";
-import { offerModels, startAgain, startForm } from "./form.js";
+import { offerModels, startAgain, startForm, wasDenied } from "./form.js";
 import { byId, clock, say } from "./page.js";
 
 const POLL_MS = 2000;
@@ -38,7 +38,7 @@ async function look() {
   const between = await read().catch(orAdd(refusals));
   showModels(models, defaultModel, between);
   await Promise.all([showPlans(models), offerModels(models)]);
-  byId("access").hidden = true;
+  byId("access").hidden = !wasDenied(); // lookups may need a token where the figures need none
   byId("links").hidden = hasToken(); // a browser that follows a link sends no token
   if (between) {
     showFigures(between);
@@ -82,9 +82,8 @@ function showFailure(error) {
     showState("bad", `This page failed: ${error.message}`);
     throw error;
   }
-  const isAsked = error.status === 401 && !hasToken();
-  if (error.status === 401 || error.status === 403) askForToken(isAsked ? "" : error.message);
-  if (isAsked) {
+  if (error.isDenied) askForToken(error);
+  if (lacksToken(error)) {
     showState("paused", "Asks for a token");
     return;
   }
@@ -92,9 +91,13 @@ function showFailure(error) {
   showState("bad", `${error.message}${old}`);
 }
 
-function askForToken(why) {
+function lacksToken(error) {
+  return error.status === 401 && !hasToken();
+}
+
+function askForToken(error) {
   const form = byId("access");
-  say("access-why", why);
+  say("access-why", lacksToken(error) ? "" : error.message);
   if (!form.hidden) return;
   form.hidden = false;
   if (document.activeElement === document.body) byId("token").focus();
@@ -116,5 +119,8 @@ document.addEventListener("visibilitychange", () => {
   if (document.hidden) showState("paused", "Paused while nobody looks");
   poll();
 });
-startForm();
+startForm((error) => {
+  askForToken(error);
+  byId("token").focus();
+});
 poll();

@@ -12,8 +12,12 @@ const EXAMPLE_IDS = 3;
 let served = [];
 let asked = null; // the model that the fields belong to
 let named = new Map(); // the labels of the model's tables
+let isDenied = false; // whether the last lookup was
+let onDenied = null;
 
-export function startForm() {
+/** Starts the form, which calls ``whenDenied`` with the error of a lookup that is denied. */
+export function startForm(whenDenied) {
+  onDenied = whenDenied;
   byId("ask-form").addEventListener("submit", (event) => {
     event.preventDefault();
     lookUp();
@@ -39,8 +43,14 @@ export async function offerModels(models) {
 
 /** Discards the fields, to be created again: another token may have access to more labels. */
 export function startAgain() {
+  isDenied = false;
   served = [];
   asked = null;
+}
+
+/** Returns whether the last lookup was denied; false once there is another token. */
+export function wasDenied() {
+  return isDenied;
 }
 
 async function chooseModel() {
@@ -158,6 +168,7 @@ function exampleIds(table) {
 
 async function lookUp() {
   if (!asked) return;
+  isDenied = false;
   showError(null);
   showCurl();
   say("answered", "Asking …");
@@ -173,6 +184,8 @@ async function lookUp() {
     say("answered", "");
     fill("answer");
     showError(error);
+    isDenied = error.isDenied;
+    if (isDenied) onDenied(error);
   }
 }
 

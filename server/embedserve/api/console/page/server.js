@@ -34,6 +34,11 @@ export class Refused extends Error {
     this.status = status;
     this.field = field;
   }
+
+  /** Whether another token may be accepted. */
+  get isDenied() {
+    return this.status === 401 || this.status === 403;
+  }
 }
 
 /** Returns the response text of a route. A body is posted as JSON. */
