@@ -26,6 +26,9 @@ from server.live import Live, make_pipeline, serving
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
+from embedserve.batching.batcher import Batcher
+from embedserve.config import Limits
+from embedserve.model_info import ModelInfo
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve_client import EmbedClient
 from embedserve_store.format.id_rule import IdRule
@@ -344,6 +347,7 @@ def give_tokens(page: Page, port: int) -> None:
     page.value("sessionStorage.clear()")
 
 
+BEGIN_POLL = "document.dispatchEvent(new Event('visibilitychange'))"
 POLLS = """performance.getEntriesByType("resource").filter((one) => one.name.endsWith("/models"))
   .length"""
 
@@ -351,8 +355,7 @@ POLLS = """performance.getEntriesByType("resource").filter((one) => one.name.end
 def until_polled(page: Page) -> None:
     """Waits until a poll that began after the call has shown its answers."""
     polled = page.value(POLLS)
-    begin = "document.dispatchEvent(new Event('visibilitychange'))"
-    page.until(f"{begin} && {POLLS} > {polled + 2}")
+    page.until(f"{BEGIN_POLL} && {POLLS} > {polled + 2}")
 
 
 async def test_a_lookup_asks_for_a_token_where_the_figures_need_none(
@@ -379,10 +382,69 @@ def look_up_with_a_token(page: Page, port: int) -> None:
     page.until("document.querySelector('#access').hidden")
     assert "$TOKEN" in page.text("#curl")
     page.value("document.querySelector('#ask-form').requestSubmit()")
-    page.until("/^Answered/.test(document.querySelector('#answered').innerText)")
+    page.until("document.querySelector('.vector')")  # of the ids that were typed before
     until_polled(page)
     assert page.value("document.querySelector('#access').hidden")
     page.value("sessionStorage.clear()")
+
+
+async def test_the_form_follows_its_model_to_another_version(page: Page) -> None:
+    stable = FakeEngine(replace(model_info(), served_name="shop@stable"))
+    with ThreadPoolExecutor(1) as executor:
+        pipeline = make_pipeline(stable, FakeEngine(model_info("books")), executor=executor)
+
+        def switch(name: str, info: ModelInfo) -> None:
+            manifest = replace(info.manifest, version=8)
+            engine = FakeEngine(replace(info, manifest=manifest, served_name=name))
+            metrics = pipeline.metrics.models[name]
+            metrics.switch(engine.model, 0)
+            batcher = Batcher(engine, engine.model, Limits(), metrics, executor)
+            pipeline.models.activate(name, batcher)
+
+        async with serving(pipeline) as live:
+            await asyncio.to_thread(type_before_a_switch, page, live.http_port)
+            tables = [
+                TableSpec("t_shelf", 5, 4, ("shelf",), "none", "float32"),
+                TableSpec("t_user", 9, 4, ("user",), "none", "float32"),
+            ]
+            switch("shop@stable", info_of("shop", tables, {}))
+            await asyncio.to_thread(look_up_after_a_switch, page)
+            switch("books", model_info("books", {"user": (12, 4)}))
+            await asyncio.to_thread(see_the_newest_version, page)
+
+
+def type_before_a_switch(page: Page, port: int) -> None:
+    page.open(f"http://127.0.0.1:{port}/console")
+    page.until(FORM_IS_THERE)
+    assert page.text("#ask-model option:checked") == "shop 7 (stable)"
+    assert page.text("#hint-0") == "rows 0 to 6 of table t_user"
+    page.value("document.querySelector('#ids-0').focus()")
+    page.write("1, 2")
+
+
+def look_up_after_a_switch(page: Page) -> None:
+    page.until(f"{BEGIN_POLL} && /shelf/.test(document.querySelector('#ask-features').innerText)")
+    assert page.text("#ask-model option:checked") == "shop 8 (stable)"
+    assert page.text("#hint-1") == "rows 0 to 8 of table t_user"
+    assert "weights" not in page.text("#ask-features")
+    assert page.value("document.querySelector('#ids-1').value") == "1, 2"
+    page.value("document.querySelector('#ask-form').requestSubmit()")
+    page.until("/^Answered by shop version 8/.test(document.querySelector('#answered').innerText)")
+    select = "document.querySelector('#ask-model')"
+    page.value(f"{select}.value = 'books@7', {select}.dispatchEvent(new Event('change'))")
+    page.until("document.querySelector('#weights-0')")
+    assert page.value("document.querySelector('#ids-0').value") == "1, 2"
+    page.value("document.querySelector('#ids-0').focus()")
+
+
+def see_the_newest_version(page: Page) -> None:
+    page.until(f"{BEGIN_POLL} && document.querySelector('#hint-0').innerText.includes('11')")
+    assert page.value("document.querySelector('#ask-model').value") == "books@8"
+    assert "/models/books@8/embed" in page.text("#curl")
+    assert focused(page) == "ids-0"
+    page.write(", 3")
+    assert page.value("document.querySelector('#ids-0').value") == "1, 2, 3"
+    assert page.errors == []
 
 
 async def test_a_server_that_is_gone_and_a_page_that_nobody_sees(

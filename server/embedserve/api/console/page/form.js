@@ -28,24 +28,23 @@ export function startForm(whenDenied) {
   byId("curl-copy").addEventListener("click", copyCurl);
 }
 
-/** Offers the served models; the filled-in fields stay while their model is served. */
+/** Offers the served models. The chosen one stays while it is served, also by another version. */
 export async function offerModels(models) {
-  const names = models.map(nameOf);
-  const isSame = names.join() === served.map(nameOf).join();
+  const isAnew = !served.length;
+  const isSame = models.map(titleOf).join() === served.map(titleOf).join();
   served = models;
   if (isSame) return;
   const select = byId("ask-model");
-  const chosen = select.value;
   select.replaceChildren(...models.map((model) => element("option", { value: nameOf(model) }, titleOf(model))));
-  if (names.includes(chosen)) select.value = chosen;
-  await chooseModel();
+  const chosen = models.find((model) => model.model === asked?.model && model.alias === asked.alias);
+  if (chosen) select.value = nameOf(chosen);
+  await chooseModel(isAnew);
 }
 
-/** Discards the fields, to be created again: another token may have access to more labels. */
+/** Makes the next offer create the fields again: another token may have access to more labels. */
 export function startAgain() {
   isDenied = false;
   served = [];
-  asked = null;
 }
 
 /** Returns whether the last lookup was denied; false once there is another token. */
@@ -53,25 +52,43 @@ export function wasDenied() {
   return isDenied;
 }
 
-async function chooseModel() {
+async function chooseModel(isAnew = false) {
   const model = served.find((one) => nameOf(one) === byId("ask-model").value);
-  const isOther = !asked || !model || asked.features.join() !== model.features.join() || asked.model !== model.model;
-  asked = model ?? null;
-  if (!isOther || !asked) return;
-  named = await labelsOfModel(asked.model).catch(() => new Map());
-  fill("ask-features", ...asked.features.map(fieldsOf));
+  if (!model) return;
+  const isOther = isAnew || !asked || formOf(asked) !== formOf(model);
+  const labels = isOther ? await labelsOfModel(model.model).catch(() => new Map()) : named;
+  if (nameOf(model) !== byId("ask-model").value) return; // another was chosen meanwhile
+  if (isOther) createFields(model, labels);
+  else asked = model;
   showCurl();
 }
 
-function fieldsOf(feature, at) {
+/** Returns all that the fields depend on, to be compared. */
+function formOf(model) {
+  return JSON.stringify([model.model, model.features, model.tables, model.unpooled]);
+}
+
+/** Creates the fields of a model; features that the form had before keep what was typed. */
+function createFields(model, labels) {
+  const textOf = (id) => byId(id)?.value ?? "";
+  const typed = new Map(asked?.features.map((feature, at) => [feature, [`ids-${at}`, `weights-${at}`].map(textOf)]));
+  const focused = document.activeElement?.id;
+  [asked, named] = [model, labels];
+  fill("ask-features", ...model.features.map((feature, at) => fieldsOf(feature, at, typed.get(feature))));
+  if (focused) byId(focused)?.focus();
+}
+
+function fieldsOf(feature, at, [idsTyped, weightsTyped] = ["", ""]) {
   const table = tableOf(asked, feature);
   const hint = element("p", { class: "hint", id: `hint-${at}` }, hintOf(table));
   const ids = element("input", { id: `ids-${at}`, autocomplete: "off", spellcheck: "false", "aria-describedby": `hint-${at}` });
+  ids.value = idsTyped;
   const picker = named.has(table.name) ? labelPicker(table.name, feature, ids, at) : [];
   const line = element("div", { class: "ids" }, ids, ...picker);
   const parts = [element("label", { for: `ids-${at}` }, feature), line, hint];
   if (!asked.unpooled) {
     const weights = element("input", { id: `weights-${at}`, autocomplete: "off", inputmode: "decimal" });
+    weights.value = weightsTyped;
     parts.push(
       element("details", {}, element("summary", {}, "Weights"), element("label", { for: `weights-${at}` }, `weights of ${feature}`), weights),
     );
