@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -36,6 +36,7 @@ from embedserve_store.format.table_spec import TableSpec
 
 MARKUP = '<img src=x onerror="document.title=1">'
 """As a name: were it ever markup, the page's title would change."""
+HOSTILE_NAMES = {"t_user": {"9007199254740993": MARKUP, "1": "</option><b>1", "2": MARKUP + "2"}}
 TITLE = "embedserve console"
 FORM_IS_THERE = "document.querySelector('#ask-features .feature')"
 IS_LIVE = "document.querySelector('#state.good')"
@@ -249,12 +250,15 @@ def hostile_engine() -> FakeEngine:
 
 @asynccontextmanager
 async def served(
-    engine: FakeEngine, folder: Path, *lines: dict[str, Any], management_host: str = ""
+    engine: FakeEngine,
+    folder: Path,
+    *lines: dict[str, Any],
+    management_host: str = "",
+    names: Mapping[str, Mapping[str, str]] = HOSTILE_NAMES,
 ) -> AsyncIterator[Live]:
-    """A server of ``engine`` with labels that are markup, and tokens where there are ``lines``."""
+    """A server of ``engine`` with ``names`` as labels, and tokens where there are ``lines``."""
     labels, tokens = folder / "labels.json", folder / "tokens"
-    of_users = {"9007199254740993": MARKUP, "1": "</option><b>1", "2": MARKUP + "2"}
-    labels.write_text(json.dumps({"shop": {"t_user": of_users}}))
+    labels.write_text(json.dumps({engine.model.name: names}))
     tokens.write_text("\n".join(map(json.dumps, lines)))
     with ThreadPoolExecutor(1) as executor:
         access = Authenticator(str(tokens)) if lines else None
@@ -288,6 +292,29 @@ def look_at_hostile_names(page: Page, port: int) -> None:
     assert page.value("document.querySelectorAll('img, b:not(.shard b)').length") == 0
     assert page.value("document.title") == TITLE
     assert page.errors == []
+
+
+CITIES = ("New York", "San Jose", "Rome")
+NICKNAMES = {"t_city": {"New York": "Big Apple", "Rome": "Eternal City", "San Jose": "The Valley"}}
+
+
+async def test_strings_with_spaces_are_added_by_name(page: Page, tmp_path: Path) -> None:
+    rule = IdRule("map", id_type="string")
+    table = TableSpec("t_city", 3, 4, ("city",), "none", "float32", ids=rule)
+    engine = FakeEngine(info_of("trips", [table], {"t_city": CITIES}))
+    async with served(engine, tmp_path, names=NICKNAMES) as live:
+        await asyncio.to_thread(add_a_city_by_name, page, live.http_port)
+
+
+def add_a_city_by_name(page: Page, port: int) -> None:
+    page.open(f"http://127.0.0.1:{port}/console")
+    page.until(FORM_IS_THERE)
+    page.value("document.querySelector('#ids-0').value = 'New York, San Jose'")
+    tab_to(page, "label-0")
+    page.write("Eternal City")
+    page.press("Enter")
+    page.until("document.querySelector('#label-0').value === ''")
+    assert page.value("document.querySelector('#ids-0').value") == "New York, San Jose, Rome"
 
 
 async def test_parts_and_their_replicas_are_shown(page: Page, tmp_path: Path) -> None:

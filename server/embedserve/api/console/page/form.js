@@ -83,7 +83,7 @@ function fieldsOf(feature, at, [idsTyped, weightsTyped] = ["", ""]) {
   const hint = element("p", { class: "hint", id: `hint-${at}` }, hintOf(table));
   const ids = element("input", { id: `ids-${at}`, autocomplete: "off", spellcheck: "false", "aria-describedby": `hint-${at}` });
   ids.value = idsTyped;
-  const picker = named.has(table.name) ? labelPicker(table.name, feature, ids, at) : [];
+  const picker = named.has(table.name) ? labelPicker(table.name, feature, at) : [];
   const line = element("div", { class: "ids" }, ids, ...picker);
   const parts = [element("label", { for: `ids-${at}` }, feature), line, hint];
   if (!asked.unpooled) {
@@ -106,7 +106,7 @@ function hintOf(table) {
 }
 
 /** Returns an input that adds an id by its label, and its datalist. */
-function labelPicker(table, feature, ids, at) {
+function labelPicker(table, feature, at) {
   const list = element("datalist", { id: `labels-${at}` }, ...[...named.get(table).values()].map((label) => element("option", { value: label })));
   const picker = element("input", {
     id: `label-${at}`,
@@ -118,7 +118,7 @@ function labelPicker(table, feature, ids, at) {
   picker.addEventListener("change", () => {
     const found = [...named.get(table)].find(([, label]) => label === picker.value);
     if (!found) return;
-    ids.value = [...wordsOf(ids.value), found[0]].join(", ");
+    byId(`ids-${at}`).value = [...idWords(at), found[0]].join(", ");
     picker.value = "";
     showCurl();
   });
