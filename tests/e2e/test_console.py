@@ -295,13 +295,21 @@ def look_at_hostile_names(page: Page, port: int) -> None:
 
 
 CITIES = ("New York", "San Jose", "Rome")
-NICKNAMES = {"t_city": {"New York": "Big Apple", "Rome": "Eternal City", "San Jose": "The Valley"}}
+NICKNAMES = {
+    "t_city": {
+        "New York": "Big Apple",
+        "Atlantis": "Lost City",
+        "San Jose": "The Valley",
+        "Rome": "Eternal City",
+    }
+}
 
 
-async def test_strings_with_spaces_are_added_by_name(page: Page, tmp_path: Path) -> None:
-    rule = IdRule("map", id_type="string")
+async def test_cities_of_an_unpooled_model_have_nearest_ones(page: Page, tmp_path: Path) -> None:
+    rule = IdRule("map", id_type="string")  # an unknown id is an error
     table = TableSpec("t_city", 3, 4, ("city",), "none", "float32", ids=rule)
     engine = FakeEngine(info_of("trips", [table], {"t_city": CITIES}))
+    engine.tables["t_city"][:] = [[1, 0, 0, 0], [3, 4, 0, 0], [0, 1, 0, 0]]
     async with served(engine, tmp_path, names=NICKNAMES) as live:
         await asyncio.to_thread(add_a_city_by_name, page, live.http_port)
 
@@ -315,6 +323,12 @@ def add_a_city_by_name(page: Page, port: int) -> None:
     page.press("Enter")
     page.until("document.querySelector('#label-0').value === ''")
     assert page.value("document.querySelector('#ids-0').value") == "New York, San Jose, Rome"
+    page.until("document.querySelector('.nearest')")
+    assert "Nearest to Big Apple, by cosine" in page.text("#answer")
+    near = page.value("[...document.querySelectorAll('.nearest li')].map((one) => one.innerText)")
+    assert [" ".join(one.split()) for one in near] == ["The Valley 0.60", "Eternal City 0.00"]
+    refused = [one for one in page.errors if "status of 400" in one]
+    assert (len(refused), page.errors) == (1, refused)  # Atlantis is in no vocabulary
 
 
 async def test_parts_and_their_replicas_are_shown(page: Page, tmp_path: Path) -> None:
@@ -499,6 +513,26 @@ def hide_and_show(page: Page, port: int) -> None:
     page.value(hide.format("false") + event)
     page.until(IS_LIVE)
     assert any(url.endswith("/metrics") for url in page.requests)
+
+
+NEAREST = """
+import("/console/neighbours.js").then(async ({ nearest }) => {
+  const { models } = await fetch("models").then((answer) => answer.json());
+  const named = new Map([["1375666", "Inception"], ["133093", "The Matrix"]]);
+  const ask = (seq) => nearest(Array(models[0].length_per_key[0]).fill(1), { ...models[0], seq },
+    "candidate", "candidate", named, new Set(), String);
+  await ask(1);
+  await ask(1);
+  await ask(2);
+})
+"""
+
+
+def test_the_nearest_are_fetched_again_after_a_delta(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    page.value(NEAREST)
+    page.value("1")  # events that came before it are noted
+    assert sum(url.endswith("/embed") for url in page.requests) == 2
 
 
 VERSIONS = """

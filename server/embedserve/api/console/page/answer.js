@@ -28,7 +28,9 @@ export async function showAnswer(answer, model, words, named) {
   fill("answer", element("h3", {}, "Vectors"), ...note, ...boxes);
   for (const [at, key] of keys.entries()) {
     const { feature, table } = sourceOf(model, key);
-    if (named.has(table.name)) await addNearest(boxes[at], answer, key, feature, table, words[model.features.indexOf(feature)], named.get(table.name));
+    const all = words[model.features.indexOf(feature)];
+    const pooled = model.unpooled ? all.slice(0, 1) : all; // into the vector that is compared, the first
+    if (named.has(table.name)) await addNearest(boxes[at], answer, key, feature, table, pooled, named.get(table.name));
   }
 }
 
@@ -89,7 +91,7 @@ async function addNearest(box, answer, key, feature, table, words, named) {
   const but = new Set(words);
   const asked = words.map((word) => named.get(word) ?? word).join(", ");
   try {
-    const found = await nearest(vector, answer.model, answer.version, feature, key, named, but, (id) => idAsJson(table, id));
+    const found = await nearest(vector, answer, feature, key, named, but, (id) => idAsJson(table, id));
     const items = found.map((one) => {
       const bar = element("span", { class: "bar", "aria-hidden": "true" });
       bar.style.setProperty("--share", `${Math.max(0, 100 * one.cosine).toFixed(1)}%`);

@@ -4,6 +4,7 @@ import { ask, inPath } from "./server.js";
 
 const EXAMPLES_MAX = 1000;
 const NEAREST_MAX = 6;
+const REJECTED_MAX = 16; // each rejected id costs a request, which counts as failed
 const labels = new Map();
 const vectors = new Map();
 
@@ -16,30 +17,43 @@ export async function labelsOfModel(model) {
   return labels.get(model);
 }
 
-/** Returns the ids of ``named`` nearest to ``vector``, except ``but``, as [{id, label, cosine}]. */
-export async function nearest(vector, model, version, feature, key, named, but, written) {
-  const ids = [...named.keys()];
-  const kept = `${model}@${version} ${key}`;
+/** Returns the ids of ``named`` nearest to ``vector`` of ``answer``, except ``but``, as [{id, label, cosine}]. */
+export async function nearest(vector, answer, feature, key, named, but, written) {
+  const name = `${answer.model}@${answer.version}`;
+  const kept = `${name} ${answer.seq} ${key}`; // a delta changes rows of the same version
   if (!vectors.has(kept)) {
     vectors.clear(); // only one table's vectors are cached
-    vectors.set(kept, await vectorsOf(ids, `${model}@${version}`, feature, key, written));
+    vectors.set(kept, await vectorsOf([...named.keys()], name, feature, key, written));
   }
-  const all = vectors.get(kept);
-  const found = ids.map((id, at) => ({ id, label: named.get(id), cosine: cosine(vector, all[at]) }));
+  const found = [...vectors.get(kept)].map(([id, other]) => ({ id, label: named.get(id), cosine: cosine(vector, other) }));
   return found
     .filter((one) => !but.has(one.id) && one.cosine > -1)
     .sort((one, other) => other.cosine - one.cosine)
     .slice(0, NEAREST_MAX);
 }
 
+/** Returns the vectors by id. Ids that the version rejects are left out: labels are of all versions. */
 async function vectorsOf(ids, name, feature, key, written) {
-  const all = [];
-  for (let start = 0; start < ids.length; start += EXAMPLES_MAX) {
-    const bags = ids.slice(start, start + EXAMPLES_MAX).map((id) => `[${written(id)}]`);
+  const found = new Map();
+  const left = [...ids];
+  let rejected = 0;
+  while (left.length) {
+    const some = left.slice(0, EXAMPLES_MAX);
+    const bags = some.map((id) => `[${written(id)}]`);
     const body = `{"features":{${JSON.stringify(feature)}:[${bags}]},"output_keys":[${JSON.stringify(key)}]}`;
-    all.push(...(await ask(`models/${inPath(name)}/embed`, body)).values);
+    try {
+      const { values } = await ask(`models/${inPath(name)}/embed`, body);
+      const rows = Array.isArray(values) ? values : values[key]; // by key if the model is unpooled
+      some.forEach((id, at) => found.set(id, rows[at]));
+      left.splice(0, some.length);
+    } catch (error) {
+      const place = /\[(\d+)\]\[0\]$/.exec(error.field);
+      rejected += 1;
+      if (!place || rejected > REJECTED_MAX) throw error;
+      left.splice(Number(place[1]), 1);
+    }
   }
-  return all;
+  return found;
 }
 
 function cosine(one, other) {
