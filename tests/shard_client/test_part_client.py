@@ -288,7 +288,7 @@ def test_a_slow_call_is_hedged_and_the_loser_cancelled() -> None:
     second.answer()
     assert first.is_cancelled
     assert bench.replies[0].status == 0
-    assert (bench.part.stats.hedges, bench.part.stats.hedge_wins) == (1, 1)
+    assert bench.part.stats.hedges == 1
     bench.time.advance(1)
 
 

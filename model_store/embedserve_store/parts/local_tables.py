@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from embedserve_store.format.table_groups import table_groups
 from embedserve_store.format.table_spec import TableSpec
-from embedserve_store.plans.host_plan import HostPlan
+from embedserve_store.plans.host_plan import HostPlan, group_bytes
 
 
 def local_tables(
@@ -26,8 +26,8 @@ def local_tables(
     ]
     chosen: set[str] = set()
     left_bytes = bytes_max
-    for group in sorted(groups, key=_group_bytes):
-        left_bytes -= _group_bytes(group)
+    for group in sorted(groups, key=group_bytes):
+        left_bytes -= group_bytes(group)
         if left_bytes < 0:
             break
         chosen.update(table.name for table in group)
@@ -38,10 +38,6 @@ def _is_whole(table: TableSpec, hosts: HostPlan) -> bool:
     return any(
         len(hosts.rows_on(table.name, part)) == table.num_embeddings for part in range(hosts.parts)
     )
-
-
-def _group_bytes(group: Sequence[TableSpec]) -> int:
-    return sum(table.nbytes for table in group)
 
 
 def with_local_part(hosts: HostPlan, local: Collection[str]) -> HostPlan:

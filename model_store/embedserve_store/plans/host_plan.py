@@ -145,9 +145,9 @@ def plan_hosts(
         bounds |= {table.name: _clipped(cuts, table) for table in group}
     cut_tables = [table for table in tables if table.name in bounds]
     held = HostPlan(parts, bounds).bytes_per_part(cut_tables)
-    for group in sorted(whole, key=_group_bytes, reverse=True):
+    for group in sorted(whole, key=group_bytes, reverse=True):
         part = held.index(min(held))
-        held[part] += _group_bytes(group)
+        held[part] += group_bytes(group)
         cuts = [0 if one <= part else _row_count(group) for one in range(parts + 1)]
         bounds |= {table.name: _clipped(cuts, table) for table in group}
     if not min(held):
@@ -173,7 +173,7 @@ def with_hosts(plan: Plan, tables: Sequence[TableSpec], hosts: int | None) -> Pl
 
 
 def _stays_whole(group: Sequence[TableSpec], plan: Plan, parts: int, small_bytes: float) -> bool:
-    if _row_count(group) < parts or _group_bytes(group) < small_bytes:
+    if _row_count(group) < parts or group_bytes(group) < small_bytes:
         return True
     constraints = (plan.constraints.get(table.name) for table in group)
     return any(
@@ -187,7 +187,7 @@ def _cut(group: Sequence[TableSpec], part: int, parts: int) -> int:
 
     Tables of a group with fewer rows add bytes to its first rows only.
     """
-    left, start = _group_bytes(group) * part // parts, 0
+    left, start = group_bytes(group) * part // parts, 0
     for count in sorted({table.num_embeddings for table in group}):
         width = sum(table.row_bytes for table in group if table.num_embeddings >= count)
         if left <= (count - start) * width:
@@ -201,7 +201,8 @@ def _row_count(group: Sequence[TableSpec]) -> int:
     return max(table.num_embeddings for table in group)
 
 
-def _group_bytes(group: Sequence[TableSpec]) -> int:
+def group_bytes(group: Sequence[TableSpec]) -> int:
+    """Returns the bytes of the rows of all tables of ``group``."""
     return sum(table.nbytes for table in group)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime
 
 from embedserve_store.errors import StoreError
 from embedserve_store.format.note import FOLDER, Note, file_name
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
-from embedserve_store.publishing.added_file import ATTEMPTS, user, writer
+from embedserve_store.publishing.added_file import ATTEMPTS, now, user, writer
 from embedserve_store.publishing.record_event import record_event
 
 
@@ -38,7 +37,7 @@ def add_note(
         raise StoreError("text is empty: a note says something")
     models = ModelStore(store)
     number = models.manifest(model, version).version
-    when = datetime.now(UTC).isoformat(timespec="seconds")
+    when = now()
     write = writer(models.where, f"{model}/{FOLDER}")
     for _ in range(ATTEMPTS):
         last = max(models.note_numbers(model, number), default=0)

@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from embedserve_store.errors import UnreachableError
@@ -42,6 +43,11 @@ def user() -> str:
     except (KeyError, OSError):  # the user id has no name, as in a container
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
+
+
+def now() -> str:
+    """Returns the time of a change, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 Write = Callable[[str, bytes], bool]

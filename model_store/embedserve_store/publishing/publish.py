@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -37,6 +36,7 @@ from embedserve_store.format.table_spec import (
 from embedserve_store.goldens.expected import Expected, read_expected
 from embedserve_store.model_store import ModelStore
 from embedserve_store.plans.plan import Plan
+from embedserve_store.publishing.added_file import now
 from embedserve_store.publishing.expected_answers import coverage_of, expected_goldens
 from embedserve_store.publishing.options import PublishOptions, check_option_names
 from embedserve_store.publishing.publish_source import (
@@ -360,7 +360,7 @@ def provenance(kind: str) -> dict[str, Any]:
     """Returns the first entries of Manifest.source, for a version that is published now."""
     return {
         "kind": kind,
-        "published_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "published_at": now(),
         "versions": {name: _installed(name) for name in ("torch", "torchrec", "embedserve")},
     }
 

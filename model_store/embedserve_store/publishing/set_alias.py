@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 
 from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.alias import FOLDER, Alias, check_name, file_name
@@ -21,7 +20,7 @@ from embedserve_store.format.delta_manifest import (
 from embedserve_store.format.delta_manifest import FOLDER as DELTAS
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
-from embedserve_store.publishing.added_file import ATTEMPTS, user, writer
+from embedserve_store.publishing.added_file import ATTEMPTS, now, user, writer
 from embedserve_store.publishing.record_event import record_event
 
 
@@ -72,7 +71,7 @@ def set_alias(
         at_seq = other.at_seq
     if at_seq is not None:
         _check_delta(models, model, number, at_seq)
-    when = datetime.now(UTC).isoformat(timespec="seconds")
+    when = now()
     change = Alias(model, name, 0, number, who, when, why, float(share), float(shadow), at_seq)
     write = writer(models.where, f"{model}/{FOLDER}")
     for _ in range(ATTEMPTS):
@@ -169,9 +168,9 @@ def roll_back(
             or delta no longer exists; or in the cases of set_alias.
     """
     models = ModelStore(store)
-    now = models.aliases(model)
-    if name not in now:
-        there = ", ".join(now) or "none"
+    aliases = models.aliases(model)
+    if name not in aliases:
+        there = ", ".join(aliases) or "none"
         raise StoreError(f"{models.where}/{model}: no alias {name!r}, aliases are {there}")
     past, at_seqs = _past(models, model, name)
     if to is None and len(past) == 1:
@@ -192,12 +191,14 @@ def roll_back(
     if at_seq is not None:
         _check_delta(models, model, number, at_seq)
     rows = (number, at_seq)
-    others = [one for one in now.values() if one.name != name and (one.version, one.at_seq) != rows]
+    others = [
+        one for one in aliases.values() if one.name != name and (one.version, one.at_seq) != rows
+    ]
     removed = tuple(one for one in others if one.share or one.shadow)
     for one in removed:
         set_alias(store, model, one.name, None, why=why, who=who)
     after = set_alias(store, model, name, number, why=why, who=who, at_seq=at_seq)
-    return Rollback(now[name], after, removed)
+    return Rollback(aliases[name], after, removed)
 
 
 def _past(models: ModelStore, model: str, name: str) -> tuple[list[int], dict[int, int | None]]:

@@ -10,6 +10,8 @@ import threading
 import time
 from typing import Any
 
+from embedserve_store.remote.store_errors import one_line
+
 logger = logging.getLogger(__name__)
 
 LOG_S = 60.0
@@ -60,6 +62,6 @@ class RetryLog:
 def _reason(response: Any, error: Exception | None) -> str | None:
     """Returns why an attempt failed; None if it succeeded or the caller is at fault."""
     if error is not None:
-        return " ".join(str(error).split()) or type(error).__name__
+        return one_line(error)
     status = 0 if response is None else response[0].status_code
     return f"HTTP status {status}" if status >= SERVER_ERROR else None

@@ -24,6 +24,10 @@ GRANTS_MAX = 10_000
 TOKENS_MAX = 2
 """Tokens per grant: the current token and the next, for rotation."""
 ROLES = ("embed", "admin")
+EMBEDDERS = frozenset({"embed"})
+"""Roles that may look up vectors."""
+CALLERS = frozenset(ROLES)
+"""Roles that may list models."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 NEVER = float("inf")

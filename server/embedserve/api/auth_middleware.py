@@ -17,6 +17,7 @@ from embedserve.access.authenticator import (
     one_header,
 )
 from embedserve.access.client_address import PEER, ClientAddresses
+from embedserve.access.grants import CALLERS
 from embedserve.api.console.routes import PAGE_PATHS
 from embedserve.codec.json_codec import encode_error
 from embedserve.codec.open_inference import body_answers
@@ -31,7 +32,6 @@ LINES_MAX = 10
 PATH_CHARACTERS_MAX = 200
 """Characters of a request's path that are logged."""
 ANYBODY: frozenset[str] = frozenset()
-CALLERS = frozenset({"embed", "admin"})
 ADMINS = frozenset({"admin"})
 
 

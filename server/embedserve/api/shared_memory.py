@@ -12,13 +12,13 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import BaseModel, Field, ValidationError
 
 from embedserve.access.authenticator import CERTIFICATE, one_header
+from embedserve.access.grants import EMBEDDERS
 from embedserve.errors import InvalidRequestError, PermissionDeniedError, RequestTooLargeError
 from embedserve.pipeline import ORIGIN, RequestPipeline
 from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 
 PREFIX = "/v2/systemsharedmemory"
 BODY_BYTES_MAX = 4096
-EMBEDDERS = frozenset({"embed"})
 
 
 class Range(BaseModel):

@@ -34,10 +34,6 @@ from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.model_info import ModelInfo
 
 
-def _do_nothing() -> None:
-    return None
-
-
 class BatchRunner:
     """Runs the batches of one version of a model. All calls come from one event loop.
 
@@ -63,7 +59,7 @@ class BatchRunner:
             on_ended: callback after the end of a batch that did not end at once: its queue may run
                 the next one.
         """
-        self.on_batch_done: Callable[[], None] = _do_nothing
+        self.on_batch_done: Callable[[], None] = lambda: None
         self.shadow: Shadow | None = None
         self._model = model
         self._lookups = LookupExecutor(engine, model, executor, threads)

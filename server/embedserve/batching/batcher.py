@@ -35,10 +35,6 @@ BAG_BYTES = 16
 added to the work of a request for each of its bags."""
 
 
-def _do_nothing() -> None:
-    return None
-
-
 class Batcher:
     """The two queues of one version of a model, and the loop that drains them.
 
@@ -64,8 +60,8 @@ class Batcher:
             executor: thread pool for batches that are too large for the event loop's thread.
             threads: number of pieces that a large batch is split into; see LookupExecutor.
         """
-        self.on_full: Callable[[], None] = _do_nothing
-        self.on_room: Callable[[], None] = _do_nothing
+        self.on_full: Callable[[], None] = lambda: None
+        self.on_room: Callable[[], None] = lambda: None
         self.model = model
         self.runner = BatchRunner(engine, model, metrics, executor, threads, self._schedule_next)
         self._limits = limits

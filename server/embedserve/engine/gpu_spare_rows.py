@@ -51,7 +51,6 @@ class GpuSpareRows:
                 its kernels can number.
         """
         self._live = live
-        self._device = device
         for spare in live.table_spares:
             _check_numbers(spare)
         self._pages = GpuPages(device)

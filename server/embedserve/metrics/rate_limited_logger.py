@@ -46,10 +46,9 @@ class RateLimitedTracebacks(logging.Filter):
     """Log filter that limits the tracebacks from each place in the code, so that a client that
     triggers the same error repeatedly cannot fill the log."""
 
-    def __init__(self, lines: int = TRACEBACKS_MAX) -> None:
-        """``lines`` is the number of tracebacks logged from one place in PERIOD_S."""
+    def __init__(self) -> None:
         super().__init__()
-        self._quota = Quota(lines)
+        self._quota = Quota(TRACEBACKS_MAX)
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.exc_info:

@@ -153,7 +153,6 @@ class PartCall:
 
     __slots__ = (
         "_attempts",
-        "_hedge",
         "_key",
         "_nbytes",
         "_on_done",
@@ -184,7 +183,6 @@ class PartCall:
         self._nbytes = sum(map(len, message))
         self._attempts: list[Attempt] = []
         self._tried: list[PartReplica] = []
-        self._hedge: Attempt | None = None
         self._rejections = 0
         self._reply: Reply | None = None  # to fail with, once nothing is left to try
         self._start_s = 0.0
@@ -215,14 +213,12 @@ class PartCall:
         if not self.is_over:
             self._end(CANCELLED_OUTCOME, self.part.clock())
 
-    def _call(self, replica: PartReplica, now_s: float, next_due: int, reason: str) -> Attempt:
+    def _call(self, replica: PartReplica, now_s: float, next_due: int, reason: str) -> None:
         stats = self.part.stats
         stats.attempts += 1
         stats.bytes_sent += self._nbytes
         self._tried.append(replica)
-        attempt = Attempt(self, replica, now_s, next_due, reason)
-        self._attempts.append(attempt)
-        return attempt
+        self._attempts.append(Attempt(self, replica, now_s, next_due, reason))
 
     # Events of calls
 
@@ -232,7 +228,7 @@ class PartCall:
         replica = part.choose(self._key, self._tried, is_optional=True)
         if replica is not None and part.hedges.try_take():
             part.stats.hedges += 1
-            self._hedge = self._call(replica, now_s, HANG_DUE, BY_HEDGE)
+            self._call(replica, now_s, HANG_DUE, BY_HEDGE)
 
     def on_hang(self, attempt: Attempt, now_s: float) -> bool:
         """Calls another replica, as ``attempt`` hangs. Returns whether it did.
@@ -271,8 +267,6 @@ class PartCall:
         if status == OK:
             self.part.recent.add(now_s - attempt.start_s)
             self.part.stats.bytes_received += len(reply.payload)
-            if attempt is self._hedge:
-                self.part.stats.hedge_wins += 1
         elif status in RETRYABLE and not reply.is_too_large:
             self._on_failure(attempt, reply, now_s)
             return

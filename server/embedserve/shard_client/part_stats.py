@@ -83,7 +83,6 @@ class PartStats:
         in_flight: lookups in flight.
         attempts: calls of replicas, retries and hedges included.
         hedges: second calls of lookups that took long.
-        hedge_wins: hedges that were answered first.
         retries: calls after one that failed.
         hung: calls elsewhere because a replica was silent.
         bytes_sent: bytes of request messages, of every attempt.
@@ -95,7 +94,6 @@ class PartStats:
     in_flight: int = 0
     attempts: int = 0
     hedges: int = 0
-    hedge_wins: int = 0
     retries: int = 0
     hung: int = 0
     bytes_sent: int = 0

@@ -14,6 +14,8 @@ from embedserve.access.authenticator import Certificate
 
 Headers = list[tuple[bytes, bytes]]
 
+LENGTH_DIGITS_MAX = 19
+"""Digits of a length in a header."""
 UNREAD_S_MAX = 30.0
 """Seconds a response may wait for its client to read or to open a flow-control window."""
 READ_BYTES_MIN = 64 << 10

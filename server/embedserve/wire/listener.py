@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 4096
+"""Connections that wait on a socket to be accepted, at most."""
 RETRY_S = 1.0
 """Seconds before accepting is retried after an error such as too many open files."""
 

@@ -26,14 +26,13 @@ from embedserve.wire.http1.fast_path import FastPathConnection
 from embedserve.wire.http1.header_templates import HeaderTemplateCache
 from embedserve.wire.http2.protocol import Http2Protocol
 from embedserve.wire.http2.upload_budget import UploadBudget
-from embedserve.wire.listener import Listener
+from embedserve.wire.listener import BACKLOG, Listener
 from embedserve.wire.router import Router
 from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.tls.handshake import Handshake, Handshakes
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 4096
 ACCEPTS_MAX = 16
 """Connections accepted on a port in an event-loop iteration: about a millisecond of work."""
 CHECK_S = 1.0

@@ -70,7 +70,6 @@ INLINE_FIELDS_MAX = 4096
 INPUTS_TAG = tag_of(number_of(_Request, "inputs"), LENGTH_DELIMITED)
 MODEL_TAG = tag_of(number_of(_Request, "model_name"), LENGTH_DELIMITED)
 VERSION_TAG = tag_of(number_of(_Request, "model_version"), LENGTH_DELIMITED)
-REQUEST_ID_TAG = tag_of(number_of(_Request, "id"), LENGTH_DELIMITED)
 RAW_TAG = tag_of(number_of(_Request, "raw_input_contents"), LENGTH_DELIMITED)
 NAME_TAG = tag_of(number_of(_InputMessage, "name"), LENGTH_DELIMITED)
 SHAPE_TAG = tag_of(number_of(_InputMessage, "shape"), LENGTH_DELIMITED)

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from embedserve.processes.startup.socket_files import SocketFile, listen_at
-
-BACKLOG = 4096
+from embedserve.wire.listener import BACKLOG
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-BACKLOG = 4096
+from embedserve.wire.listener import BACKLOG
+
 LOCK_S_MAX = 1.0
 """Seconds for which another process may keep the folder locked. Servers hold the lock only while
 they create or remove a file, which takes a moment."""

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from embedserve.access.authenticator import Authenticator, headers_by_name
 from embedserve.access.caller_quota import CallerQuota
+from embedserve.access.grants import CALLERS, EMBEDDERS
 from embedserve.codec import protobuf_answers
 from embedserve.codec.codec import Codec
 from embedserve.codec.predictor_codec import MIN_SEQ_HEADER
@@ -40,8 +41,6 @@ Method = Callable[[bytes, RequestOptions, HeadersByName], MakeCall]
 """Resolver of (encoding, request options, headers) to a handler factory of calls."""
 ONCE_METADATA = frozenset({ROUTING_KEY, MIN_SEQ_HEADER, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
-EMBEDDERS = frozenset({"embed"})
-CALLERS = frozenset({"embed", "admin"})
 
 
 class GrpcService:

@@ -22,7 +22,7 @@ from embedserve.tracing.trace_context import TRACEPARENT
 from embedserve.wire.allowed_hosts import AllowedHosts
 from embedserve.wire.http1.header_checks import BLANKS, HEAD_BYTES_MAX
 from embedserve.wire.http1.request_parser import RequestParser
-from embedserve.wire.http_stream import HttpRequest
+from embedserve.wire.http_stream import LENGTH_DIGITS_MAX, HttpRequest
 from embedserve.wire.rest.headers import (
     JSON_LENGTH,
     embed_route,
@@ -55,7 +55,6 @@ headers_by_name decides its value."""
 SPECIAL_HEADERS = {b"transfer-encoding", b"expect", b"upgrade"}
 SPECIAL_CHARACTERS = set("%?")
 """Characters of a URL that is not a literal path."""
-LENGTH_DIGITS_MAX = 19
 CONTROLS = bytes(c for c in (*range(32), 127) if c != ord("\t"))
 """Control characters: never part of a header value (RFC 9110, section 5.5), or the end of a line.
 """

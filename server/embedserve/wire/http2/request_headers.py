@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from embedserve.wire.http2.stream import Stream
-from embedserve.wire.http_stream import Handler, Headers, HttpRequest
+from embedserve.wire.http_stream import LENGTH_DIGITS_MAX, Handler, Headers, HttpRequest
 
 PSEUDO = {b":method", b":scheme", b":path", b":authority"}
 CONNECTION_SPECIFIC = {
@@ -20,7 +20,6 @@ CONNECTION_SPECIFIC = {
     b"transfer-encoding",
     b"upgrade",
 }
-LENGTH_DIGITS_MAX = 19
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _METHOD = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(rb"[^\0\r\n]*")

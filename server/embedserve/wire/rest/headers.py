@@ -20,14 +20,13 @@ from embedserve.lookup_types import ResponseChunks
 from embedserve.metrics.metrics import ProtocolMetrics
 from embedserve.pipeline import ROUTING_KEY, RequestOptions
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList
-from embedserve.wire.http_stream import Headers
+from embedserve.wire.http_stream import LENGTH_DIGITS_MAX, Headers
 
 EncodeError = Callable[[EmbedServeError], bytes]
 ERRORS_MAX = 16
 """Error responses that are cached."""
 JSON_LENGTH = b"inference-header-content-length"
 """Header with the bytes of JSON in an Open Inference Protocol body; binary tensors follow it."""
-LENGTH_DIGITS_MAX = 19
 NO_WEIGHT = re.compile(rb";\s*q=0(?:\.0*)?\s*(?:;|$)")
 """Weight 0 of a media range (in lower case) of an Accept header: the range is not acceptable."""
 ONCE_HEADERS = frozenset({ROUTING_KEY, b"x-timeout-ms", JSON_LENGTH})
