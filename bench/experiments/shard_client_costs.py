@@ -21,7 +21,7 @@ import uvloop
 from embedserve.shard_client.call_headers import CallHeaders
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.http2_client import Http2Client
-from embedserve.shard_client.part_client import PartClient, PartOptions, connector
+from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.part_stats import VersionKey
 from embedserve.shard_client.reply import Reply
 from embedserve.shard_client.shard_connection import SERVICE, ConnectionOptions, ShardConnection
@@ -176,7 +176,9 @@ async def measure(message_bytes: int, port: int) -> None:
     options = ConnectionOptions()
     connection = ShardConnection(("127.0.0.1", port), options, ready.set, print)
     await ready.wait()
-    part = PartClient(0, 1, connector(options), PartOptions())
+    part = PartClient(
+        0, 1, lambda address, *events: ShardConnection(address, options, *events), PartOptions()
+    )
     part.expect(KEY, "f")
     part.set_addresses([("127.0.0.1", port)])
     await asyncio.sleep(JOIN_S)

@@ -13,11 +13,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from shard_client.shards import GrpcShard, grpc_shard
 
-from embedserve.shard_client.part_client import PartClient, PartOptions, connector
+from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.part_stats import VersionKey
 from embedserve.shard_client.replica import ReplicaConnection
 from embedserve.shard_client.reply import Reply
-from embedserve.shard_client.shard_connection import Address, ConnectionOptions
+from embedserve.shard_client.shard_connection import Address, ConnectionOptions, ShardConnection
 
 KEY = VersionKey("dlrm", 7)
 WAIT_S = 30
@@ -27,7 +27,12 @@ WAIT_S = 30
 async def two_replicas() -> AsyncIterator[tuple[PartClient, list[GrpcShard]]]:
     async with AsyncExitStack() as stack:
         shards = [await stack.enter_async_context(grpc_shard()) for _ in range(2)]
-        part = PartClient(1, 4, connector(ConnectionOptions()), PartOptions(call_timeout_s=2))
+        part = PartClient(
+            1,
+            4,
+            lambda address, *events: ShardConnection(address, ConnectionOptions(), *events),
+            PartOptions(call_timeout_s=2),
+        )
         part.expect(KEY, "f7")
         part.set_addresses([("127.0.0.1", shard.port) for shard in shards])
         await until(lambda: part.versions()[KEY] == 2)
@@ -54,14 +59,14 @@ async def until(is_so: Callable[[], bool]) -> None:
 async def test_a_host_that_is_no_name_is_reported_and_tried_again(
     host: str, options: ConnectionOptions
 ) -> None:
-    connect, connects = connector(options), 0
+    connects = 0
 
     def counted(
         address: Address, on_ready: Callable[[], None], on_end: Callable[[str], None]
     ) -> ReplicaConnection:
         nonlocal connects
         connects += 1
-        return connect(address, on_ready, on_end)
+        return ShardConnection(address, options, on_ready, on_end)
 
     part = PartClient(1, 4, counted)
     part.expect(KEY, "f7")

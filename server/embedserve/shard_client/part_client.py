@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import random
 from time import monotonic
 
@@ -23,8 +22,6 @@ from embedserve.shard_client.replica import Connect, PartReplica, Served
 from embedserve.shard_client.shard_connection import (
     Address,
     CallHandle,
-    ConnectionOptions,
-    ShardConnection,
     shown,
 )
 from embedserve.shard_client.share_budget import ShareBudget
@@ -81,7 +78,7 @@ class PartClient:
         Args:
             part: number of the part.
             parts: number of parts.
-            connect: makes a connection, see ``connector``.
+            connect: makes a connection.
             options: options of the lookups.
             clock: monotonic clock, which also sets ``last_received_s`` of the connections.
             call_later: starts a timer; default: the running event loop's.
@@ -242,17 +239,3 @@ def _less_busy(replicas: Sequence[PartReplica]) -> PartReplica:
 
 def _in_flight(replica: PartReplica) -> int:
     return 0 if replica.connection is None else replica.connection.in_flight
-
-
-def connector(options: ConnectionOptions) -> Connect:
-    """Returns a function that connects to shards with ``options``."""
-    return partial(_connect, options)
-
-
-def _connect(
-    options: ConnectionOptions,
-    address: Address,
-    on_ready: Callable[[], None],
-    on_end: Callable[[str], None],
-) -> ShardConnection:
-    return ShardConnection(address, options, on_ready, on_end)
