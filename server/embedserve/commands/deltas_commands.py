@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from embedserve.commands.cli_errors import cli_errors
-from embedserve.commands.store_commands import Cache, Model, Store
+from embedserve.commands.store_commands import Cache, DryRun, Model, Store
 from embedserve.commands.switch import Command, Group, switch
 
 DEFAULT = "list"
@@ -135,7 +135,7 @@ def prune(
     keep_hours: Annotated[
         float, typer.Option(help="Keep all deltas that are younger.", min=0)
     ] = 24.0,
-    dry_run: Annotated[bool, switch("--dry-run", help="Only show what would be removed.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Remove the deltas that no stored version needs, the oldest first."""
     with cli_errors():

@@ -15,6 +15,7 @@ import typer
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine, check_releases, installed_versions
 from embedserve.commands.server_commands import Ca, Cert, Key, TokenFile
+from embedserve.commands.store_commands import Version
 from embedserve.commands.switch import switch
 
 Checkpoint = Annotated[
@@ -252,18 +253,13 @@ def describe(
 def plan(
     source: PlanSource,
     model: Annotated[str, typer.Argument(help="Name of the model, if SOURCE is a store.")] = "",
-    version: Annotated[
-        str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
-    ] = None,
+    version: Version = None,
     world_size: Annotated[
         int | None, typer.Option(help="Ranks of the plan. Default: from the stored plan, else 1.")
     ] = None,
     sharding: PlanSharding = None,
     hosts: Hosts = None,
-    constraints: Annotated[
-        Path | None,
-        typer.Option(help="YAML or JSON: fields of TorchRec's ParameterConstraints by table."),
-    ] = None,
+    constraints: Constraints = None,
     device_memory: Annotated[
         str | None,
         typer.Option(help="Memory of each rank, such as 80GB or 24GiB. Status 1 if too small."),

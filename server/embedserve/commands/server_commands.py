@@ -13,6 +13,7 @@ import typer
 
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine
+from embedserve.commands.store_commands import Store
 from embedserve.commands.switch import switch
 from embedserve.config import LIMIT_MAX, Limits, ServeSettings
 
@@ -63,7 +64,7 @@ def serve(**values: Any) -> None:
 
 
 def cluster(
-    store: Annotated[str, typer.Argument(help="Model store: a folder or a URL.")],
+    store: Store,
     model: Annotated[
         list[str] | None,
         typer.Option(

@@ -15,6 +15,9 @@ from embedserve.commands.switch import switch
 
 Store = Annotated[str, typer.Argument(help="Model store: a folder or a URL.")]
 Model = Annotated[str, typer.Argument(help="Name of the model.")]
+Version = Annotated[
+    str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
+]
 Cache = Annotated[
     Path | None,
     typer.Option(
@@ -22,6 +25,7 @@ Cache = Annotated[
         help="Folder for versions pulled from a remote store. Default: ~/.cache/embedserve.",
     ),
 ]
+DryRun = Annotated[bool, switch("--dry-run", help="Only show what would be removed.")]
 
 
 def inspect_store(
@@ -42,9 +46,7 @@ def inspect_store(
 def verify(
     store: Store,
     model: Model,
-    version: Annotated[
-        str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
-    ] = None,
+    version: Version = None,
     part: Annotated[
         str,
         typer.Option(
@@ -223,7 +225,7 @@ def prune(
     store: Store,
     model: Model,
     keep: Annotated[int, typer.Option(help="Number of newest versions to keep.", min=1)],
-    dry_run: Annotated[bool, switch("--dry-run", help="Only show what would be removed.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Remove old versions of a model, except those that an alias names or a server has open."""
     with cli_errors():
