@@ -19,15 +19,20 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_file import PART_BYTES, check_bytes, repeated_row
 from embedserve_store.format.delta_manifest import DeltaFile, IdCounts
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.safetensors_file import Tensors, encode_header
+from embedserve_store.format.safetensors_file import (
+    ITEM_BYTES,
+    Tensors,
+    consecutive,
+    content_of,
+    encode_header,
+)
 from embedserve_store.format.table_spec import TableSpec
 
 REMOVED = -1
 """Row of an id that has been removed."""
 AS_PUBLISHED = -2
 """Row of an id that is in the vocabulary, or is not, as it was published; only in memory."""
-_NUMBER_BYTES = 8
-_PART_IDS = PART_BYTES // (2 * _NUMBER_BYTES)
+_PART_IDS = PART_BYTES // (2 * ITEM_BYTES["I64"])
 
 
 @dataclass(frozen=True)
@@ -110,15 +115,11 @@ def decode_ids(
     """
     check_bytes(data, file, where)
     tensors = _tensors(file.ids)
-    header = encode_header(tensors)
-    data_bytes = max((one["data_offsets"][1] for one in tensors.values()), default=0)
-    if not data.startswith(header) or len(data) != len(header) + data_bytes:
-        raise StoreError(f"{where}: its tensors differ from those in the manifest")
-    content = np.frombuffer(data, "<i8", offset=len(header))
+    content = content_of(data, tensors, where)
     changes = []
     for name in file.ids:
         ids, rows, removed = (
-            content[start // _NUMBER_BYTES : stop // _NUMBER_BYTES]
+            content[start:stop].view("<i8")
             for start, stop in (
                 tensors[f"{name}.{part}"]["data_offsets"] for part in ("ids", "id_rows", "removed")
             )
@@ -189,15 +190,8 @@ def _joined(
 
 def _tensors(counts: Mapping[str, IdCounts]) -> Tensors:
     """Returns the header of a file."""
-    tensors = {}
-    offset = 0
-    for name, one in counts.items():
-        for part, count in (("ids", one.new), ("id_rows", one.new), ("removed", one.removed)):
-            end = offset + count * _NUMBER_BYTES
-            tensors[f"{name}.{part}"] = {
-                "dtype": "I64",
-                "shape": [count],
-                "data_offsets": [offset, end],
-            }
-            offset = end
-    return tensors
+    return consecutive(
+        (f"{name}.{part}", "I64", [count])
+        for name, one in counts.items()
+        for part, count in (("ids", one.new), ("id_rows", one.new), ("removed", one.removed))
+    )

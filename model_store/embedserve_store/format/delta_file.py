@@ -18,12 +18,11 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import DeltaFile
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.row_layout import unstorable_rows
-from embedserve_store.format.safetensors_file import Tensors, encode_header
+from embedserve_store.format.safetensors_file import Tensors, consecutive, content_of, encode_header
 from embedserve_store.format.table_spec import TableSpec
 
 PART_BYTES = 32 << 20
 """Approximate bytes of values after which a writer begins a new file; 32 MiB."""
-_NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -92,11 +91,7 @@ def decode(
     """
     check_bytes(data, file, where)
     tensors = _tensors(file.rows, tables)
-    header = encode_header(tensors)
-    data_bytes = max((one["data_offsets"][1] for one in tensors.values()), default=0)
-    if not data.startswith(header) or len(data) != len(header) + data_bytes:
-        raise StoreError(f"{where}: its tensors differ from those in the manifest")
-    content = np.frombuffer(data, np.uint8, offset=len(header))
+    content = content_of(data, tensors, where)
     changes = []
     for name, count in file.rows.items():
         table = tables[name]
@@ -144,23 +139,8 @@ def check_rows(
 
 def _tensors(rows: Mapping[str, int], tables: Mapping[str, TableSpec]) -> Tensors:
     """Returns the header of a file: all row numbers come first, so that they are aligned."""
-    tensors = {}
-    offset = 0
-    for name, count in rows.items():
-        end = offset + count * _NUMBER_BYTES
-        tensors[f"{name}.rows"] = {
-            "dtype": "I64",
-            "shape": [count],
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    for name, count in rows.items():
-        row_bytes = tables[name].row_bytes
-        end = offset + count * row_bytes
-        tensors[f"{name}.values"] = {
-            "dtype": "U8",
-            "shape": [count, row_bytes],
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    return tensors
+    numbers = ((f"{name}.rows", "I64", [count]) for name, count in rows.items())
+    values = (
+        (f"{name}.values", "U8", [count, tables[name].row_bytes]) for name, count in rows.items()
+    )
+    return consecutive((*numbers, *values))

@@ -7,9 +7,10 @@ with spaces so that the data starts on a page. This module does not interpret th
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,8 +27,31 @@ HEADER_BYTES_MAX = 100 << 20
 LENGTH_BYTES = 8
 """Bytes of the header's length, which precedes the header."""
 
+ITEM_BYTES = {"I64": 8, "U32": 4, "F32": 4, "F16": 2, "U8": 1}
+"""Bytes of an element by dtype."""
+
 Tensors = Mapping[str, Mapping[str, Any]]
 """Dtype, shape and data_offsets of each tensor by name, in the order of their bytes."""
+
+
+def consecutive(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> dict[str, Any]:
+    """Returns the header of tensors that lie one after the other.
+
+    Args:
+        tensors: name, dtype and shape of each.
+    """
+    header = {}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    return header
+
+
+def data_bytes(tensors: Tensors) -> int:
+    """Returns the bytes of the data of ``tensors``."""
+    return max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
 
 
 def encode_header(tensors: Tensors) -> bytes:
@@ -36,6 +60,21 @@ def encode_header(tensors: Tensors) -> bytes:
     padding = -(LENGTH_BYTES + len(text)) % PAGE_BYTES
     text += b" " * padding
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def content_of(data: bytes, tensors: Tensors, where: str) -> NDArray[np.uint8]:
+    """Returns the bytes of ``tensors`` in a whole file, as a view of ``data``.
+
+    Args:
+        where: name of the file in errors.
+
+    Raises:
+        StoreError: the file does not have exactly these tensors.
+    """
+    header = encode_header(tensors)
+    if not data.startswith(header) or len(data) != len(header) + data_bytes(tensors):
+        raise StoreError(f"{where}: its tensors differ from those in the manifest")
+    return np.frombuffer(data, np.uint8, offset=len(header))
 
 
 def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> NDArray[np.uint8]:
@@ -62,8 +101,7 @@ def _map(file: IO[bytes], path: Path, expected: Tensors, few_reads: bool) -> NDA
     data_start = LENGTH_BYTES + len(header)
     if data_start % PAGE_BYTES:
         raise StoreError(f"{path}: data starts at byte {data_start}, expected a whole page")
-    data_bytes = max((tensor["data_offsets"][1] for tensor in expected.values()), default=0)
-    _check_size(file, path, data_start + data_bytes)
+    _check_size(file, path, data_start + data_bytes(expected))
     mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if few_reads:
         mapping.madvise(mmap.MADV_RANDOM)

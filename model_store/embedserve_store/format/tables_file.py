@@ -16,7 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.safetensors_file import encode_header, map_tensors
+from embedserve_store.format.safetensors_file import (
+    ITEM_BYTES,
+    consecutive,
+    encode_header,
+    map_tensors,
+)
 from embedserve_store.format.table_spec import TableSpec
 
 BLOCK_BYTES = 8 << 20
@@ -51,17 +56,12 @@ def tables_file_bytes(tables: tuple[TableSpec, ...]) -> int:
 
 
 def _entries(tables: tuple[TableSpec, ...]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    offset = 0
+    entries = []
     for table in file_order(tables):
-        columns = table.stored_dim if table.dtype.startswith("float") else table.row_bytes
-        entries[table.name] = {
-            "dtype": _TENSOR_DTYPES[table.dtype],
-            "shape": [table.num_embeddings, columns],
-            "data_offsets": [offset, offset + table.nbytes],
-        }
-        offset += table.nbytes
-    return entries
+        dtype = _TENSOR_DTYPES[table.dtype]
+        columns = table.row_bytes // ITEM_BYTES[dtype]
+        entries.append((table.name, dtype, [table.num_embeddings, columns]))
+    return consecutive(entries)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.safetensors_file import encode_header, map_tensors
+from embedserve_store.format.safetensors_file import (
+    consecutive,
+    data_bytes,
+    encode_header,
+    map_tensors,
+)
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.ids.id_index import WINDOW, IdIndex, bucket_count, build_index
 
-_PARTS = {"ids": ("I64", 8), "rows": ("U32", 4), "starts": ("U32", 4)}
-"""Dtype and bytes per element of each tensor of a map, in the order of the file. The file has the
-ids of all tables, then all rows, then all starts."""
+_PARTS = {"ids": "I64", "rows": "U32", "starts": "U32"}
+"""Dtype of each tensor of a map, in the order of the file. The file has the ids of all tables, then
+all rows, then all starts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,27 +130,22 @@ def write_id_maps(path: Path, maps: Mapping[str, IdMap]) -> dict[str, str]:
 
 def tensors_of(entries: Mapping[str, int]) -> dict[str, Any]:
     """Returns the header of ids.safetensors for maps with these numbers of entries, by table."""
-    tensors: dict[str, Any] = {}
-    offset = 0
-    for part, (dtype, item_bytes) in _PARTS.items():
-        for name, count in entries.items():
-            length = bucket_count(count) + 1 if part == "starts" else count + WINDOW
-            end = offset + length * item_bytes
-            tensors[f"{name}.{part}"] = {
-                "dtype": dtype,
-                "shape": [length],
-                "data_offsets": [offset, end],
-            }
-            offset = end
-    return tensors
+    return consecutive(
+        (
+            f"{name}.{part}",
+            dtype,
+            [bucket_count(count) + 1 if part == "starts" else count + WINDOW],
+        )
+        for part, dtype in _PARTS.items()
+        for name, count in entries.items()
+    )
 
 
 def ids_file_bytes(entries: Mapping[str, int]) -> int:
     """Returns the bytes of ids.safetensors for maps with these numbers of entries, by table; 0
     without maps, which need no file."""
     tensors = tensors_of(entries)
-    ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
-    return len(encode_header(tensors)) + ends[-1] if ends else 0
+    return len(encode_header(tensors)) + data_bytes(tensors) if tensors else 0
 
 
 class IdMaps(Mapping[str, IdMap]):

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from embedserve_store.errors import StoreError
-from embedserve_store.format.safetensors_file import HEADER_BYTES_MAX, encode_header, map_tensors
+from embedserve_store.format.safetensors_file import (
+    HEADER_BYTES_MAX,
+    consecutive,
+    content_of,
+    encode_header,
+    map_tensors,
+)
 
 TENSORS = {
     "half": {"dtype": "F16", "shape": [2, 3], "data_offsets": [0, 12]},
@@ -21,6 +27,19 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "any.safetensors"
     path.write_bytes(encode_header(TENSORS) + bytes(range(17)))
     return path
+
+
+def test_tensors_lie_one_after_the_other() -> None:
+    assert consecutive([("half", "F16", [2, 3]), ("bytes", "U8", [5])]) == TENSORS
+    assert consecutive([]) == {}
+
+
+def test_the_content_of_a_whole_file(path: Path) -> None:
+    data = path.read_bytes()
+    np.testing.assert_array_equal(content_of(data, TENSORS, "here"), np.arange(17, dtype=np.uint8))
+    for wrong in (data[:-1], data + b"x", data.replace(b"F16", b"U16", 1), b""):
+        with pytest.raises(StoreError, match="here: its tensors differ from"):
+            content_of(wrong, TENSORS, "here")
 
 
 def test_the_data_is_mapped_as_it_lies(path: Path) -> None:
