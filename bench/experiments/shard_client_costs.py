@@ -18,11 +18,11 @@ from resource import RUSAGE_SELF, getrusage
 
 import uvloop
 
+from embedserve.metrics.part_stats import VersionKey
 from embedserve.shard_client.call_headers import CallHeaders
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.http2_client import Http2Client
 from embedserve.shard_client.part_client import PartClient, PartOptions
-from embedserve.shard_client.part_stats import VersionKey
 from embedserve.shard_client.reply import Reply
 from embedserve.shard_client.shard_connection import SERVICE, ConnectionOptions, ShardConnection
 from embedserve.wire.grpc.grpc_framing import framed

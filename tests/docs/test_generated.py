@@ -22,8 +22,8 @@ from embedserve.config import DEFAULT_LIMITS
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.status import DeltaStatus
 from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.part_stats import PartStats
 from embedserve.processes.memory_bounds import memory_bytes_max
-from embedserve.shard_client.part_stats import PartStats
 from embedserve_store.format.delta_manifest import LinePosition
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.plans.plan import Plan, Shard, TablePlan

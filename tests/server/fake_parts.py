@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from embedserve.metrics.part_stats import PartStats
 from embedserve.model_info import ModelInfo
-from embedserve.shard_client.part_stats import PartStats
 from embedserve_store.plans.host_plan import HostPlan
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from embedserve.call_trace import CallTrace
+from embedserve.metrics.part_stats import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_client import PartClient, PartOptions
-from embedserve.shard_client.part_stats import VersionKey
 from embedserve.shard_client.reply import Reply, lost
 from embedserve.shard_client.shard_connection import Address
 from embedserve_proto.embedding_pb2 import ListModelsResponse, Model

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shard_client.fake_shards import KEY, PART, PARTS, PRINT, Bench, model
 
+from embedserve.metrics.part_stats import SHARD_OUTCOMES, VersionKey
+from embedserve.shard_client.part_call import CANCELLED_OUTCOME, outcome_of
 from embedserve.shard_client.part_client import PartOptions
-from embedserve.shard_client.part_stats import VersionKey
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     INTERNAL,
     RESOURCE_EXHAUSTED,
+    STATUS_MAX,
     UNAVAILABLE,
     Reply,
     lost,
@@ -269,6 +271,12 @@ def test_other_statuses_are_the_callers() -> None:
     bench.calls[0].answer(Reply(INTERNAL, "bug"))
     assert bench.replies[0] == Reply(INTERNAL, "bug")
     assert bench.part.stats.ended["error"] == 1
+
+
+def test_the_outcomes_are_those_that_are_counted() -> None:
+    replies = [Reply(status, "", retry_after_s=1) for status in range(STATUS_MAX + 1)]
+    outcomes = {outcome_of(reply) for reply in replies}
+    assert outcomes | {CANCELLED_OUTCOME} == set(SHARD_OUTCOMES)
 
 
 # Hedges

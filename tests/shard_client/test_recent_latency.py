@@ -7,7 +7,6 @@ import random
 import pytest
 from shard_client.fake_shards import FakeTime
 
-from embedserve.shard_client.part_stats import LatencyHistogram
 from embedserve.shard_client.recent_latency import RecentLatency
 from embedserve.shard_client.share_budget import ShareBudget
 from embedserve.shard_client.timer_queue import TimerQueue
@@ -130,11 +129,3 @@ def test_an_error_at_a_deadline_leaves_the_others(caplog: pytest.LogCaptureFixtu
     time.advance(2)
     assert len(ran) == 1
     assert "a deadline could not be processed" in caplog.text
-
-
-def test_histograms_count_by_bound() -> None:
-    histogram = LatencyHistogram((0.1, 1.0))
-    for seconds in (0.05, 0.1, 0.5, 7):
-        histogram.observe(seconds)
-    assert histogram.counts == [2, 1, 1]
-    assert (histogram.count, histogram.total_s) == (4, 7.65)

@@ -24,11 +24,11 @@ from embedserve.fanout.credentials import ShardCredentials
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
 from embedserve.file_reloader import poll_all
+from embedserve.metrics.part_stats import PartStats, VersionKey
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.discovery import PART, DnsShards, RayShards, discover, parse_shards
 from embedserve.shard_client.part_client import PartClient, PartOptions
-from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.replica import Connect
 from embedserve.shard_client.shard_connection import Address, ShardConnection
 from embedserve_store import ModelVersion

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embedserve.metrics.shared_counters import WorkerCounters, single_worker_counters
+from embedserve.metrics.shared_counters import Cells, WorkerCounters, single_worker_counters
 
 SECONDS_BUCKETS = tuple(
     round(step * scale, 6)
@@ -64,11 +64,14 @@ class Histogram:
     def samples(self) -> HistogramSamples:
         """Returns the samples over all workers."""
         self.flush()
-        total = self._cells.total()
-        cumulative = np.cumsum(total[:-1]).tolist()
-        bounds = [str(bound) for bound in self.buckets] + ["+Inf"]
-        return list(zip(bounds, cumulative, strict=True)), float(total[-1])
+        return histogram_samples(self.buckets, self._cells.total())
 
 
 def histogram_cells(buckets: Sequence[float]) -> int:
     return len(buckets) + 2
+
+
+def histogram_samples(buckets: Sequence[float], cells: Cells) -> HistogramSamples:
+    """Returns the samples of a histogram in ``cells``."""
+    bounds = [*map(str, buckets), "+Inf"]
+    return list(zip(bounds, np.cumsum(cells[:-1]).tolist(), strict=True)), float(cells[-1])

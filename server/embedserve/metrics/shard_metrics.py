@@ -13,12 +13,11 @@ from typing import Protocol
 import numpy as np
 
 from embedserve.metrics.families import Sample
-from embedserve.metrics.histogram import SECONDS_BUCKETS, HistogramSamples, histogram_cells
+from embedserve.metrics.histogram import SECONDS_BUCKETS, histogram_cells, histogram_samples
+from embedserve.metrics.part_stats import SHARD_OUTCOMES, PartStats
 from embedserve.metrics.shared_counters import Cells, WorkerCounters, key_of
 from embedserve_store.plans.plan import Plan
 
-SHARD_OUTCOMES = ("ok", "deadline_exceeded", "overloaded", "unavailable", "error", "cancelled")
-"""Outcomes of a call to a part, which may have taken calls to several replicas."""
 COUNTS = (
     ("embedserve_shard_hedges", ()),
     ("embedserve_shard_retries", ()),
@@ -50,43 +49,10 @@ def _slots(parts: int, names: int) -> int:
     return VERSIONS_PER_NAME * names if parts else 0
 
 
-class CallSeconds(Protocol):
-    """Latencies of calls, in the buckets SECONDS_BUCKETS.
-
-    Attributes:
-        counts: calls by bucket, not cumulated; the last bucket has no bound.
-        total_s: sum of the latencies.
-    """
-
-    counts: list[int]
-    total_s: float
-
-
-class PartCounts(Protocol):
-    """Counts of the calls to one part, since the start of this process.
-
-    Attributes:
-        hedges: second calls of replicas, because the first took long.
-        retries: calls of replicas after one that failed.
-        hung: calls of replicas because another was silent.
-        bytes_sent, bytes_received: bytes of messages.
-    """
-
-    hedges: int
-    retries: int
-    hung: int
-    bytes_sent: int
-    bytes_received: int
-
-    @property
-    def seconds(self) -> Mapping[str, CallSeconds]:
-        """Latencies by outcome."""
-
-
 class PartSource(Protocol):
     """Source of the counts; fanout/shards.py has the implementation."""
 
-    def part_counts(self) -> Iterable[tuple[int, PartCounts]]:
+    def part_counts(self) -> Iterable[tuple[int, PartStats]]:
         """Returns (number of the part, counts); versions with other numbers of parts have counts of
         their own."""
 
@@ -167,7 +133,8 @@ class ShardMetrics:
             for outcome, count in zip(SHARD_OUTCOMES, total[_OUTCOMES].tolist(), strict=True):
                 if count or outcome == SHARD_OUTCOMES[0]:
                     yield "embedserve_shard_calls", [*labels, outcome], count
-            yield "embedserve_shard_seconds", labels, _histogram(total[_SECONDS])
+            seconds = histogram_samples(SECONDS_BUCKETS, total[_SECONDS])
+            yield "embedserve_shard_seconds", labels, seconds
             for (family, further), count in zip(COUNTS, total[_COUNTS].tolist(), strict=True):
                 yield family, [*labels, *further], count
         yield from self._replica_samples(versions)
@@ -190,7 +157,7 @@ def _version_key(model: str, version: int) -> float:
     return key_of(f"{model}@{version}")
 
 
-def _cells_of(counts: PartCounts) -> Cells:
+def _cells_of(counts: PartStats) -> Cells:
     """Returns the cells of a part."""
     seconds = [counts.seconds[outcome] for outcome in SHARD_OUTCOMES]
     calls = np.array([one.counts for one in seconds], np.float64)
@@ -199,8 +166,3 @@ def _cells_of(counts: PartCounts) -> Cells:
     extra = (counts.hedges, counts.retries, counts.hung, *messages)
     cells: Cells = np.concatenate([calls.sum(axis=1), calls.sum(axis=0), [total_s], extra])
     return cells
-
-
-def _histogram(cells: Cells) -> HistogramSamples:
-    bounds = [*map(str, SECONDS_BUCKETS), "+Inf"]
-    return list(zip(bounds, np.cumsum(cells[:-1]).tolist(), strict=True)), float(cells[-1])

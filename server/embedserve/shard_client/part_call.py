@@ -10,12 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from embedserve.call_trace import CallTrace, TracedCall
+from embedserve.metrics.part_stats import VersionKey
 from embedserve.shard_client.client_stream import OnReply
-from embedserve.shard_client.part_stats import (
-    CANCELLED_OUTCOME,
-    VersionKey,
-    outcome_of,
-)
 from embedserve.shard_client.replica import PartReplica
 from embedserve.shard_client.reply import (
     CANCELLED,
@@ -39,6 +35,14 @@ HEDGE_DUE, HANG_DUE, END_DUE = range(3)
 """Deadlines of an attempt, in order."""
 BY_FIRST, BY_HEDGE, BY_RETRY, BY_HANG = "first", "hedge", "retry", "hung"
 """Reasons of an attempt, for traces."""
+OUTCOME_BY_STATUS = {
+    OK: "ok",
+    DEADLINE_EXCEEDED: "deadline_exceeded",
+    RESOURCE_EXHAUSTED: "overloaded",
+    UNAVAILABLE: "unavailable",
+}
+OTHER_OUTCOME = "error"
+CANCELLED_OUTCOME = "cancelled"
 
 
 class Attempt:
@@ -316,6 +320,13 @@ class PartCall:
         stats = part.stats
         stats.in_flight -= 1
         stats.seconds[outcome].observe(now_s - self._start_s)
+
+
+def outcome_of(reply: Reply) -> str:
+    """Returns the outcome of a lookup that ends with ``reply``."""
+    return (
+        OTHER_OUTCOME if reply.is_too_large else OUTCOME_BY_STATUS.get(reply.status, OTHER_OUTCOME)
+    )
 
 
 def _outranks(reply: Reply, former: Reply | None) -> bool:

@@ -14,9 +14,9 @@ from random import random
 from time import monotonic
 
 from embedserve.call_trace import CallTrace
+from embedserve.metrics.part_stats import PartStats, VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_call import PartCall
-from embedserve.shard_client.part_stats import PartStats, VersionKey
 from embedserve.shard_client.recent_latency import RecentLatency
 from embedserve.shard_client.replica import Connect, PartReplica, Served
 from embedserve.shard_client.shard_connection import (

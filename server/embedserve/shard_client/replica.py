@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
+from embedserve.metrics.part_stats import VersionKey
 from embedserve.shard_client.client_stream import OnReply
-from embedserve.shard_client.part_stats import VersionKey
 from embedserve.shard_client.reply import DEADLINE_EXCEEDED, OK, RESOURCE_EXHAUSTED, Reply
 from embedserve.shard_client.shard_connection import Address, CallHandle
 from embedserve.shard_client.timer_queue import CallLater, TimerHandle

@@ -11,16 +11,15 @@ from server.fake_parts import FakeParts, in_parts
 from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
+from embedserve.metrics.part_stats import LatencyHistogram, PartStats
 from embedserve.metrics.shard_metrics import (
     NEXT,
     SERVED,
-    SHARD_OUTCOMES,
     RoutedVersions,
     ShardMetrics,
     shard_cells,
 )
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.shard_client.part_stats import OUTCOMES, PartStats
 
 SHOP, NAMES = {("shop", 3): SERVED}, 2
 
@@ -201,5 +200,9 @@ def test_a_server_that_is_no_router_has_no_cells_and_no_series() -> None:
     assert not [name for name in names if "shard" in name or "missing" in name]
 
 
-def test_the_outcomes_are_those_of_the_client() -> None:
-    assert OUTCOMES == SHARD_OUTCOMES
+def test_histograms_count_by_bound() -> None:
+    histogram = LatencyHistogram((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 7):
+        histogram.observe(seconds)
+    assert histogram.counts == [2, 1, 1]
+    assert (histogram.count, histogram.total_s) == (4, 7.65)

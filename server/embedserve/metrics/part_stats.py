@@ -1,4 +1,4 @@
-"""Counts of one part's calls, as plain attributes."""
+"""Counts of a router's calls of one part, as plain attributes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from embedserve.metrics.histogram import SECONDS_BUCKETS
-from embedserve.shard_client.reply import (
-    DEADLINE_EXCEEDED,
-    OK,
-    RESOURCE_EXHAUSTED,
-    UNAVAILABLE,
-    Reply,
-)
 
-OUTCOME_BY_STATUS = {
-    OK: "ok",
-    DEADLINE_EXCEEDED: "deadline_exceeded",
-    RESOURCE_EXHAUSTED: "overloaded",
-    UNAVAILABLE: "unavailable",
-}
-OTHER_OUTCOME = "error"
-CANCELLED_OUTCOME = "cancelled"
-OUTCOMES = (*OUTCOME_BY_STATUS.values(), OTHER_OUTCOME, CANCELLED_OUTCOME)
-
-
-def outcome_of(reply: Reply) -> str:
-    """Returns the outcome of a lookup that ends with ``reply``."""
-    return (
-        OTHER_OUTCOME if reply.is_too_large else OUTCOME_BY_STATUS.get(reply.status, OTHER_OUTCOME)
-    )
+SHARD_OUTCOMES = ("ok", "deadline_exceeded", "overloaded", "unavailable", "error", "cancelled")
+"""Outcomes of a call to a part, which may have taken calls to several replicas."""
 
 
 class VersionKey(NamedTuple):
@@ -71,7 +50,7 @@ class LatencyHistogram:
 
 
 def _by_outcome() -> dict[str, LatencyHistogram]:
-    return {outcome: LatencyHistogram() for outcome in OUTCOMES}
+    return {outcome: LatencyHistogram() for outcome in SHARD_OUTCOMES}
 
 
 @dataclass(slots=True)
