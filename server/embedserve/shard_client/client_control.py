@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING
 
 from embedserve.wire.http2 import frames
@@ -19,7 +18,7 @@ from embedserve.wire.http2.frames import (
     ErrorCode,
     ProtocolViolation,
     StreamError,
-    check_setting,
+    read_settings,
     violation,
 )
 
@@ -30,7 +29,6 @@ FRAME_BYTES_SENT = 1 << 20
 """Bytes of the largest DATA payload that is sent, even if the shard allows larger frames."""
 REASON_CHARACTERS_MAX = 200
 """Characters of a GOAWAY's text that are reported."""
-SETTING = struct.Struct(">HI")
 PAYLOAD_BYTES = {RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
 CONNECTION_KINDS = {SETTINGS, PING, GOAWAY}
 """Frames that belong to no stream."""
@@ -75,14 +73,12 @@ class ClientControl:
         self._client.reset_by_shard(stream_id, int.from_bytes(payload, "big"))
 
     def _on_settings(self, stream_id: int, flags: int, payload: bytes) -> None:
-        if len(payload) % SETTING.size or (flags & ACK and payload):
-            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
+        settings = read_settings(flags, payload)
         if flags & ACK:
             return
         client = self._client
         window = client.stream_window
-        for number, value in SETTING.iter_unpack(payload):
-            check_setting(number, value)
+        for number, value in settings:
             if number == frames.SETTINGS_INITIAL_WINDOW_SIZE:
                 window = value
             elif number == frames.SETTINGS_MAX_FRAME_SIZE:

@@ -19,7 +19,7 @@ from embedserve.wire.http2.frames import (
     ErrorCode,
     ProtocolViolation,
     StreamError,
-    check_setting,
+    read_settings,
     violation,
 )
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
@@ -108,16 +108,12 @@ class ControlFrames:
     def _on_settings(self, stream_id: int, flags: int, payload: bytes) -> None:
         if stream_id:
             raise violation("SETTINGS of a stream")
-        if len(payload) % 6 or (flags & ACK and payload):
-            raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
+        settings = read_settings(flags, payload)
         if flags & ACK:
             self._connection.flow_control.acknowledged(self._connection.streams.values())
             return
         window = self._frame_writer.stream_window
-        for start in range(0, len(payload), 6):
-            number = int.from_bytes(payload[start : start + 2], "big")
-            value = int.from_bytes(payload[start + 2 : start + 6], "big")
-            check_setting(number, value)
+        for number, value in settings:
             if number == frames.SETTINGS_INITIAL_WINDOW_SIZE:
                 window = value
             elif number == frames.SETTINGS_MAX_FRAME_SIZE:

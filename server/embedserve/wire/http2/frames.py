@@ -32,6 +32,8 @@ END_HEADERS = 0x4
 PADDED = 0x8
 HAS_PRIORITY = 0x20
 
+SETTING = struct.Struct(">HI")
+"""Entry of a SETTINGS frame: number and value."""
 SETTINGS_ENABLE_PUSH = 2
 SETTINGS_MAX_CONCURRENT_STREAMS = 3
 SETTINGS_INITIAL_WINDOW_SIZE = 4
@@ -84,7 +86,21 @@ def violation(reason: str) -> ProtocolViolation:
     return ProtocolViolation(ErrorCode.PROTOCOL_ERROR, reason)
 
 
-def check_setting(number: int, value: int) -> None:
+def read_settings(flags: int, payload: bytes) -> list[tuple[int, int]]:
+    """Returns the number and the value of each setting of a SETTINGS frame; an ACK has none.
+
+    Raises:
+        ProtocolViolation: the length is wrong, or a setting cannot have its value.
+    """
+    if len(payload) % SETTING.size or (flags & ACK and payload):
+        raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS of a wrong length")
+    settings = list(SETTING.iter_unpack(payload))
+    for number, value in settings:
+        _check_setting(number, value)
+    return settings
+
+
+def _check_setting(number: int, value: int) -> None:
     """Raises ProtocolViolation for a value that the setting cannot have."""
     if number == SETTINGS_ENABLE_PUSH and value > 1:
         raise violation(f"SETTINGS_ENABLE_PUSH is {value}")
@@ -146,8 +162,8 @@ def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
 
 
 def settings(*pairs: tuple[int, int]) -> bytes:
-    return head(6 * len(pairs), SETTINGS, 0, 0) + b"".join(
-        struct.pack(">HI", *pair) for pair in pairs
+    return head(SETTING.size * len(pairs), SETTINGS, 0, 0) + b"".join(
+        SETTING.pack(*pair) for pair in pairs
     )
 
 
