@@ -12,7 +12,7 @@ import grpc
 import httpx
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
-from server.pipelines import IN_THREAD, make_pipeline
+from server.pipelines import IN_THREAD, make_pipeline, outcomes_of
 
 from embedserve.config import Limits, ServeSettings
 from embedserve.pipeline import RequestPipeline
@@ -55,7 +55,7 @@ class Live:
         return self.pipeline.metrics.models[self.pipeline.models.default_model].count_queue()[0]
 
     def outcomes(self, protocol: str) -> dict[str, int]:
-        return dict(self.pipeline.metrics.protocols[protocol].outcomes)
+        return dict(outcomes_of(self.pipeline.metrics.protocols[protocol]))
 
 
 @asynccontextmanager

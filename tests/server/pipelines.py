@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Executor
 
 from server.fake_engine import FakeEngine
@@ -9,7 +10,7 @@ from server.fake_engine import FakeEngine
 from embedserve.access.authenticator import Authenticator
 from embedserve.batching.batcher import Batcher
 from embedserve.config import Limits
-from embedserve.metrics.metrics import Metrics
+from embedserve.metrics.metrics import Metrics, ProtocolMetrics
 from embedserve.metrics.shared_counters import WorkerCounters
 from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import RequestPipeline
@@ -40,3 +41,9 @@ def make_pipeline(
     default = engines[0].model.name if default_model is None else default_model
     models = ModelRegistry(batchers, default, limits)
     return RequestPipeline(models, metrics, authenticator, shared_memory=shared_memory)
+
+
+def outcomes_of(metrics: ProtocolMetrics) -> Counter[str]:
+    """Requests by outcome, of the only process that counts."""
+    metrics.requests.flush()
+    return +Counter({name: int(count) for name, count in metrics.requests.total().items()})

@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 from server.asgi_reference import EmbedEndpoint
 from server.fake_engine import FakeEngine
+from server.pipelines import outcomes_of
 from server.waiting import until
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -80,7 +81,7 @@ class RawServer:
             writer.transport.abort()
 
     def outcomes(self) -> dict[str, int]:
-        return dict(self.pipeline.metrics.protocols["rest"].outcomes)
+        return dict(outcomes_of(self.pipeline.metrics.protocols["rest"]))
 
     async def open(
         self, context: ssl.SSLContext | None = None

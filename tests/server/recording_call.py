@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import pytest
 from server.codecs import JSON, PROTOBUF
+from server.pipelines import outcomes_of
 
 from embedserve.codec.codec import Codec
 from embedserve.errors import EmbedServeError
@@ -77,7 +78,7 @@ def metrics_of(pipeline: RequestPipeline) -> ProtocolMetrics:
 
 
 def outcomes(pipeline: RequestPipeline) -> dict[str, int]:
-    return dict(metrics_of(pipeline).outcomes)
+    return dict(outcomes_of(metrics_of(pipeline)))
 
 
 def asked(

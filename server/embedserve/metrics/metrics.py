@@ -9,7 +9,6 @@ workers.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -78,13 +77,6 @@ class ProtocolMetrics:
         self._pending = self.requests.pending
         self._bytes = counters.allocate(1)
         self._bytes_before = float(self._bytes.own[0])
-        self._counts_before = self.requests.own_counts()
-
-    @property
-    def outcomes(self) -> Counter[str]:
-        """Requests by outcome, of this process alone."""
-        counts = self.requests.own_counts() - self._counts_before
-        return +Counter(dict(zip(OUTCOMES, map(int, counts), strict=True)))
 
     def count_answered(self, seconds: float, response_bytes: int) -> None:
         """Counts an answered request. It is called for every request and costs an append and an

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from embedserve.metrics.families import Sample
 from embedserve.metrics.histogram import SECONDS_BUCKETS, Histogram, histogram_cells
-from embedserve.metrics.shared_counters import Cells, WorkerCounters
+from embedserve.metrics.shared_counters import WorkerCounters
 
 OUTCOMES = (
     "OK",
@@ -65,11 +65,6 @@ class RequestMetrics:
         self.seconds.observe_many(self.pending)
         self.pending.clear()
         self.seconds.flush()
-
-    def own_counts(self) -> Cells:
-        """Returns the counts of this worker and its predecessors, in the order of OUTCOMES."""
-        self.flush()
-        return self._cells.own[: len(OUTCOMES)].copy()
 
     def total(self) -> dict[str, float]:
         """Returns requests by outcome, zeros included, summed over all workers."""

@@ -20,6 +20,7 @@ from server.fake_engine import FakeEngine, model_info
 from server.fake_models import ruled_info
 from server.fake_parts import FakeParts, in_parts
 from server.live import make_pipeline
+from server.pipelines import outcomes_of
 from server.raw_http import http_client
 
 from embedserve.config import ServeSettings
@@ -314,7 +315,7 @@ def test_one_process_counts_itself_as_a_worker() -> None:
 def test_two_servers_share_no_metric() -> None:
     one, other = Metrics([model_info()]), Metrics([model_info()])
     one.protocols["rest"].count_answered(0.1, 10)
-    assert other.protocols["rest"].outcomes.total() == 0
+    assert outcomes_of(other.protocols["rest"]).total() == 0
     one.registry()
     other.registry()
 

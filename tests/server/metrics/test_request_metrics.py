@@ -11,7 +11,7 @@ from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_engine import FakeEngine, model_info
 from server.live import IN_THREAD
-from server.pipelines import make_pipeline
+from server.pipelines import make_pipeline, outcomes_of
 from server.recording_call import RecordingCall, ask, asked
 from server.waiting import until
 
@@ -172,7 +172,7 @@ async def test_names_that_nobody_serves_make_no_series(pipeline: RequestPipeline
     family = families_of(pipeline.metrics)["embedserve_model_requests"]
     assert len(family.samples) == before
     assert counted(pipeline.metrics) == {}
-    assert pipeline.metrics.protocols["rest"].outcomes["NOT_FOUND"] == 150
+    assert outcomes_of(pipeline.metrics.protocols["rest"])["NOT_FOUND"] == 150
 
 
 def workers_of(count: int, *models: ModelInfo) -> tuple[SharedCounters, list[Metrics]]:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from server.fake_engine import FakeEngine
 from server.live import GRPC_SERVERS, JSON, PROTOBUF, Live, make_pipeline, serving
+from server.pipelines import outcomes_of
 from server.raw_http import http_client
 
 from embedserve.api.openapi import wire_path
@@ -135,7 +136,7 @@ async def test_rest_answers_with_the_status_of_the_leaf(
         "field": "features.user[0]",
     }
     assert ("retry-after" in answer.headers) == (status in (429, 503))
-    assert metrics.protocols["rest"].outcomes == {code: 1}
+    assert outcomes_of(metrics.protocols["rest"]) == {code: 1}
 
 
 async def failure(stub: EmbeddingServiceStub) -> grpc.aio.AioRpcError:
@@ -260,8 +261,8 @@ async def test_an_unforeseen_error_is_logged_in_full_and_answered_in_general(
     assert error.code() is grpc.StatusCode.INTERNAL
     assert error.details() == INTERNAL
     assert caplog.text.count("ZeroDivisionError: secret of the server") == 2
-    assert metrics.protocols["rest"].outcomes == {"INTERNAL": 1}
-    assert metrics.protocols["grpc"].outcomes == {"INTERNAL": 1}
+    assert outcomes_of(metrics.protocols["rest"]) == {"INTERNAL": 1}
+    assert outcomes_of(metrics.protocols["grpc"]) == {"INTERNAL": 1}
 
 
 async def test_an_unforeseen_error_of_a_management_route_has_the_same_shape(

@@ -16,6 +16,7 @@ from hyperframe.frame import DataFrame, Frame, HeadersFrame
 from server.codecs import PROTOBUF
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
+from server.pipelines import outcomes_of
 from server.waiting import until
 from server.wire.http2.peer import Peer, body_of, data, has_ended, of, resets, update
 
@@ -119,7 +120,7 @@ def held(engine: FakeEngine) -> Iterator[FakeEngine]:
 
 
 def outcomes(peer: GrpcPeer) -> dict[str, int]:
-    return dict(peer.pipeline.metrics.protocols["grpc"].outcomes)
+    return dict(outcomes_of(peer.pipeline.metrics.protocols["grpc"]))
 
 
 def vector(message: bytes) -> list[float]:
@@ -223,7 +224,7 @@ async def test_messages_may_be_compressed(peer: GrpcPeer, encoding: bytes, code:
 async def test_an_unknown_method_is_unimplemented(peer: GrpcPeer, path: str) -> None:
     peer.call(1, path, framed(MESSAGE))
     assert peer.status(1) == (12, f"there is no method {path}")
-    assert peer.pipeline.metrics.protocols["grpc"].outcomes == {"UNIMPLEMENTED": 1}
+    assert outcomes_of(peer.pipeline.metrics.protocols["grpc"]) == {"UNIMPLEMENTED": 1}
 
 
 @pytest.mark.parametrize("content_type", [b"application/grpc+proto", b"application/grpc;x=1"])
@@ -418,6 +419,6 @@ async def test_what_a_stream_takes_is_bounded_by_the_bytes_of_its_answers(
     held.release()
     # What is not written counts, too.
     await until(lambda: has_ended([*peer.take(), *peer.seen], 1))
-    assert metrics.outcomes == {"OK": count}
+    assert outcomes_of(metrics) == {"OK": count}
     assert sum(lookup.batch_size for lookup in held.lookups) == count
     assert max(lookup.batch_size for lookup in held.lookups) <= 3

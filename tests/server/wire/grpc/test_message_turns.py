@@ -9,6 +9,7 @@ import pytest
 from hyperframe.frame import WindowUpdateFrame
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline
+from server.pipelines import outcomes_of
 from server.wire.http2.peer import Peer, body_of, data, has_ended, of
 
 from embedserve.wire.grpc.calls import BidiCall
@@ -158,7 +159,7 @@ async def test_invalid_requests_of_a_stream_are_answered_over_many_iterations(
     peer.connection.receive(opened(peer, 1, invalid, is_end=True))
 
     def answered() -> int:
-        return pipeline.metrics.protocols["grpc"].outcomes["INVALID_ARGUMENT"]
+        return outcomes_of(pipeline.metrics.protocols["grpc"])["INVALID_ARGUMENT"]
 
     assert answered() == PER_TURN
     while (before := answered()) < 500:
