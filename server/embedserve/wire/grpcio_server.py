@@ -29,7 +29,13 @@ from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline,
 from embedserve.tracing.request_id import REQUEST_ID, HeaderList, request_id_header
 from embedserve.wire.grpc import open_inference_grpc
 from embedserve.wire.grpc.embed_stream import REQUESTS_MAX
-from embedserve.wire.grpc.service import PREDICTOR_NAME, SERVICE_NAME, SERVICES, GrpcService
+from embedserve.wire.grpc.service import (
+    PREDICTOR_NAME,
+    SERVICE_NAME,
+    SERVICES,
+    GrpcService,
+    embed_methods,
+)
 from embedserve.wire.grpc.statuses import error_trailers
 from embedserve.wire.http_stream import Headers
 
@@ -123,13 +129,8 @@ class GrpcioServer:
         if age_s := pipeline.limits.connection_age_s_max:
             options.append(("grpc.max_connection_age_ms", round(1000 * age_s)))
         self._server = grpc.aio.server(options=options)
-        predict = grpc.unary_unary_rpc_method_handler(self._predict)
         self._server.add_generic_rpc_handlers(
-            (
-                self._handlers(),
-                self._open_inference_handlers(),
-                grpc.method_handlers_generic_handler(PREDICTOR_NAME, {"Predict": predict}),
-            )
+            [grpc.method_handlers_generic_handler(*one) for one in self._handlers().items()]
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -140,35 +141,27 @@ class GrpcioServer:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address} (gRPC)") from error
 
-    def _handlers(self) -> grpc.GenericRpcHandler:
-        protobuf = self._pipeline.codecs.protobuf
-        return grpc.method_handlers_generic_handler(
-            SERVICE_NAME,
-            {
-                "Embed": grpc.unary_unary_rpc_method_handler(partial(self._embed, protobuf)),
-                "EmbedStream": grpc.stream_stream_rpc_method_handler(
-                    partial(self._embed_stream, protobuf)
-                ),
+    def _handlers(self) -> dict[str, dict[str, grpc.RpcMethodHandler]]:
+        """Returns the handlers of the methods by service and name."""
+        infer = self._service.open_inference
+        functions = infer.health | infer.management
+        handlers = {
+            SERVICE_NAME: {
                 "ListModels": _unary(self._service.list_models),
                 "GetModel": _unary(self._service.get_model),
             },
-        )
-
-    def _open_inference_handlers(self) -> grpc.GenericRpcHandler:
-        service = self._service.open_inference
-        methods = service.health | service.management
-        return grpc.method_handlers_generic_handler(
-            open_inference_grpc.SERVICE_NAME,
-            {
-                "ModelInfer": grpc.unary_unary_rpc_method_handler(
-                    partial(self._embed, self._pipeline.codecs.infer_message)
-                ),
-                "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                    partial(self._embed_stream, self._pipeline.codecs.infer_streamed)
-                ),
-                **{name: _unary(function) for name, function in methods.items()},
+            open_inference_grpc.SERVICE_NAME: {
+                name: _unary(function) for name, function in functions.items()
             },
-        )
+            PREDICTOR_NAME: {"Predict": grpc.unary_unary_rpc_method_handler(self._predict)},
+        }
+        for service, name, codec, is_stream in embed_methods(self._pipeline.codecs):
+            handlers[service][name] = (
+                grpc.stream_stream_rpc_method_handler(partial(self._embed_stream, codec))
+                if is_stream
+                else grpc.unary_unary_rpc_method_handler(partial(self._embed, codec))
+            )
+        return handlers
 
     async def start(self) -> None:
         await self._server.start()

@@ -72,7 +72,7 @@ class OpenInferenceMethods:
         return pb.ServerReadyResponse(ready=self._pipeline.models.is_ready).SerializeToString()
 
     def _model_ready(self, message: bytes) -> bytes:
-        asked = _read(message, pb.ModelReadyRequest)
+        asked = read_message(message, pb.ModelReadyRequest)
         try:
             served(self._pipeline, asked.name, asked.version)
         except UnknownModelError:
@@ -83,7 +83,7 @@ class OpenInferenceMethods:
         return _written(server_metadata(self._pipeline), pb.ServerMetadataResponse())
 
     def _model(self, message: bytes) -> bytes:
-        asked = _read(message, pb.ModelMetadataRequest)
+        asked = read_message(message, pb.ModelMetadataRequest)
         info = served(self._pipeline, asked.name, asked.version)
         encoded = self._metadata.get(info)
         if encoded is None:
@@ -95,7 +95,7 @@ class OpenInferenceMethods:
         return encoded + versions.SerializeToString()
 
     def _configuration(self, message: bytes) -> bytes:
-        asked = _read(message, pb.ModelConfigRequest)
+        asked = read_message(message, pb.ModelConfigRequest)
         info = served(self._pipeline, asked.name, asked.version)
         encoded = self._configurations.get(info)
         if encoded is None:
@@ -105,12 +105,12 @@ class OpenInferenceMethods:
 
     def statistics(self, quota: CallerQuota | None, message: bytes) -> bytes:
         """Answers ModelStatistics for the models that the caller of ``quota`` may use."""
-        asked = _read(message, pb.ModelStatisticsRequest)
+        asked = read_message(message, pb.ModelStatisticsRequest)
         fields = {"model_stats": statistics(self._pipeline, asked.name, asked.version, quota)}
         return _written(fields, pb.ModelStatisticsResponse())
 
     def _repository(self, message: bytes) -> bytes:
-        asked = _read(message, pb.RepositoryIndexRequest)
+        asked = read_message(message, pb.RepositoryIndexRequest)
         models = repository(self._pipeline, only_ready=asked.ready)
         return _written({"models": models}, pb.RepositoryIndexResponse())
 
@@ -131,7 +131,7 @@ class SharedMemoryCalls:
         }
 
     def _status(self, owner: str, message: bytes) -> bytes:
-        asked = _read(message, pb.SystemSharedMemoryStatusRequest)
+        asked = read_message(message, pb.SystemSharedMemoryStatusRequest)
         fields = pb.SystemSharedMemoryStatusResponse()
         for one in self._shared.status(owner, asked.name):
             status = fields.regions[one.name]
@@ -140,17 +140,22 @@ class SharedMemoryCalls:
         return fields.SerializeToString()
 
     def _register(self, owner: str, message: bytes) -> bytes:
-        asked = _read(message, pb.SystemSharedMemoryRegisterRequest)
+        asked = read_message(message, pb.SystemSharedMemoryRegisterRequest)
         self._shared.register(owner, asked.name, asked.key, asked.offset, asked.byte_size)
         return pb.SystemSharedMemoryRegisterResponse().SerializeToString()
 
     def _unregister(self, owner: str, message: bytes) -> bytes:
-        asked = _read(message, pb.SystemSharedMemoryUnregisterRequest)
+        asked = read_message(message, pb.SystemSharedMemoryUnregisterRequest)
         self._shared.unregister(owner, asked.name)
         return pb.SystemSharedMemoryUnregisterResponse().SerializeToString()
 
 
-def _read(message: bytes, kind: type[M]) -> M:
+def read_message(message: bytes, kind: type[M]) -> M:
+    """Parses a request message.
+
+    Raises:
+        InvalidRequestError: ``message`` is no ``kind``.
+    """
     try:
         return kind.FromString(message)
     except DecodeError as error:

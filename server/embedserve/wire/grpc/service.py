@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from google.protobuf.message import DecodeError
-
 from embedserve.access.authenticator import Authenticator, headers_by_name
 from embedserve.access.caller_quota import CallerQuota
 from embedserve.access.grants import CALLERS, EMBEDDERS
 from embedserve.codec import protobuf_answers
-from embedserve.codec.codec import Codec
+from embedserve.codec.codec import Codec, Codecs
 from embedserve.codec.predictor_codec import MIN_SEQ_HEADER
 from embedserve.errors import EmbedServeError, InvalidRequestError
 from embedserve.model_info import ModelInfo
@@ -41,6 +39,17 @@ Method = Callable[[bytes, RequestOptions, HeadersByName], MakeCall]
 """Resolver of (encoding, request options, headers) to a handler factory of calls."""
 ONCE_METADATA = frozenset({ROUTING_KEY, MIN_SEQ_HEADER, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
+
+
+def embed_methods(codecs: Codecs) -> tuple[tuple[str, str, Codec, bool], ...]:
+    """Returns service, name and codec of the methods that look up vectors, and whether they are
+    streams. The codec of Predict depends on the call."""
+    return (
+        (SERVICE_NAME, "Embed", codecs.protobuf, False),
+        (SERVICE_NAME, "EmbedStream", codecs.protobuf, True),
+        (open_inference_grpc.SERVICE_NAME, "ModelInfer", codecs.infer_message, False),
+        (open_inference_grpc.SERVICE_NAME, "ModelStreamInfer", codecs.infer_streamed, True),
+    )
 
 
 class GrpcService:
@@ -83,23 +92,13 @@ class GrpcService:
             _path(health.SERVICE_NAME, "Check"): self._unary(self.health.check),
             _path(health.SERVICE_NAME, "Watch"): self._watch,
         }
-        codecs = self._codecs = pipeline.codecs
-        for service, unary, streamed, (codec, streamed_codec) in (
-            (SERVICE_NAME, "Embed", "EmbedStream", (codecs.protobuf, codecs.protobuf)),
-            (
-                open_inference_grpc.SERVICE_NAME,
-                "ModelInfer",
-                "ModelStreamInfer",
-                (codecs.infer_message, codecs.infer_streamed),
-            ),
-        ):
-            self._methods[_path(service, unary)] = partial(self._embed, codec)
-            self._methods[_path(service, streamed)] = self._guarded(
-                partial(self._embed_stream, streamed_codec),
-                pipeline.authenticator,
-                EMBEDDERS,
-                charge=False,
-            )
+        self._codecs = pipeline.codecs
+        for service, name, codec, is_stream in embed_methods(pipeline.codecs):
+            method: Method = partial(self._embed, codec)
+            if is_stream:
+                method = partial(self._embed_stream, codec)
+                method = self._guarded(method, pipeline.authenticator, EMBEDDERS, charge=False)
+            self._methods[_path(service, name)] = method
         self._methods[_path(PREDICTOR_NAME, "Predict")] = self._predict
         self.open_inference = open_inference_grpc.OpenInferenceMethods(pipeline)
         for name, function in self.open_inference.health.items():
@@ -267,10 +266,7 @@ class GrpcService:
         ).SerializeToString()
 
     def get_model(self, message: bytes) -> bytes:
-        try:
-            name = embedding_pb2.GetModelRequest.FromString(message).model
-        except DecodeError as error:
-            raise InvalidRequestError(f"body is not a GetModelRequest: {error}", "body") from error
+        name = open_inference_grpc.read_message(message, embedding_pb2.GetModelRequest).model
         models = self._pipeline.models
         return _message(models, models.model(name)).SerializeToString()
 
