@@ -120,7 +120,6 @@ async def test_a_large_message_is_decompressed_in_the_codec_thread(
     body = packed(LARGE, None if compress else zlib.compress(LARGE))
     more = [(b"grpc-encoding", encoding.encode())]
     peer.call(1, EMBED, body, more=more)
-    assert inflated == {"loop": INLINE_BYTES_MAX + 1, "codec": 0}
     await peer.ended(1)
     assert inflated == {"loop": INLINE_BYTES_MAX + 1, "codec": len(LARGE)}
     assert peer.status(1)[0] == 8
