@@ -469,13 +469,16 @@ def look_up_after_a_switch(page: Page) -> None:
     assert page.text("#hint-1") == "rows 0 to 8 of table t_user"
     assert "weights" not in page.text("#ask-features")
     assert page.value("document.querySelector('#ids-1').value") == "1, 2"
+    assert focused(page) == "ids-1"  # of the same feature
     page.value("document.querySelector('#ask-form').requestSubmit()")
     page.until("/^Answered by shop version 8/.test(document.querySelector('#answered').innerText)")
     select = "document.querySelector('#ask-model')"
     page.value(f"{select}.value = 'books@7', {select}.dispatchEvent(new Event('change'))")
     page.until("document.querySelector('#weights-0')")
-    assert page.value("document.querySelector('#ids-0').value") == "1, 2"
+    assert page.value("document.querySelector('#ids-0').value") == ""  # ids of another model
+    page.value("document.querySelector('#weights-0').value = '0.5, 2'")
     page.value("document.querySelector('#ids-0').focus()")
+    page.write("1, 2")
 
 
 def see_the_newest_version(page: Page) -> None:
@@ -485,6 +488,8 @@ def see_the_newest_version(page: Page) -> None:
     assert focused(page) == "ids-0"
     page.write(", 3")
     assert page.value("document.querySelector('#ids-0').value") == "1, 2, 3"
+    assert page.value("document.querySelector('#weights-0').value") == "0.5, 2"
+    assert page.value("document.querySelector('details').open")  # what is sent is seen
     assert page.errors == []
 
 

@@ -68,14 +68,15 @@ function formOf(model) {
   return JSON.stringify([model.model, model.features, model.tables, model.unpooled]);
 }
 
-/** Creates the fields of a model; features that the form had before keep what was typed. */
+/** Creates the fields of a model. Features that it had before keep what was typed, and the focus. */
 function createFields(model, labels) {
   const textOf = (id) => byId(id)?.value ?? "";
-  const typed = new Map(asked?.features.map((feature, at) => [feature, [`ids-${at}`, `weights-${at}`].map(textOf)]));
-  const focused = document.activeElement?.id;
+  const before = asked?.model === model.model ? asked.features : []; // ids of another model mean others
+  const typed = new Map(before.map((feature, at) => [feature, [`ids-${at}`, `weights-${at}`].map(textOf)]));
+  const [, kind, place] = /^(ids|weights|label)-(\d+)$/.exec(document.activeElement?.id) ?? [];
   [asked, named] = [model, labels];
   fill("ask-features", ...model.features.map((feature, at) => fieldsOf(feature, at, typed.get(feature))));
-  if (focused) byId(focused)?.focus();
+  if (kind) byId(`${kind}-${model.features.indexOf(before[place])}`)?.focus();
 }
 
 function fieldsOf(feature, at, [idsTyped, weightsTyped] = ["", ""]) {
@@ -90,7 +91,7 @@ function fieldsOf(feature, at, [idsTyped, weightsTyped] = ["", ""]) {
     const weights = element("input", { id: `weights-${at}`, autocomplete: "off", inputmode: "decimal" });
     weights.value = weightsTyped;
     parts.push(
-      element("details", {}, element("summary", {}, "Weights"), element("label", { for: `weights-${at}` }, `weights of ${feature}`), weights),
+      element("details", { open: weightsTyped ? "" : null }, element("summary", {}, "Weights"), element("label", { for: `weights-${at}` }, `weights of ${feature}`), weights),
     );
   }
   return element("div", { class: "feature" }, ...parts);

@@ -7,6 +7,7 @@ const NEAREST_MAX = 6;
 const REJECTED_MAX = 16; // each rejected id costs a request, which counts as failed
 const labels = new Map();
 const vectors = new Map();
+const rejected = new Map(); // by version and feature: the rejected ids, and the error once they are too many
 
 /** Returns the label of each id of a model, by table. */
 export async function labelsOfModel(model) {
@@ -35,8 +36,11 @@ export async function nearest(vector, answer, feature, key, named, but, written)
 /** Returns the vectors by id. Ids that the version rejects are left out: labels are of all versions. */
 async function vectorsOf(ids, name, feature, key, written) {
   const found = new Map();
-  const left = [...ids];
-  let rejected = 0;
+  const place = `${name} ${feature}`;
+  if (!rejected.has(place)) rejected.set(place, { ids: new Set(), error: null });
+  const known = rejected.get(place);
+  if (known.error) throw known.error;
+  const left = ids.filter((id) => !known.ids.has(id));
   while (left.length) {
     const some = left.slice(0, EXAMPLES_MAX);
     const bags = some.map((id) => `[${written(id)}]`);
@@ -47,10 +51,10 @@ async function vectorsOf(ids, name, feature, key, written) {
       some.forEach((id, at) => found.set(id, rows[at]));
       left.splice(0, some.length);
     } catch (error) {
-      const place = /\[(\d+)\]\[0\]$/.exec(error.field);
-      rejected += 1;
-      if (!place || rejected > REJECTED_MAX) throw error;
-      left.splice(Number(place[1]), 1);
+      const at = /\[(\d+)\]\[0\]$/.exec(error.field)?.[1];
+      if (at === undefined) throw error;
+      if (known.ids.size === REJECTED_MAX) throw (known.error = error);
+      known.ids.add(...left.splice(Number(at), 1));
     }
   }
   return found;
