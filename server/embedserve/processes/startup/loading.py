@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _PULL_ERRORS = (StoreError, OSError, ValueError)
 """Errors of open_versions that a child process reports to its parent."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 WAIT_S = 2.0
 """Seconds between two polls of a store that does not have the models yet."""
 
@@ -173,12 +174,19 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
         return open_versions(settings)
     reading, writing = os.pipe()
     sys.stderr.flush()
-    parent, child = os.getpid(), os.fork()
-    if not child:
-        end_with(parent)
-        _report_pulled(settings, writing)
-    os.close(writing)
+    parent = os.getpid()
+    # A signal that arrives right after the fork would be handled by neither, or twice.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
+        child = os.fork()
+    except OSError:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        raise
+    if not child:
+        _report_pulled(settings, writing, parent)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        os.close(writing)
         with os.fdopen(reading) as pipe:
             report = pipe.read()
     except BaseException:  # by SIGTERM; the next pull continues with what the child leaves
@@ -199,12 +207,15 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     }
 
 
-def _report_pulled(settings: ServeSettings, pipe: int) -> None:
-    """Writes folder and at_seq of each version to ``pipe``, or the error; ends the process."""
+def _report_pulled(settings: ServeSettings, pipe: int, parent: int) -> None:
+    """Writes folder and at_seq of each version to ``pipe``, or the error; ends the process, also
+    when ``parent`` does."""
     status = 1
     folders: dict[str, tuple[str, int | None]] = {}
     errors: dict[str, str] = {}
     try:
+        end_with(parent)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         try:
             for name, one in open_versions(settings).items():
                 folders[name] = str(one.path), one.at_seq
