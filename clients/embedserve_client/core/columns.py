@@ -41,12 +41,17 @@ def numpy_of(field: str, tensor: ColumnTensor) -> NDArray[Any]:
     """Returns the values of a dense tensor, as float32 if numpy lacks their type, such as bfloat16.
     Raises InvalidRequest for a tensor that numpy cannot hold."""
     try:
-        return _numpy(tensor.detach().cpu())
-    except (TypeError, RuntimeError) as error:  # such as of a sparse tensor, or one without data
+        copied = tensor.detach().cpu()
+    except NotImplementedError as error:  # a tensor without data
+        raise InvalidRequest(f"{field}: {error}", field=field) from error
+    try:
+        return _numpy(copied)
+    except (TypeError, RuntimeError) as error:  # such as of a sparse tensor
         raise InvalidRequest(f"{field}: {error}", field=field) from error
 
 
 def _numpy(tensor: Any) -> NDArray[Any]:
+    """Returns the values of a tensor on the CPU."""
     try:
         array: NDArray[Any] = tensor.numpy()
     except TypeError:

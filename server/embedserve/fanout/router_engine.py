@@ -358,6 +358,8 @@ def _result(answer: Future[np.ndarray], loop: asyncio.AbstractEventLoop) -> np.n
         try:
             return answer.result(LOOP_POLL_S)
         except TimeoutError:
+            if answer.done():
+                return answer.result()
             if monotonic() >= until_s:
                 raise
             if not loop.is_running():
