@@ -540,6 +540,42 @@ def test_the_nearest_are_fetched_again_after_a_delta(page: Page, demo: Demo) -> 
     assert sum(url.endswith("/embed") for url in page.requests) == 2
 
 
+REJECTED = """
+import("/console/neighbours.js").then(async ({ nearest }) => {
+  let known, asked;
+  globalThis.fetch = async (path, { body }) => {
+    asked += 1;
+    const ids = JSON.parse(body).features.f.map(([id]) => id);
+    const at = ids.findIndex((id) => id > known);
+    const field = `features.f[${at}][0]`;
+    const error = { code: "INVALID_ARGUMENT", message: "no such id", field };
+    if (at >= 0) return new Response(JSON.stringify({ error }), { status: 400 });
+    return new Response(JSON.stringify({ values: ids.map((id) => [id, 1]) }));
+  };
+  const named = new Map(Array.from({ length: 20 }, (_, at) => [String(at + 1), ""]));
+  const ask = async (seq, key, last) => {
+    [known, asked] = [last, 0];
+    const answer = { model: "m", version: 1, seq };
+    const found = await nearest([1, 1], answer, "f", key, named, new Set(), String)
+      .catch((error) => [{ id: error.message }]);
+    return [found.map(({ id }) => id).join(" "), asked];
+  };
+  const answers = [await ask(1, "f", 3), await ask(1, "f", 3)];
+  for (const key of ["f", "g", "f"]) answers.push(await ask(2, key, 18));
+  return answers;
+})
+"""
+
+
+def test_a_rejected_id_is_asked_for_again_after_a_delta_alone(page: Page, demo: Demo) -> None:
+    page.open(f"{demo.server.http}/console")
+    refused, still, found, other, again = page.value(REJECTED)
+    assert refused == ["INVALID_ARGUMENT: no such id", 17]  # more than 16 ids of 20
+    assert still == ["INVALID_ARGUMENT: no such id", 0]
+    assert found == other == ["1 2 3 4 5 6", 3]
+    assert again == ["1 2 3 4 5 6", 1]
+
+
 VERSIONS = """
 Promise.all([import('/console/metrics.js'), import('/console/models.js')]).then(
   ([{ Between, Reading }, { showModels }]) => {

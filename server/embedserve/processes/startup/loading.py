@@ -175,11 +175,12 @@ def open_versions_to_fork(settings: ServeSettings) -> dict[str, ModelVersion]:
     reading, writing = os.pipe()
     sys.stderr.flush()
     parent = os.getpid()
-    # A signal that arrives right after the fork would be handled by neither, or twice.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
+        # A signal that arrives right after the fork would be handled by neither, or twice. There
+        # are no other threads, which could take it meanwhile.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         child = os.fork()
-    except OSError:
+    except BaseException:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         raise
     if not child:

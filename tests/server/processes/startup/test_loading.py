@@ -69,12 +69,15 @@ except ChildProcessError:
 """
 
 
+ENDED = "StoreError file:///nowhere: the process that pulls it"
+
+
 @pytest.mark.parametrize(
     ("what", "how", "shown"),
     [
         ("stopped", "Terminated ", ""),
-        ("no memory", "StoreError file:///nowhere: the process that pulls it ended with", "3 GB"),
-        ("killed", "StoreError file:///nowhere: the process that pulls it was ended by SIGK", ""),
+        ("no memory", f"{ENDED} ended with exit code 1", "MemoryError: 3 GB"),
+        ("killed", f"{ENDED} was ended by SIGKILL", ""),
     ],
 )
 def test_the_process_that_pulls_ends_and_how_is_said(what: str, how: str, shown: str) -> None:

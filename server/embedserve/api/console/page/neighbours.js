@@ -7,7 +7,7 @@ const NEAREST_MAX = 6;
 const REJECTED_MAX = 16; // each rejected id costs a request, which counts as failed
 const labels = new Map();
 const vectors = new Map();
-const rejected = new Map(); // by version and feature: the rejected ids, and the error once they are too many
+const rejected = new Map(); // by version and key: the ids rejected as of a delta, and the error once they are too many
 
 /** Returns the label of each id of a model, by table. */
 export async function labelsOfModel(model) {
@@ -21,10 +21,13 @@ export async function labelsOfModel(model) {
 /** Returns the ids of ``named`` nearest to ``vector`` of ``answer``, except ``but``, as [{id, label, cosine}]. */
 export async function nearest(vector, answer, feature, key, named, but, written) {
   const name = `${answer.model}@${answer.version}`;
-  const kept = `${name} ${answer.seq} ${key}`; // a delta changes rows of the same version
+  const kept = `${name} ${answer.seq} ${key}`; // a delta changes rows and ids of the same version
   if (!vectors.has(kept)) {
     vectors.clear(); // only one table's vectors are cached
-    vectors.set(kept, await vectorsOf([...named.keys()], name, feature, key, written));
+    const place = `${name} ${key}`;
+    const isSame = rejected.has(place) && rejected.get(place).seq === answer.seq; // none without deltas
+    if (!isSame) rejected.set(place, { seq: answer.seq, ids: new Set(), error: null });
+    vectors.set(kept, await vectorsOf([...named.keys()], name, feature, key, written, rejected.get(place)));
   }
   const found = [...vectors.get(kept)].map(([id, other]) => ({ id, label: named.get(id), cosine: cosine(vector, other) }));
   return found
@@ -34,11 +37,8 @@ export async function nearest(vector, answer, feature, key, named, but, written)
 }
 
 /** Returns the vectors by id. Ids that the version rejects are left out: labels are of all versions. */
-async function vectorsOf(ids, name, feature, key, written) {
+async function vectorsOf(ids, name, feature, key, written, known) {
   const found = new Map();
-  const place = `${name} ${feature}`;
-  if (!rejected.has(place)) rejected.set(place, { ids: new Set(), error: null });
-  const known = rejected.get(place);
   if (known.error) throw known.error;
   const left = ids.filter((id) => !known.ids.has(id));
   while (left.length) {
