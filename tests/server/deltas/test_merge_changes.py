@@ -10,7 +10,9 @@ from embedserve.deltas.merge_changes import merged
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.table_spec import TableSpec
 
-TABLES = {name: TableSpec(name, 9, 4, (name,), "sum", "float32") for name in "ab"}
+ROWS = {"a": 9, "b": 1000}
+"""Changed rows are many in one table and few in the other, which are merged in two ways."""
+TABLES = {name: TableSpec(name, ROWS[name], 4, (name,), "sum", "float32") for name in ROWS}
 CHANGES = st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 8))), max_size=6)
 
 
