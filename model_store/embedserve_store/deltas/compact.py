@@ -162,7 +162,9 @@ def _apply(
     """
     deltas, position, goldens = {}, line.start, None
     for delta, after in line.deltas(seq):
-        deltas[delta.seq], position, goldens = delta, after, delta.goldens
+        # Goldens may be far larger than the rest, and only the last ones are compared.
+        deltas[delta.seq] = replace(delta, goldens=None)
+        position, goldens = after, delta.goldens
     undos.check(position.seq)
     data = np.memmap(path, np.uint8, "r+", offset=len(header_bytes(manifest.tables)))
     offsets = TablesFile.open(path, manifest.tables).offsets

@@ -59,6 +59,11 @@ class DeltaGoldens:
         return int(self.lengths.shape[1])
 
     @property
+    def nbytes(self) -> int:
+        """Returns the bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Returns the arrays by name."""
         named = {name: getattr(self, name) for name in _ARRAYS}
@@ -89,8 +94,7 @@ class DeltaGoldens:
         self._check_values(base, totals, where)
 
     def _check_size(self, where: str) -> None:
-        nbytes = sum(array.nbytes for array in self.arrays.values())
-        found = self.examples, len(self.numbers), nbytes
+        found = self.examples, len(self.numbers), self.nbytes
         if not self.examples:
             raise StoreError(f"{where}: have no example")
         if any(a > b for a, b in zip(found, (EXAMPLES_MAX, IDS_MAX, BYTES_MAX), strict=True)):

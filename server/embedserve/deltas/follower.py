@@ -41,7 +41,10 @@ from embedserve_store.goldens.reference_pooling import RowsOf
 logger = logging.getLogger(__name__)
 
 STEP_BYTES_MAX = 256 << 20
-"""Bytes of files that one step reads and applies, unless a single delta has more; 256 MiB."""
+"""Bytes of files and goldens that one step reads and applies, unless a single delta has more; 256
+MiB."""
+STEP_DELTAS_MAX = 1000
+"""Deltas of one step: the applier sends no heartbeat while it merges them."""
 LIST_AFTER_S = 10.0
 """Seconds without a new delta after which the line is listed, so that a gap is found. Doubles with
 each listing that finds nothing: listing a long line of an object store takes many requests."""
@@ -186,7 +189,7 @@ class DeltaFollower:
         end, nbytes = self._position, 0
         while (found := self._line.after(end)) is not None:
             delta, end = found
-            nbytes += delta.nbytes
+            nbytes += delta.nbytes + (delta.goldens.nbytes if delta.goldens else 0)
             wanted = max(self._state.wanted_seq, delta.seq)
             self._state = replace(self._state, wanted_seq=wanted)
             if self._takes_back(delta):
@@ -197,7 +200,7 @@ class DeltaFollower:
             if not waiting:
                 self._state = replace(self._state, waiting_since=Waiting(delta, end).as_of)
             waiting.append(Waiting(delta, end))
-            if delta.seq == self._refused_seq:
+            if delta.seq == self._refused_seq or len(waiting) == STEP_DELTAS_MAX:
                 return
 
     def _takes_back(self, delta: DeltaManifest) -> bool:

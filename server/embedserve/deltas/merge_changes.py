@@ -52,30 +52,41 @@ def merged(changes: Sequence[ChangedRows]) -> list[TableRows]:
 def _last_values(changes: Sequence[ChangedRows]) -> MergedRows:
     table = changes[0].table
     joined = np.concatenate([one.numbers for one in changes])
-    if table.num_embeddings <= DENSE * len(joined):
-        positions = np.full(table.num_embeddings, -1)
-        positions[joined] = np.arange(len(joined))  # of equal indices the last one counts
-        numbers = np.flatnonzero(positions >= 0)
-        last = positions[numbers]
-    else:
-        # Is reversed, since np.unique returns the first position of a row.
-        numbers, last = np.unique(joined[::-1], return_index=True)
-        last = len(joined) - 1 - last
-    return MergedRows(table, numbers, [*_pieces(changes, last)])
+    numbers, positions = _unique(joined, table.num_embeddings)
+    every = np.arange(len(joined))
+    last = np.empty(len(numbers), np.int64)
+    last[positions] = every  # of equal indices the last one counts
+    return MergedRows(table, numbers, [*_pieces(changes, positions, last[positions] == every)])
+
+
+def _unique(
+    numbers: NDArray[np.int64], row_count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the row numbers, each once and ascending, and the position of each of ``numbers``
+    among them."""
+    if row_count > DENSE * len(numbers):
+        return np.unique(numbers, return_inverse=True)
+    is_changed = np.zeros(row_count, bool)
+    is_changed[numbers] = True
+    unique = np.flatnonzero(is_changed)
+    position_of = np.empty(row_count, np.int64)
+    position_of[unique] = np.arange(len(unique))
+    return unique, position_of[numbers]
 
 
 def _pieces(
-    changes: Sequence[ChangedRows], last: NDArray[np.int64]
+    changes: Sequence[ChangedRows], positions: NDArray[np.int64], is_last: NDArray[np.bool_]
 ) -> Iterator[tuple[ChangedRows, NDArray[np.int64], NDArray[np.int64]]]:
     """Yields the pieces of MergedRows.
 
     Args:
-        last: position of the last value of each row among the values of all ``changes``.
+        positions: position in MergedRows.numbers of each row of all ``changes``.
+        is_last: whether the value of each of these rows counts.
     """
     start = 0
     for change in changes:
         end = start + len(change.numbers)
-        positions = np.flatnonzero((last >= start) & (last < end))
-        if len(positions):
-            yield change, positions, last[positions] - start
+        sources = np.flatnonzero(is_last[start:end])
+        if len(sources):
+            yield change, positions[start:end][sources], sources
         start = end

@@ -60,13 +60,18 @@ def read_changes(
             break
         except StoreError as caught:
             error, last = caught, delta.seq - 1
+    seqs = {delta.seq for delta in wanted}
     parts: list[Part] = []
-    rest = [one for one in waiting if one.delta.seq <= last]
-    for delta in wanted:
-        count = next(i for i, one in enumerate(rest) if one.delta is delta)
-        parts += [(rest[:count], []), ([rest[count]], read[delta.seq])]
-        rest = rest[count + 1 :]
-    return [part for part in (*parts, (rest, [])) if part[0]], error
+    undone: list[Waiting] = []
+    for one in waiting:
+        if one.delta.seq > last:
+            break
+        if one.delta.seq in seqs:
+            parts += [(undone, []), ([one], read[one.delta.seq])]
+            undone = []
+        else:
+            undone.append(one)
+    return [part for part in (*parts, (undone, [])) if part[0]], error
 
 
 def _checked(

@@ -283,27 +283,28 @@ class RowsWriter:
         Raises:
             RowsFullError: that does not suffice.
         """
-        self._free_unseen()
-        self._check_room(changes, self._kept_for_undo())
-        while not self._has_room(changes):
+        oldest = self._free_unseen()
+        self._check_room(changes, self._kept_for_undo(oldest))
+        while True:
+            try:
+                return self._check_room(changes, Counter())
+            except RowsFullError:
+                if len(self._kept) == 1:  # a lookup of an earlier view has begun meanwhile
+                    raise
             self._kept.popleft()
             self._free_unseen()
 
-    def _kept_for_undo(self) -> Counter[int]:
-        """Returns the number of rows of each group that only an undo still needs."""
+    def _kept_for_undo(self, oldest: int) -> Counter[int]:
+        """Returns the number of rows of each group that only an undo still needs.
+
+        Args:
+            oldest: oldest view that a lookup can read.
+        """
         rows: Counter[int] = Counter()
-        oldest = min(self._live.committed[0], self._live.oldest_read())
         for view, numbers in self._replaced:
             if view <= oldest:
                 rows.update({index: len(own) for index, own in numbers.items()})
         return rows
-
-    def _has_room(self, changes: Sequence[_GroupChange]) -> bool:
-        try:
-            self._check_room(changes, Counter())
-        except RowsFullError:
-            return False
-        return True
 
     def _check_room(self, changes: Sequence[_GroupChange], freed: Counter[int]) -> None:
         """Raises RowsFullError if the memory, or the spare rows of a group, do not suffice.
@@ -328,12 +329,17 @@ class RowsWriter:
                     "are needed: lookups still read the others"
                 )
 
-    def _free_unseen(self) -> None:
-        """Frees the spare rows that no lookup can read any more, and that no kept state has."""
+    def _free_unseen(self) -> int:
+        """Frees the spare rows that no lookup can read any more, and that no kept state has.
+
+        Returns:
+            The oldest view that a lookup can read.
+        """
         membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
         oldest = min(self._live.committed[0], self._live.oldest_read())
         self._free_up_to(self._taken_out, oldest)
         self._free_up_to(self._replaced, min(self._kept[0][0], oldest))
+        return oldest
 
     def _free_up_to(self, replaced: _Replaced, view: int) -> None:
         while replaced and replaced[0][0] <= view:

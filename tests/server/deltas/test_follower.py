@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from server.deltas.followed import Followed
 
+from embedserve.deltas import follower
 from embedserve_store.errors import StoreError, UnreachableError
 from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.delta_manifest import manifest_name
@@ -56,6 +57,18 @@ def test_steps_are_bounded(followed: Followed) -> None:
     assert followed.follower.look()
     assert not followed.follower.look()
     assert (followed.state, followed.rows.steps) == ("following", [1, 2, 3])
+
+
+def test_a_step_has_a_bounded_number_of_deltas(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server that is 100,000 small deltas behind would merge them without a heartbeat."""
+    monkeypatch.setattr(follower, "STEP_DELTAS_MAX", 2)
+    for row in range(5):
+        followed.push(row)
+    while followed.follower.look():
+        pass
+    assert (followed.state, followed.rows.steps) == ("following", [2, 4, 5])
 
 
 def test_a_damaged_delta_stalls_and_is_logged_once(

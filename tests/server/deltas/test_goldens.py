@@ -84,6 +84,17 @@ def test_of_a_step_the_goldens_of_the_last_delta_count(followed: Followed) -> No
     assert (followed.state, followed.rows.steps, followed.changed()) == ("following", [2], {1: 2})
 
 
+def test_goldens_count_for_the_size_of_a_step(followed: Followed) -> None:
+    for value in (1, 2, 3):
+        push(followed, 1, value)
+    delta, _ = followed.line.manifest(1)
+    assert delta.goldens is not None
+    followed.follower._step_bytes = 2 * delta.nbytes + delta.goldens.nbytes
+    while followed.follower.look():
+        pass
+    assert followed.rows.steps == [1, 2, 3]
+
+
 def test_an_undo_is_the_way_past_it(followed: Followed) -> None:
     push(followed, 1, 1)
     push(followed, 2, 1, expected=9)

@@ -390,6 +390,29 @@ def test_a_delta_that_does_not_fit_takes_no_rows_from_an_undo(version: ModelVers
     assert writer.revert(1, 3)
 
 
+def test_a_lookup_that_ends_while_room_is_made_ends_no_writer(
+    version: ModelVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = LiveRows(version, 20 << 10, readers=1, undo=0)
+    writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
+    writer.apply(1, [rows_of(SPECS[0], *range(200))])
+    view, _ = reader.begin()
+    writer.apply(2, [rows_of(SPECS[0], *range(200), value=1)])
+    oldest_read = live.oldest_read
+
+    def oldest_before_it_ends() -> int:
+        oldest = oldest_read()
+        reader.end(view)
+        return oldest
+
+    monkeypatch.setattr(live, "oldest_read", oldest_before_it_ends)
+    with pytest.raises(RowsFullError):
+        writer.apply(3, [rows_of(SPECS[0], *range(200))])
+    monkeypatch.undo()
+    writer.apply(3, [rows_of(SPECS[0], *range(200))])
+    assert live.seq == 3
+
+
 def test_spare_rows_for_undos_are_fewer_where_not_all_can_be_numbered(
     version: ModelVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:

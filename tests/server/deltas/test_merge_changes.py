@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,24 @@ CHANGES = st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 8))),
 def changed(table: str, rows: set[int], value: int) -> ChangedRows:
     numbers = np.array(sorted(rows), np.int64)
     return ChangedRows(TABLES[table], numbers, np.full((len(rows), 16), value, np.uint8))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_many_changes_take_as_many_steps_as_they_have_rows(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may be behind by thousands of small deltas."""
+    searched, flatnonzero = [0], np.flatnonzero
+
+    def counted(array: np.ndarray) -> np.ndarray:
+        searched[0] += array.size
+        return flatnonzero(array)
+
+    monkeypatch.setattr(np, "flatnonzero", counted)
+    changes = [changed(table, {number % 9}, number % 200) for number in range(2000)]
+    (found,) = merged(changes)
+    assert found.numbers.tolist() == [*range(9)]
+    assert searched[0] <= ROWS[table] + len(changes)
 
 
 @settings(max_examples=300)

@@ -17,7 +17,7 @@ import pytest
 from store.deltas.conftest import rows
 
 from embedserve_store import DeltaLine, DeltaWriter, ModelStore, StoreError
-from embedserve_store.deltas import row_numbers
+from embedserve_store.deltas import delta_line, row_numbers
 from embedserve_store.format import delta_file
 from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, manifest_name
 from embedserve_store.format.manifest_checksum import sealed_json
@@ -134,8 +134,25 @@ def test_a_row_in_two_files_is_refused(folder: Path) -> None:
         data["files"].append(first | {"name": again.name, "sha256": digest})
 
     edit(path, twice)
-    with pytest.raises(StoreError, match=f"{again.name}: table 'tag': row 3 is in another file"):
+    with pytest.raises(StoreError, match=f"{path.name}: table 'tag': row 3 is in two of its files"):
         read_all(folder)
+
+
+def test_repeated_rows_are_looked_for_once_however_many_files_there_are(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_file, "PART_BYTES", 1)  # a file for each row
+    writer.push_rows({"tag": (range(9), rows("tag", 9)), "user": ([1, 4], rows("user", 2))})
+    searched: list[int] = []
+
+    def counted(*numbers: np.ndarray) -> int | None:
+        searched.append(len(numbers))
+        return delta_file.repeated_row(*numbers)
+
+    monkeypatch.setattr(delta_line, "repeated_row", counted)
+    line = line_of(store / "m/deltas/1")
+    assert sum(len(changes) for changes in line.rows(line.manifest(1)[0])) == 11
+    assert sorted(searched) == [2, 9]
 
 
 def test_rows_are_those_pushed(folder: Path) -> None:

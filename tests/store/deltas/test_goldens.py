@@ -25,7 +25,9 @@ from embedserve_store import (
     compact_deltas,
     publish,
 )
+from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_goldens import EXAMPLES_MAX, DeltaGoldens
+from embedserve_store.format.delta_manifest import DeltaManifest
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.goldens.reference_pooling import pool_stored
 
@@ -162,6 +164,24 @@ def test_a_compacted_version_has_the_results_of_the_last_goldens(
     np.testing.assert_array_equal(goldens.source_answers, goldens.stored_answers)
     with pytest.raises(StoreError, match="delta 1 of line 1: goldens: 'tag'"):
         compact_deltas(store, "m", version=1, seq=1)
+
+
+def test_goldens_of_a_whole_line_are_not_kept_in_memory(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have 4 MiB each, and a line a hundred thousand deltas."""
+    answers = results(store)
+    for _ in range(3):
+        writer.push_rows({}, goldens=(BAGS, answers))
+    applied: list[DeltaManifest] = []
+
+    def noted(line: DeltaLine, delta: DeltaManifest) -> dict[str, ChangedIds]:
+        applied.append(delta)
+        return {}
+
+    monkeypatch.setattr(DeltaLine, "ids", noted)
+    compact_deltas(store, "m")
+    assert [(delta.seq, delta.goldens) for delta in applied] == [(1, None), (2, None), (3, None)]
 
 
 def test_a_delta_whose_goldens_are_damaged_is_found(store: Path, writer: DeltaWriter) -> None:
