@@ -31,6 +31,7 @@ from embedserve.shard_client.discovery import PART, DnsShards, RayShards, discov
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.replica import Connect
 from embedserve.shard_client.shard_connection import Address, ShardConnection
+from embedserve.shard_client.timer_queue import TimerQueue
 from embedserve_store import ModelVersion
 from embedserve_store.errors import UnopenedError
 
@@ -168,6 +169,8 @@ class Shards:
 
     def _begin(self) -> None:
         self.loop = asyncio.get_running_loop()
+        # One timer for the calls of all parts: a batch begins them at once.
+        self._timers = TimerQueue(monotonic, self.loop.call_later)
         self._clients, self._tasks = {}, []
         if (reloader := self._credentials.reloader) is not None:
             self._tasks.append(asyncio.ensure_future(poll_all([reloader])))
@@ -215,7 +218,7 @@ class Shards:
         count = len(parts)
         if count not in self._clients:
             clients = [
-                PartClient(part, count, self._connector(part), self._options)
+                PartClient(part, count, self._connector(part), self._options, self._timers)
                 for part in range(count)
             ]
             discovery = discover(

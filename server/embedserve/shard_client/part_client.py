@@ -1,7 +1,7 @@
 """The replicas of one part of the tables, and lookups that survive the loss of some of them.
 
 docs/architecture.md describes the rules. Everything runs in callbacks of the event loop, with one
-timer for all lookups of the part.
+timer for all lookups.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class PartClient:
         parts: int,
         connect: Connect,
         options: PartOptions | None = None,
+        timers: TimerQueue | None = None,
         *,
         clock: Callable[[], float] = monotonic,
         call_later: CallLater | None = None,
@@ -80,6 +81,7 @@ class PartClient:
             parts: number of parts.
             connect: makes a connection.
             options: options of the lookups.
+            timers: deadlines of calls, also of other parts. Default: of this part alone.
             clock: monotonic clock, which also sets ``last_received_s`` of the connections.
             call_later: starts a timer; default: the running event loop's.
         """
@@ -92,7 +94,7 @@ class PartClient:
         self.clock = clock
         self._connect = connect
         self._call_later = call_later or asyncio.get_running_loop().call_later
-        self.timers = TimerQueue(clock, self._call_later)
+        self.timers = timers or TimerQueue(clock, self._call_later)
         self._replicas: dict[Address, PartReplica] = {}
         self._expected: dict[VersionKey, Served] = {}
         self._joined: dict[VersionKey, list[PartReplica]] = {}

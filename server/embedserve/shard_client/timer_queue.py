@@ -63,7 +63,7 @@ class TimerQueue:
         """Calls ``item.on_due`` at ``due_s`` or up to a few ms later, unless it is over by then."""
         self._count += 1
         heappush(self._heap, (due_s, self._count, item))
-        if due_s < self._armed_s:
+        if due_s < self._armed_s - TICK_S:  # libuv's timers cost more than a tick's delay is worth
             self._arm(due_s, now_s)
 
     def _arm(self, due_s: float, now_s: float) -> None:
