@@ -174,9 +174,9 @@ class DeltaWriter:
             the error counts as raised only once one of the calls above has raised it.
 
         Raises:
-            InvalidModelError: on all ranks: a row cannot be stored, an id was looked up that its
-                table does not have, or the goldens exceed a limit or do not fit the version. Or an
-                id is named twice, has a row outside its table, or is removed without being there.
+            InvalidModelError: on all ranks: a row cannot be stored, or the goldens exceed a limit
+                or do not fit the version. Or an id is named twice, has a row outside its table, or
+                is removed without being there.
             RevertedError, WriterFencedError, StoreError: as in ``push_rows``.
             ValueError: the writer was made without ``module``.
         """

@@ -5,6 +5,7 @@ Changes nothing in the model. Imports torch and torchrec only when called.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from embedserve_store.sources.rows import SOURCE_DTYPES
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 WHOLE_ROWS_MAX = 10_000
 """Most rows of a table that is taken whole each time, as its changes cannot be tracked."""
@@ -83,6 +86,7 @@ class TrackedRows:
         self._collection = collection_of(module, prefix)
         self._is_closed = False
         self._again: dict[str, NDArray[np.int64]] = {}
+        self._warned: set[str] = set()
         world_size = self._collection._env.world_size
         if world_size != ranks.count:
             raise InvalidModelError(
@@ -140,8 +144,7 @@ class TrackedRows:
             out.
 
         Raises:
-            InvalidModelError: on all ranks. A recorded id is outside of its table's shard, or ranks
-                recorded different ids of a column-wise table.
+            InvalidModelError: on all ranks. Ranks recorded different ids of a column-wise table.
         """
         return self._exchange.whole_rows(taken.pieces, taken.problem)
 
@@ -169,19 +172,54 @@ class TrackedRows:
 
         ids, found = self._ids.read(), {}
         for table, shards in self._shards().items():
+            if not shards:
+                continue
             own = ids.get(table)
+            if own is not None:
+                own = self._in_range(table, own, shards)
             if table in self._whole:
-                own = torch.arange(shards[0][2].shape[0] if shards else 0)
-            elif shards and table in self._again:
+                own = torch.arange(len(shards[0][2]))
+            elif table in self._again:
                 own = _with_again(own, self._again[table], shards)
             if own is None or not len(own):
                 continue
-            _check_ids(table, own, shards)
             found[table] = [
                 Piece(own.cpu().numpy().astype(np.int64) + row, column, _rows(shard, own))
                 for row, column, shard in sorted(shards, key=lambda shard: shard[1])
             ]
         return found
+
+    def _in_range(
+        self, table: str, ids: torch.Tensor, shards: list[tuple[int, int, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Returns ``ids`` (unique, ascending) with the first row of this rank's shards in place of
+        those outside.
+
+        FBGEMM looks that row up for them, and so training changes it. It corrects int64 ids before
+        they are recorded, but of other ids only a copy.
+        """
+        import torch
+
+        first, _, shard = shards[0]
+        rows = len(shard)
+        if not rows:
+            return ids[:0]
+        outside = [id_ for id_ in (int(ids[0]), int(ids[-1])) if not 0 <= id_ < rows]
+        if not outside:
+            return ids
+        if table not in self._warned:
+            self._warned.add(table)
+            logger.warning(
+                "table %r: id %d was looked up on rank %d, whose shard has %d rows from row %d on; "
+                "FBGEMM looks up the first of them instead. Further such ids are not logged",
+                table,
+                outside[0],
+                rank(),
+                rows,
+                first,
+            )
+        looked_up: torch.Tensor = torch.where((ids >= 0) & (ids < rows), ids, 0).unique()
+        return looked_up
 
     def _shards(self) -> dict[str, list[tuple[int, int, torch.Tensor]]]:
         """Returns first row, first column and weights of this rank's shards, by table."""
@@ -257,18 +295,6 @@ def _with_again(
     first, _, shard = shards[0]
     own = torch.from_numpy(numbers[(numbers >= first) & (numbers < first + len(shard))] - first)
     return own if ids is None else torch.cat([ids, own.to(ids)]).unique()
-
-
-def _check_ids(table: str, ids: torch.Tensor, shards: list[tuple[int, int, torch.Tensor]]) -> None:
-    """Raises InvalidModelError if one of ``ids`` (ascending) is not a row of this rank's shards."""
-    rows = min((shard.shape[0] for _, _, shard in shards), default=0)
-    for id_ in (int(ids[0]), int(ids[-1])) if len(ids) else ():
-        if not 0 <= id_ < rows:
-            first = shards[0][0] if shards else 0
-            raise InvalidModelError(
-                f"table {table!r}: id {id_} was looked up on rank {rank()}, whose shard has {rows} "
-                f"rows from row {first} on"
-            )
 
 
 def _rows(shard: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

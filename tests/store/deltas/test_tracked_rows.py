@@ -97,11 +97,12 @@ def test_ranks_take_what_training_changed(tmp_path: Path, world_size: int) -> No
         check_takes([found[name] for found in ranks])
         for found in ranks:  # each has its part of the rows of a column-wise table
             assert "tag" in found[name][1]
-    wrong_id, different = ranks[0]["refusals"]
-    assert "table 'user': id 52 was looked up on rank 1, whose shard has" in wrong_id
-    assert "table 'tag': ranks 0, 1" in different
-    assert "looked up different ids of this column-wise table" in different
-    assert all(found["refusals"] == [wrong_id, different] for found in ranks)
+    first = -(-TABLES["user"][0] // world_size)  # of rank 1
+    for rank, found in enumerate(ranks):
+        assert found["rows of a wrong id"] == ([first] if rank == 1 else [])
+        assert "table 'tag': ranks 0, 1" in found["refusal"]
+        assert "looked up different ids of this column-wise table" in found["refusal"]
+        assert found["refusal"] == ranks[0]["refusal"]
 
 
 @pytest.mark.parametrize(
@@ -314,14 +315,39 @@ def test_torchrec_raises_where_nothing_was_looked_up() -> None:
         tracker.get_unique_ids("own")
 
 
-@pytest.mark.parametrize("id_", [-1, 103])
-def test_ids_outside_of_the_table_are_refused_and_nothing_counts_as_taken(id_: int) -> None:
+@pytest.mark.parametrize("id_", [-2, 103, 500])
+def test_for_an_id_outside_of_the_table_the_row_is_taken_that_training_changed(
+    id_: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FBGEMM looks up row 0, but of int32 ids it corrects a copy that the tracker does not see."""
+    dmp = ranker(tables=USER)
+    tracked, step = TrackedRows(dmp, Ranks(), overlap_steps=0), stepper(dmp)
+    served = gathered(dmp)
+    for _ in range(2):
+        wrong = KeyedJaggedTensor(
+            keys=["user", "friend"],
+            values=torch.tensor([5, id_, 7], dtype=torch.int32),
+            lengths=torch.tensor([3, 0], dtype=torch.int32),
+        )
+        step(wrong)
+        taken = take(tracked)
+        assert taken["user"][0].tolist() == [0, 5, 7]
+        apply(served, taken)
+        assert lost_rows(served, dmp) == 0
+    step(ids_of({"user": [9], "friend": []}))
+    assert take(tracked)["user"][0].tolist() == [9]
+    warned = [one.message for one in caplog.records if one.name == tracked_rows.__name__]
+    assert len(warned) == 1
+    assert f"table 'user': id {id_} was looked up on rank 0, whose shard has 103 rows" in warned[0]
+
+
+def test_wrong_ids_are_dropped_where_the_shard_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     dmp = ranker(tables=USER)
     tracked = TrackedRows(dmp, Ranks())
-    record(dmp, "user", [5, id_])
-    for _ in range(2):
-        with pytest.raises(InvalidModelError, match=rf"table 'user': id {id_} was looked up on"):
-            take(tracked)
+    empty = {"user": [(103, 0, torch.empty(0, 16))]}
+    monkeypatch.setattr(tracked, "_shards", lambda: empty)
+    record(dmp, "user", [5])
+    assert take(tracked) == {}
 
 
 def test_goldens_of_the_training_model_are_not_taken() -> None:

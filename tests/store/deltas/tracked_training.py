@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -180,19 +181,27 @@ def record(dmp: DistributedModelParallel, table: str, ids: list[int]) -> None:
     tracker.store.append(tracker.curr_batch_idx, fqn, torch.tensor(ids))
 
 
-def refusals(dmp: DistributedModelParallel, tracked: TrackedRows) -> list[str]:
-    """Takes after rank 1 recorded ids that cannot be: a wrong one, then one that is its own."""
-    found = []
-    for table, id_ in (("user", 52), ("tag", 7)):
-        if dist.get_rank() == 1:
-            record(dmp, table, [id_])
-        try:
+def rows_of_a_wrong_id(dmp: DistributedModelParallel) -> list[int]:
+    """Returns the rows of "user" that this rank takes after rank 1 recorded an id outside."""
+    tracked = TrackedRows(dmp, Ranks())
+    if dist.get_rank() == 1:
+        record(dmp, "user", [52])
+    taken = take(tracked)
+    tracked.close()
+    return taken["user"][0].tolist() if "user" in taken else []
+
+
+def refusal(dmp: DistributedModelParallel) -> str:
+    """Returns the error of a take after rank 1 alone recorded an id of a column-wise table."""
+    tracked = TrackedRows(dmp, Ranks())
+    if dist.get_rank() == 1:
+        record(dmp, "tag", [7])
+    try:
+        with pytest.raises(InvalidModelError) as caught:
             take(tracked)
-        except InvalidModelError as error:
-            found.append(str(error))
+    finally:
         tracked.close()
-        tracked = TrackedRows(dmp, Ranks())
-    return found
+    return str(caught.value)
 
 
 def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
@@ -205,7 +214,9 @@ def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
         dmp = ranker(optimizer, dtype)
         tracked = TrackedRows(dmp, Ranks())
         found[name] = run(dmp, tracked)
-    found["refusals"] = refusals(dmp, tracked)
+    tracked.close()
+    found["rows of a wrong id"] = rows_of_a_wrong_id(dmp)
+    found["refusal"] = refusal(dmp)
     torch.save(found, out / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
