@@ -28,7 +28,7 @@ from embedserve_store.deltas.push_runner import PushRunner, evaluate
 from embedserve_store.deltas.pushed_goldens import PushedGoldens
 from embedserve_store.deltas.pushed_ids import PlacedIds, PushedIds, RemovedIds
 from embedserve_store.deltas.signing import KeyFile
-from embedserve_store.deltas.tracked_rows import TrackedRows, check_same_tables
+from embedserve_store.deltas.tracked_rows import TakenRows, TrackedRows, check_same_tables
 from embedserve_store.errors import InvalidModelError, RevertedError, StoreError
 from embedserve_store.format.changed_ids import ChangedIds
 from embedserve_store.format.delta_file import ChangedRows, repeated_row
@@ -191,6 +191,7 @@ class DeltaWriter:
         except StoreError:
             with suppress(StoreError):  # of ids that cannot be; the reason of the failure matters
                 self._ids.keep(own_ids)
+            self._keep_rows(tracked)
             raise
         taken = tracked.take()
 
@@ -201,7 +202,7 @@ class DeltaWriter:
             return self._append(encoded, ids, answered, step, as_of)
 
         run = self._pushes.run if wait else self._pushes.start
-        return run(write, lambda: tracked.take_again(taken.numbers))
+        return run(write, lambda: self._keep_rows(tracked, taken))
 
     @overload
     def push_rows(
@@ -343,6 +344,20 @@ class DeltaWriter:
         """Waits for the push in flight, and raises the error that stops this writer."""
         self.wait()
         self._line.check_continues()
+
+    def _keep_rows(self, tracked: TrackedRows, taken: TakenRows | None = None) -> None:
+        """Keeps the rows of a push that failed for the next one, if there can be one.
+
+        Args:
+            taken: rows that it had taken. None: it has taken none, but touched ids must not
+                accumulate on the device while pushes fail.
+        """
+        if self._line.is_fenced:
+            tracked.close()
+        elif taken is None:
+            tracked.set_aside()
+        else:
+            tracked.take_again(taken.numbers)
 
     def _append(
         self,

@@ -156,6 +156,11 @@ class LineAppender:
         return undone
 
     @property
+    def is_fenced(self) -> bool:
+        """Whether another writer has appended to the line, so that this job appends no more."""
+        return self._is_fenced
+
+    @property
     def _where(self) -> str:
         return f"{self.models.where}/{self._folder}"
 

@@ -54,11 +54,11 @@ class TakenRows:
 class TrackedRows:
     """Rows of a sharded model that training touched since they were last taken.
 
-    Until they are taken, tracking keeps 8 bytes on the model's device for each id that this rank
-    looks up (4 if ids are int32), repeated ids included; those of the last ``overlap_steps`` steps
-    are kept until the take after. If the tracker has other consumers or ``auto_compact``, those of
-    the whole last interval are kept and taken once more instead. A model whose rows are no longer
-    taken must be closed, else its ids accumulate.
+    Until they are taken or set aside, tracking keeps 8 bytes on the model's device for each id that
+    this rank looks up (4 if ids are int32), repeated ids included; those of the last
+    ``overlap_steps`` steps are kept until the take after. If the tracker has other consumers or
+    ``auto_compact``, those of the whole last interval are kept and taken once more instead. A model
+    whose rows are no longer taken must be closed, else its ids accumulate.
     """
 
     def __init__(
@@ -160,6 +160,25 @@ class TrackedRows:
         for table, added in numbers.items():
             self._again[table] = np.union1d(self._again.get(table, added), added)
 
+    def set_aside(self) -> None:
+        """Frees what tracking keeps on the device, without a copy of rows. Not a collective.
+
+        The numbers of the touched rows stay on the CPU, and the next ``take`` copies these rows,
+        too. Raises nothing: what cannot be set aside stays on the device.
+        """
+        try:
+            ids = self._ids.read()
+            self.take_again(
+                {
+                    table: _numbers(self._in_range(table, ids[table], shards), shards[0][0])
+                    for table, shards in self._shards().items()
+                    if shards and table in ids and table not in self._whole
+                }
+            )
+            self._ids.mark_taken()
+        except Exception as error:
+            logger.warning("touched rows stay on the device: %s: %s", type(error).__name__, error)
+
     def close(self) -> None:
         """Stops tracking. Not a collective; may be called twice."""
         if not self._is_closed:
@@ -184,7 +203,7 @@ class TrackedRows:
             if own is None or not len(own):
                 continue
             found[table] = [
-                Piece(own.cpu().numpy().astype(np.int64) + row, column, _rows(shard, own))
+                Piece(_numbers(own, row), column, _rows(shard, own))
                 for row, column, shard in sorted(shards, key=lambda shard: shard[1])
             ]
         return found
@@ -295,6 +314,11 @@ def _with_again(
     first, _, shard = shards[0]
     own = torch.from_numpy(numbers[(numbers >= first) & (numbers < first + len(shard))] - first)
     return own if ids is None else torch.cat([ids, own.to(ids)]).unique()
+
+
+def _numbers(ids: torch.Tensor, first: int) -> NDArray[np.int64]:
+    """Returns the row numbers of ``ids`` of a shard that begins at the row ``first``."""
+    return ids.cpu().numpy().astype(np.int64) + first
 
 
 def _rows(shard: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from server.python import run_warm_python
 from store.deltas.tracked_training import USER, batch, gathered, ranker, stepper
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
 
 from embedserve_store import (
     Bags,
@@ -18,6 +20,7 @@ from embedserve_store import (
     ModelStore,
     RevertedError,
     TableSpec,
+    WriterFencedError,
     compact_deltas,
     publish,
     publish_sharded,
@@ -163,6 +166,68 @@ def test_a_push_after_two_undos_has_the_rows_of_both(tmp_path: Path, one_rank: N
     first, second, *_, last = (delta for delta, _ in line.deltas())
     assert pushed(first) != pushed(second)
     assert pushed(last) == sorted({*pushed(first), *pushed(second)})
+
+
+def test_pushes_that_cannot_begin_leave_no_ids_on_the_device(
+    tmp_path: Path, one_rank: None
+) -> None:
+    """After an undo, and for goldens that do not fit. The next push has their rows."""
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    wrong = Bags(np.array([103]), np.eye(2, 1, dtype=np.int32), None)
+    with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
+        step = stepper(dmp)
+        writer.push()
+        undo_deltas(tmp_path, "m", to=0, why="CTR fell")
+        with pytest.raises(RevertedError):
+            writer.push()
+        for row in (2, 3, 500):  # row 0 is looked up for 500
+            step(user_bag(row))
+            with pytest.raises(RevertedError):
+                writer.push()
+            assert not ids_on_the_device(dmp)
+        writer.resume()
+        step(user_bag(7))
+        with pytest.raises(InvalidModelError, match="feature 'user' has 103"):
+            writer.push(goldens=wrong)
+        assert not ids_on_the_device(dmp)
+        assert row_numbers(tmp_path, writer.push()) == {"user": {0, 2, 3, 7}}
+        step(user_bag(9))
+        assert row_numbers(tmp_path, writer.push()) == {"user": {9}}
+
+
+def user_bag(row: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=["user", "friend"],
+        values=torch.tensor([row], dtype=torch.int32),
+        lengths=torch.tensor([1, 0], dtype=torch.int32),
+    )
+
+
+def ids_on_the_device(dmp: DistributedModelParallel) -> bool:
+    lookups = dmp.get_delta_tracker().store.per_fqn_lookups
+    return any(len(one.ids) for own in lookups.values() for one in own)
+
+
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_a_writer_that_is_fenced_off_tracks_no_longer(
+    tmp_path: Path, one_rank: None, is_threaded: bool
+) -> None:
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    with DeltaWriter(tmp_path, model="m", module=dmp) as writer:
+        step = stepper(dmp)
+        with DeltaWriter(tmp_path, model="m") as other:
+            other.push_rows({})
+        step()
+        if is_threaded:
+            writer.push(wait=False)
+        with pytest.raises(WriterFencedError):
+            writer.push()
+        assert dmp.get_delta_tracker() is None
+        step()
+        with pytest.raises(WriterFencedError):
+            writer.push()
 
 
 def test_push_needs_a_module(store: Path) -> None:

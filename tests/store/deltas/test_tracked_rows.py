@@ -374,6 +374,23 @@ def test_taken_ids_are_freed() -> None:
         assert all(len(lookups) <= 2 for lookups in kept.values())  # "tag" has one for each step
 
 
+def test_what_cannot_be_set_aside_is_taken_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dmp = ranker(tables=USER)
+    tracked = TrackedRows(dmp, Ranks())
+    record(dmp, "user", [5])
+    with monkeypatch.context() as patched:
+        patched.setattr(tracked._ids, "read", out_of_memory)
+        tracked.set_aside()
+    assert "touched rows stay on the device: RuntimeError: out of memory" in caplog.text
+    assert take(tracked)["user"][0].tolist() == [5]
+
+
+def out_of_memory() -> None:
+    raise RuntimeError("out of memory")
+
+
 def test_after_close_nothing_is_recorded_and_another_can_begin() -> None:
     dmp = ranker(tables=USER)
     step = stepper(dmp)

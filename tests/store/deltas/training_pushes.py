@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def main(rank: int, world_size: int, store: str, out: str, mode: str, rendezvous
             if at == 1:
                 fail_once(writer, pushes)
             if at == len(STEPS) - 1:
-                undo_all(pushes, store, rank)
+                undo_all(pushes, store, rank, step)
             pushes.push(at, bags(at), dmp)
         pushes.finish()
         if rank == 0:
@@ -129,12 +130,16 @@ def bags(seed: int) -> KeyedJaggedTensor | None:
     return batch(np.random.default_rng(seed)) if dist.get_rank() == 0 else None
 
 
-def undo_all(pushes: Pushes, store: str, rank: int) -> None:
-    """All ranks learn of an undo, and the next push has the undone rows of each."""
+def undo_all(pushes: Pushes, store: str, rank: int, step: Callable[[], None]) -> None:
+    """All ranks learn of an undo, and the next push has the undone rows of each, and those of a
+    push that could not begin."""
     if rank == 0:
         undo_deltas(store, "m", to=0, why="CTR fell")
     dist.barrier()
     pushes.fail(RevertedError, "CTR fell")
+    step()
+    with pytest.raises(RevertedError, match="CTR fell"):
+        pushes.writer.push()
     pushes.writer.resume()
 
 
