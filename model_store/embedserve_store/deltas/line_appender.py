@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embedserve_store.deltas.append import append, check_no_overwrites
 from embedserve_store.deltas.delta_line import DeltaLine
@@ -81,7 +81,8 @@ class LineAppender:
         self.models = ModelStore(store)
         self._ranks, self._calls = ranks, RankCalls(ranks)
         self._is_fenced = False
-        self._reverted: RevertedError | None = None
+        # Its arguments alone: the error would keep the frames of each push that raised it.
+        self._reverted: tuple[Any, ...] | None = None
         self._key: SigningKey | None = None
         self._token: str = ranks.from_first(secrets.token_hex(8))
         self._calls.on_all(lambda: self._open(model, version))
@@ -115,7 +116,7 @@ class LineAppender:
                 self._is_fenced = True
                 raise
             except RevertedError as error:
-                self._reverted = error
+                self._reverted = error.args
                 raise
         return self.position.seq
 
@@ -123,7 +124,7 @@ class LineAppender:
         """Raises the error that has stopped this job: it is fenced off, or deltas were undone."""
         self._check_not_fenced()
         if self._reverted is not None:
-            raise self._reverted
+            raise RevertedError(*self._reverted)
 
     def changed_ids(self) -> dict[str, ChangedIds]:
         """Returns the ids that all deltas of the line have changed, by table. Reads the manifests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from traceback import walk_tb
 
 import numpy as np
 import pytest
@@ -194,6 +195,24 @@ def test_pushes_that_cannot_begin_leave_no_ids_on_the_device(
         assert row_numbers(tmp_path, writer.push()) == {"user": {0, 2, 3, 7}}
         step(user_bag(9))
         assert row_numbers(tmp_path, writer.push()) == {"user": {9}}
+
+
+def test_the_error_of_an_undo_keeps_no_frames(tmp_path: Path, one_rank: None) -> None:
+    """Each push raises a new one: a stored one would keep the locals of all pushes before."""
+    dmp = ranker(tables=USER)
+    publish_sharded(dmp, tmp_path, model="m")
+    with DeltaWriter(tmp_path, model="m", module=dmp) as writer:
+        writer.push()
+        undo_deltas(tmp_path, "m", to=0, why="CTR fell")
+        errors = []
+        for _ in range(4):
+            with pytest.raises(RevertedError, match="CTR fell") as caught:
+                writer.push()
+            errors.append(caught.value)
+        assert [error.reverts_to for error in errors] == [0] * 4
+        assert len({id(error) for error in errors}) == 4
+        depths = [len([*walk_tb(error.__traceback__)]) for error in errors[1:]]
+        assert len(set(depths)) == 1
 
 
 def user_bag(row: int) -> KeyedJaggedTensor:
