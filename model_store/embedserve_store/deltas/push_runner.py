@@ -45,6 +45,7 @@ class PushRunner:
     def start(self, push: PushCall, on_failure: Callable[[], None]) -> Future[int]:
         """Runs ``push`` in a thread. Until it is joined, no other push may begin.
 
+        If no thread can be started, it runs in the caller, because the other ranks wait for it.
         The interpreter does not exit before the thread has ended.
 
         Args:
@@ -53,7 +54,12 @@ class PushRunner:
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # cannot be cancelled: other ranks would wait
         self._in_flight = _InFlight(future, on_failure)
-        threading.Thread(target=_run, args=(push, future), name="delta-push").start()
+        thread = threading.Thread(target=_run, args=(push, future), name="delta-push")
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            logger.warning("training waits: there is no thread for a push: %s", error)
+            _run(push, future)
         return future
 
     def join(self) -> None:

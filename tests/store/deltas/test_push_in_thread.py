@@ -155,6 +155,29 @@ def test_the_next_push_has_the_rows_of_one_that_failed(tmp_path: Path, one_rank:
     assert [*user_rows(tmp_path, 2)] == [9]
 
 
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_the_caller_writes(
+    store: Path,
+    writer: DeltaWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other ranks have their threads, and wait for this one."""
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        assert writer.push_rows(tag(1), wait=False).result(0) == 1
+        mend = fail_to_write(writer)
+        assert isinstance(writer.push_rows(tag(2), wait=False).exception(0), StoreError)
+        mend()
+    with pytest.raises(StoreError, match="the store is away"):
+        writer.wait()
+    assert "no thread for a push: can't start new thread" in caplog.text
+    assert writer.push_rows(tag(2), wait=False).result(WAIT_S_MAX) == 2
+
+
 def test_a_push_waits_for_the_one_before(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
