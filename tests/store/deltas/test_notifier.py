@@ -7,6 +7,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,31 @@ def test_over_tls_the_certificate_is_checked(
         with DeltaWriter(store, model="m", notify=broker.url) as writer:
             writer.push_rows({})
         assert kept(broker.url) == [2]
+
+
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_the_push_succeeds_and_the_next_one_notifies(
+    store: Path,
+    broker: Broker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "embedserve_store")
+    with DeltaWriter(store, model="m", notify=broker.url) as writer:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            for seq in (1, 2):
+                assert writer.push_rows(tag(seq)) == seq
+        assert writer.push_rows(tag(3)) == 3
+    assert kept(broker.url) == [3]
+    messages = [one.message for one in caplog.records]
+    assert [one for one in messages if "notified" in one] == [
+        "servers are not notified of deltas, and find them by polling: can't start new thread",
+        f"servers are notified of deltas again, over {broker.address}",
+    ]
 
 
 def test_a_notifier_that_has_nothing_to_send_starts_nothing(broker: Broker) -> None:

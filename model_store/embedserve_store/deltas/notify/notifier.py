@@ -45,12 +45,17 @@ class DeltaNotifier:
         self._changed: asyncio.Event | None = None
 
     def notify(self, seq: int) -> None:
-        """Sends ``seq`` off this thread."""
+        """Sends ``seq`` off this thread. If no thread can be started, the next call tries again."""
         with self._lock:
             self._seq = seq
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="delta-notify", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="delta-notify", daemon=True)
+                try:
+                    thread.start()
+                except (RuntimeError, MemoryError) as error:
+                    self._log_failure(str(error))
+                    return
+                self._thread = thread
         self._wake()
 
     def close(self) -> None:
