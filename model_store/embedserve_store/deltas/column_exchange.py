@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import InvalidModelError
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.publishing.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class ColumnExchange:
             problem: the reason why this rank has no pieces.
 
         Raises:
-            InvalidModelError: on all ranks. A rank has a problem, or the ranks have different rows
-                of a column-wise table.
+            InvalidModelError: on all ranks. The ranks have different rows of a column-wise table.
+            StoreError: on all ranks. A rank has a problem.
         """
         import torch
 
@@ -88,7 +88,7 @@ class ColumnExchange:
         }
         told = self._ranks.from_all((problem, mine))
         for first in (problem for problem, _ in told if problem):
-            raise InvalidModelError(first)
+            raise StoreError(first)
         for table, columns in self._columns.items():
             sums = [told[rank][1].get(table) for rank in columns]
             if len(set(sums)) > 1:

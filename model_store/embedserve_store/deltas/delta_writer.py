@@ -177,7 +177,8 @@ class DeltaWriter:
             InvalidModelError: on all ranks: a row cannot be stored, or the goldens exceed a limit
                 or do not fit the version. Or an id is named twice, has a row outside its table, or
                 is removed without being there.
-            RevertedError, WriterFencedError, StoreError: as in ``push_rows``.
+            RevertedError, WriterFencedError, StoreError: as in ``push_rows``. StoreError also if a
+                rank cannot copy its rows.
             ValueError: the writer was made without ``module``.
         """
         if self._tracked is None or self._module is None:

@@ -128,9 +128,10 @@ class TrackedRows:
         """
         try:
             pieces = self._read()
-        except InvalidModelError as error:
-            return TakenRows({}, str(error))
-        self._ids.mark_taken()
+            self._ids.mark_taken()
+        except Exception as error:  # ``whole_rows`` raises on all ranks: else they would wait
+            reason = f"{type(error).__name__}: {error}"
+            return TakenRows({}, f"touched rows cannot be taken on rank {rank()}: {reason}")
         self._again = {}
         return TakenRows(pieces)
 
@@ -145,6 +146,7 @@ class TrackedRows:
 
         Raises:
             InvalidModelError: on all ranks. Ranks recorded different ids of a column-wise table.
+            StoreError: on all ranks. A rank could not take its rows.
         """
         return self._exchange.whole_rows(taken.pieces, taken.problem)
 

@@ -22,6 +22,7 @@ from store.deltas.tracked_training import (
     batch,
     dense_optimizer,
     gathered,
+    out_of_memory,
     ranker,
     record,
     run,
@@ -103,6 +104,13 @@ def test_ranks_take_what_training_changed(tmp_path: Path, world_size: int) -> No
         assert "table 'tag': ranks 0, 1" in found["refusal"]
         assert "looked up different ids of this column-wise table" in found["refusal"]
         assert found["refusal"] == ranks[0]["refusal"]
+        assert found["error"] == (
+            "touched rows cannot be taken on rank 1: RuntimeError: out of memory"
+        )
+    served, trained = ranks[0]["before"], ranks[0]["after"]
+    for found in ranks:
+        apply(served, found["again"])
+    assert all(torch.equal(served[name], table) for name, table in trained.items())
 
 
 @pytest.mark.parametrize(
@@ -385,10 +393,6 @@ def test_what_cannot_be_set_aside_is_taken_later(
         tracked.set_aside()
     assert "touched rows stay on the device: RuntimeError: out of memory" in caplog.text
     assert take(tracked)["user"][0].tolist() == [5]
-
-
-def out_of_memory() -> None:
-    raise RuntimeError("out of memory")
 
 
 def test_after_close_nothing_is_recorded_and_another_can_begin() -> None:

@@ -34,7 +34,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from embedserve_store.deltas.tracked_rows import TrackedRows
-from embedserve_store.errors import InvalidModelError
+from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.publishing.ranks import Ranks
 
 DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType.BF16}
@@ -191,6 +191,27 @@ def rows_of_a_wrong_id(dmp: DistributedModelParallel) -> list[int]:
     return taken["user"][0].tolist() if "user" in taken else []
 
 
+def failed_take(dmp: DistributedModelParallel) -> tuple[str, Any]:
+    """Returns the error of a take that fails on rank 1 alone, and what the next one takes."""
+    tracked = TrackedRows(dmp, Ranks())
+    step = stepper(dmp, dist.get_rank())
+    step()
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(tracked._ids, "read", out_of_memory)
+        taken = tracked.take()
+    with pytest.raises(StoreError) as caught:
+        tracked.whole_rows(taken)
+    tracked.take_again(taken.numbers)
+    again = take(tracked)
+    tracked.close()
+    return str(caught.value), again
+
+
+def out_of_memory() -> None:
+    raise RuntimeError("out of memory")
+
+
 def refusal(dmp: DistributedModelParallel) -> str:
     """Returns the error of a take after rank 1 alone recorded an id of a column-wise table."""
     tracked = TrackedRows(dmp, Ranks())
@@ -217,6 +238,9 @@ def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
     tracked.close()
     found["rows of a wrong id"] = rows_of_a_wrong_id(dmp)
     found["refusal"] = refusal(dmp)
+    found["before"] = gathered(dmp)
+    found["error"], found["again"] = failed_take(dmp)
+    found["after"] = gathered(dmp)
     torch.save(found, out / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
