@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -16,7 +17,9 @@ from interop.tools import run_tool
 from protocols.logs import fields_of
 from running_servers import Running
 from server.channels import OWN_CONNECTION
+from server.fake_deltas import at_seq
 from server.fake_engine import FakeEngine
+from server.fake_models import model_info
 from server.live import live_server
 
 from embedserve.access.client_address import ClientAddresses
@@ -131,3 +134,24 @@ async def test_the_log_has_the_clients_address_whatever_the_client_says(
                     await asking.post(url, content=body, headers={**headers, **forged})
     told = [fields["address"] for fields in fields_of(caplog, "refused with INVALID_ARGUMENT")]
     assert told == [client] * 2
+
+
+@pytest.mark.parametrize("name", PROXIES)
+async def test_lookups_that_no_server_can_answer_yet_leave_the_others_answered(
+    name: str, tmp_path: Path
+) -> None:
+    """A min_seq ahead of the rows gets 503 from each server, and says nothing of either."""
+    async with AsyncExitStack() as open_:
+        engines = [FakeEngine(at_seq(model_info(), 3)) for _ in range(2)]
+        servers = [await open_.enter_async_context(live_server(one)) for one in engines]
+        to = [Ports(one.http_port, int(one.grpc_target.rpartition(":")[2])) for one in servers]
+        proxy = open_.enter_context(PROXIES[name](tmp_path, *to))
+        client = await open_.enter_async_context(
+            httpx.AsyncClient(base_url=proxy.http, timeout=ANSWER_S_MAX)
+        )
+        answered = {"features": {"user": [[1]]}}
+        codes = [
+            (await client.post("/embed", json=body)).status_code
+            for body in (answered, {**answered, "min_seq": 9}) * 10
+        ]
+    assert codes == [200, 503] * 10
