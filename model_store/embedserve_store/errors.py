@@ -38,6 +38,10 @@ class UnopenedError(StoreError):
     repaired, or when the shards of a router answer."""
 
 
+class NoSuchPartError(StoreError):
+    """A version has no parts, or another number of parts than requested. It never will have."""
+
+
 class GoldensError(StoreError):
     """The rows after a delta do not give the results of its goldens."""
 

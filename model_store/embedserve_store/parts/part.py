@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import NoSuchPartError
 from embedserve_store.plans.plan import Plan
 
 PART_PATTERN = re.compile(r"(0|[1-9][0-9]*)/([1-9][0-9]*)")
@@ -63,16 +63,17 @@ Holding = Part | LocalTables | None
 
 
 def check_holding(plan: Plan, holding: Part | LocalTables, where: str) -> None:
-    """Raises StoreError unless a version with ``plan`` has the parts that ``holding`` selects from.
+    """Raises NoSuchPartError unless a version with ``plan`` has the parts that ``holding``
+    selects from.
 
     Args:
         where: name of the version in errors.
     """
     if plan.hosts is None:
-        raise StoreError(
+        raise NoSuchPartError(
             f"{where}: was published without --hosts, so it has no parts: publish it with --hosts"
         )
     if isinstance(holding, Part) and holding.count != plan.hosts.parts:
-        raise StoreError(
+        raise NoSuchPartError(
             f"{where}: part {holding} was requested, but the version has {plan.hosts.parts} parts"
         )

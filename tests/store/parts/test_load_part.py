@@ -24,6 +24,7 @@ from embedserve_store import (
     publish,
     verify,
 )
+from embedserve_store.errors import NoSuchPartError
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.goldens.parity import check_answers
@@ -155,12 +156,14 @@ def test_a_version_without_host_plan_has_no_parts(tmp_path: Path) -> None:
     assert "parts_sha256" not in (published.path / "manifest.json").read_text()
     assert "hosts" not in (published.path / "plan.json").read_text()
     for holds in (Part(0, 2), NO_ROWS):
-        with pytest.raises(StoreError, match=r"m/1: was published without --hosts"):
+        with pytest.raises(NoSuchPartError, match=r"m/1: was published without --hosts"):
             ModelStore(tmp_path, holds=holds).load("m")
 
 
 def test_another_number_of_parts_is_rejected(store: Path) -> None:
-    with pytest.raises(StoreError, match="m/1: part 1/4 was requested, but the version has 3 part"):
+    with pytest.raises(
+        NoSuchPartError, match="m/1: part 1/4 was requested, but the version has 3 part"
+    ):
         load(store, 1, 4)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from math import inf
 from time import monotonic
 
 from embedserve.config import ServeSettings
@@ -22,6 +23,7 @@ from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import StoreError
+from embedserve_store.errors import NoSuchPartError
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ class HeldVersions:
         self._metrics = metrics
         self._clock = clock
         self._counts: dict[str, tuple[float, float]] = {}  # requests, and since when
-        self._failed_s: dict[str, float] = {}
+        self._retry_at_s: dict[str, float] = {}
         self._waits_for: dict[str, int] = {}
 
     async def update(self) -> None:
@@ -118,7 +120,7 @@ class HeldVersions:
         may_load = frozenset(
             number
             for number in wanted.numbers
-            if number in held or self._may_load(f"{model}@{number}", now_s)
+            if number in held or now_s >= self._retry_at_s.get(f"{model}@{number}", 0.0)
         )
         step = next_step(
             WantedVersions(may_load, wanted.aliased), held, idle, self._settings.versions_held
@@ -135,8 +137,12 @@ class HeldVersions:
             else:
                 await self._admin.load(name)
         except RefusedError as error:
+            if isinstance(error.__cause__, NoSuchPartError):
+                logger.warning("%s is not held: %s", name, error.message)
+                self._retry_at_s[name] = inf  # a version never changes
+                return True
             logger.error("%s: %s fails: %s", name, operation, error.message)
-            self._failed_s[name] = self._clock()
+            self._retry_at_s[name] = self._clock() + RETRY_S
             return operation == "load"
         return True
 
@@ -147,10 +153,6 @@ class HeldVersions:
             self._counts[name] = requests, now_s
             return False
         return now_s - since_s >= IDLE_S
-
-    def _may_load(self, name: str, now_s: float) -> bool:
-        failed_s = self._failed_s.get(name)
-        return failed_s is None or now_s - failed_s >= RETRY_S
 
     def _log_waiting(self, model: str, missing: Collection[int]) -> None:
         """Logs once that a version waits until the shard may drop another one."""

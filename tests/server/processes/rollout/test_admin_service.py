@@ -22,6 +22,7 @@ from embedserve.processes.rollout.admin_service import AdminService
 from embedserve.processes.rollout.messages import AdminCommand, Desired
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve_store import StoreError, set_alias
+from embedserve_store.errors import NoSuchPartError
 
 
 def remember(monkeypatch: pytest.MonkeyPatch, operated: Operated) -> list[AdminCommand]:
@@ -217,6 +218,16 @@ async def test_tables_that_workers_share_are_not_copied_again(
     with pytest.raises(StoreError, match=said):
         resolver.open_number("shop", 2)
     assert opened == []
+
+
+async def test_a_version_without_the_shards_part_is_told_from_faults(
+    store: Path, executor: ThreadPoolExecutor
+) -> None:
+    operated = Operated(store, executor)
+    resolver = VersionResolver(replace(operated.settings, part="0/2"))
+    with pytest.raises(RefusedError, match="so it has no parts") as caught:
+        await AdminService(resolver, operated.rollout, lambda command: None).load("shop")
+    assert isinstance(caught.value.__cause__, NoSuchPartError)
 
 
 async def test_a_reload_looks_at_all_that_is_served(

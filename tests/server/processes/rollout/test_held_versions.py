@@ -14,6 +14,7 @@ from embedserve.errors import RefusedError
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.processes.holding import WantedVersions, wanted_versions
 from embedserve.processes.rollout.held_versions import IDLE_S, RETRY_S, HeldVersions, next_step
+from embedserve_store.errors import NoSuchPartError
 
 
 def wanted(*numbers: int, aliased: Collection[int] = ()) -> WantedVersions:
@@ -76,12 +77,14 @@ class Shard:
     Attributes:
         wanted: versions that it is to hold.
         refused: versions that cannot be loaded.
+        whole: versions without parts.
         steps: what was loaded and unloaded.
     """
 
     def __init__(self, *held: int, wanted: WantedVersions) -> None:
         self.wanted = wanted
         self.refused: set[int] = set()
+        self.whole: set[int] = set()
         self.now_s = 0.0
         self.steps: list[str] = []
         self.metrics = {f"shop@{number}": ModelMetrics(model_info()) for number in held}
@@ -99,6 +102,8 @@ class Shard:
         number = int(name.partition("@")[2])
         if number in self.refused:
             raise RefusedError(f"{name} cannot be read")
+        if number in self.whole:
+            raise RefusedError(f"{name} has no parts") from NoSuchPartError()
         self.steps.append(f"load {number}")
         self.metrics[name] = ModelMetrics(model_info())
         return number
@@ -143,6 +148,20 @@ async def test_a_version_that_cannot_be_loaded_is_tried_again_later(
     shard.now_s += 1
     await shard.held.update()
     assert shard.steps == ["load 8"]
+
+
+async def test_a_version_without_parts_is_tried_once(caplog: pytest.LogCaptureFixture) -> None:
+    shard = Shard(8, wanted=wanted(7, 8))
+    shard.whole = {7}
+    for _ in range(3):
+        await shard.held.update()
+        shard.now_s += RETRY_S
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == "shop@7 is not held: shop@7 has no parts"
+    shard.wanted = wanted(8, 9)
+    await shard.held.update()
+    assert shard.steps == ["load 9"]
 
 
 async def test_the_last_version_stays_while_no_newer_one_can_be_loaded() -> None:
