@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from .conftest import DEPLOY, Rendered
+from .conftest import DEPLOY, Rendered, kustomize_text, manifests_of
 
 RULES = yaml.safe_load((DEPLOY / "monitoring" / "adapter-rules.yaml").read_text())["rules"]
 
@@ -29,6 +29,19 @@ def test_it_scales_the_deployment(rendered: Rendered) -> None:
 def test_its_metrics_are_the_adapters(rendered: Rendered) -> None:
     metrics = [one["pods"]["metric"]["name"] for one in scaled(rendered)["metrics"]]
     assert metrics == [rule["name"]["as"] for rule in RULES]
+
+
+def test_the_readmes_patch_replaces_them() -> None:
+    """A worker uses one core at most, so a share that it never reaches would never add a pod."""
+    _, _, section = (DEPLOY / "README.md").read_text().partition("\n## Autoscaling\n")
+    patches = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])
+    kustomization = {"resources": ["KUBERNETES/overlays/cpu"], "patches": patches}
+    ours = Rendered("ours", manifests_of(kustomize_text(yaml.safe_dump(kustomization))))
+    (metric,) = scaled(ours)["metrics"]
+    assert metric["resource"]["name"] == "cpu"
+    share = metric["resource"]["target"]["averageUtilization"] / 100
+    workers = ours.settings.workers
+    assert share * int(ours.container["resources"]["requests"]["cpu"]) < workers
 
 
 def test_the_adapters_rules_are_of_pods() -> None:
