@@ -71,12 +71,13 @@ class Page:
 
 
 def follow_tutorial(folder: Path) -> None:
-    """Makes the checkpoint and the description that the page continues with."""
+    """Makes the checkpoint, the description and the store that the page continues with."""
     [script] = [block for block in TUTORIAL if "write_expected(model" in block.text]
     (folder / "train.py").write_text(script.text)
     run("python train.py", folder)
-    [describe] = [block for block in TUTORIAL if block.text.startswith("embedserve describe")]
-    run(describe.text, folder)
+    for command in ("embedserve describe", "embedserve publish"):
+        [block] = [one for one in TUTORIAL if one.text.startswith(command)]
+        run(block.text, folder)
 
 
 def test_the_page_leads_to_the_vectors_of_the_tutorial(tmp_path: Path) -> None:
