@@ -10,6 +10,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from embedserve.processes.supervisor import KILL_AFTER_S
+
 from .conftest import Rendered
 from .test_kubernetes import SCHEMAS
 from .test_settings import KNOWN
@@ -92,5 +94,5 @@ def test_the_pod_outlives_its_drain(container: dict[str, Any], service: dict[str
     _, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     drain_s = float(environment(container)["EMBEDSERVE_DRAIN_S"])
     predictor = service["spec"]["predictor"]
-    assert predictor["terminationGracePeriodSeconds"] > int(seconds) + drain_s
+    assert predictor["terminationGracePeriodSeconds"] > int(seconds) + drain_s + KILL_AFTER_S
     assert predictor["enableServiceLinks"] is False

@@ -14,6 +14,7 @@ import yaml
 from embedserve import __version__
 from embedserve.commands.health import TIMEOUT_S
 from embedserve.config_checks import check_device, check_settings
+from embedserve.processes.supervisor import KILL_AFTER_S
 from embedserve.shared_memory.settings import check_shared_memory
 
 from .conftest import DEPLOY, Rendered
@@ -248,7 +249,7 @@ def test_the_pod_outlives_its_drain(rendered: Rendered) -> None:
     assert command == "sleep"
     assert int(seconds) > 0
     grace_s = rendered.pod["terminationGracePeriodSeconds"]
-    assert grace_s > int(seconds) + rendered.settings.drain_s
+    assert grace_s > int(seconds) + rendered.settings.drain_s + KILL_AFTER_S
 
 
 def test_a_rollout_keeps_every_replica(rendered: Rendered) -> None:
