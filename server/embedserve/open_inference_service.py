@@ -15,6 +15,7 @@ from embedserve.pipeline import RequestPipeline
 
 
 def server_metadata(pipeline: RequestPipeline) -> dict[str, Any]:
+    pipeline.models.check_loaded()
     return description.server(has_shared_memory=pipeline.shared_memory is not None)
 
 
@@ -58,6 +59,7 @@ def statistics(
         UnknownModelError: the model or version is not served.
         PermissionDeniedError: the caller may not request the model.
     """
+    pipeline.models.check_loaded()
     infos = pipeline.models.models()
     if quota is not None and quota.models is not None and "admin" not in quota.grant.roles:
         if name:
@@ -75,6 +77,7 @@ def repository(pipeline: RequestPipeline, *, only_ready: bool) -> list[dict[str,
     """Returns the index of all versions that are served or pending; ``only_ready`` leaves out
     versions that are not ready."""
     models = pipeline.models
+    models.check_loaded()
     not_ready = "" if models.is_ready else models.not_ready or "not ready"
     index = description.repository(models.models(), models.pending_versions, not_ready)
     return [one for one in index if one["state"] == "READY"] if only_ready else index

@@ -142,6 +142,9 @@ def test_a_server_that_loads_lives_and_is_not_ready(
         ):
             client.embed({"user": [[1]]}, model="m")
         assert status(server.http + "/models/m/embed", b'{"features": {"user": [[1]]}}') == 503
+        assert status(server.http + "/models") == 503
+        with urllib.request.urlopen(server.http + "/metrics") as answer:
+            assert "embedserve_workers 0.0" in answer.read().decode()
         host, _, port = server.grpc.rpartition(":")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)))

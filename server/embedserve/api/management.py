@@ -248,6 +248,7 @@ def management_app(
     _add_start_page(app, MANAGEMENT_LINKS)
     _add_health(app, pipeline)
     _add_metrics(app, pipeline.metrics)
+    _add_info(app, pipeline)
     _add_models(app, pipeline.models)
     add_plan(app, pipeline.models)
     add_open_inference(app, pipeline)
@@ -289,9 +290,14 @@ def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
         rendered = scrape_text.render(request.scope.get(RECEIVED_S, math.inf))
         return Response(rendered, media_type=CONTENT_TYPE_LATEST)
 
+
+def _add_info(app: FastAPI, pipeline: RequestPipeline) -> None:
+    metrics = pipeline.metrics
+
     @app.get("/info", summary="Get server information", tags=["info"])
     async def info() -> Info:
         """Describes how the server runs; /models lists what it serves."""
+        pipeline.models.check_loaded()
         return Info(version=__version__, workers=metrics.workers, tables=metrics.tables)
 
 
@@ -302,6 +308,7 @@ def _add_models(app: FastAPI, served: ModelRegistry) -> None:
     @app.get("/models", summary="List models", tags=["models"], response_model_exclude_none=True)
     async def models() -> Models:
         """Lists every served version of every model."""
+        served.check_loaded()
         return Models(
             models=[described(info) for info in served.models()],
             default_model=served.default_model,

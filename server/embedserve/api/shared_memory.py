@@ -54,6 +54,7 @@ def add_shared_memory(app: FastAPI, pipeline: RequestPipeline, shared: RegionReg
         headers = request.scope["headers"]
         if one_header(headers, ORIGIN) is not None:
             raise PermissionDeniedError("a browser's page has no shared memory: Origin is set")
+        pipeline.models.check_loaded()
         access = pipeline.authenticator
         if access is None:
             return EVERYBODY

@@ -45,5 +45,6 @@ def add_slow(app: FastAPI, pipeline: RequestPipeline) -> None:
     )
     async def slow() -> Slow:
         """Lists the slowest requests of the last minutes, with the time spent in each stage."""
+        pipeline.models.check_loaded()
         requests = pipeline.telemetry.slow.fields()
         return Slow.model_validate({"seconds": KEPT_S, "requests": requests})

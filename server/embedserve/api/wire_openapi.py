@@ -240,8 +240,8 @@ ERRORS: dict[str, Schema] = {
     "431": {"description": "The headers are over a limit."},
     "500": {"description": "The lookup failed, or the server has an error; its log says which."},
     "503": {
-        "description": "The server is draining, a model is damaged, the rows are older than"
-        " min_seq, or a part of the model has no replica.",
+        "description": "The server is loading its models or draining, a model is damaged, the rows "
+        "are older than min_seq, or a part of the model has no replica.",
         "headers": _RETRY,
     },
     "504": {"description": "X-Timeout-Ms passed, or the body did not arrive in time."},

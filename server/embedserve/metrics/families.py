@@ -61,7 +61,7 @@ FAMILIES = (
     Family("embedserve_log_lines_dropped", COUNTER, (), "lines",
            "Log lines that workers dropped because the reader of the log was too slow."),
     Family("embedserve_workers", GAUGE, (), "processes",
-           "Worker processes that are ready."),
+           "Worker processes that are ready. 0 while the models load."),
     Family("embedserve_worker_restarts", COUNTER, (), "processes",
            "Worker processes that ended and were replaced."),
     Family("embedserve_worker_hangs", COUNTER, (), "processes",

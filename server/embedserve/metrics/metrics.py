@@ -278,7 +278,8 @@ class Metrics(Collector):
     def samples(self) -> Iterator[Sample]:
         """Yields all samples over all workers, in the order of their classes."""
         slot = self._slot
-        yield "embedserve_workers", (), slot.ready_workers()
+        # The process that serves probes while the models load is no worker.
+        yield "embedserve_workers", (), slot.ready_workers() if self.models else 0
         yield "embedserve_worker_restarts", (), slot.restarts()
         yield "embedserve_worker_hangs", (), slot.hangs()
         yield from self._process.samples()

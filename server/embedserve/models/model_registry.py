@@ -298,14 +298,18 @@ class ModelRegistry:
             if reason:
                 raise NotReadyError(reason)
 
+    def check_loaded(self) -> None:
+        """Raises NotReadyError while no model is loaded."""
+        if self.not_ready and not self._batchers:
+            raise NotReadyError(self.not_ready)
+
     def _batcher(self, name: str) -> Batcher:
         if name.startswith("@"):  # a version or alias of the default model
             name = (split_name(self.default_model)[0] + name) if self.default_model else ""
         batcher = self._routes.by_name.get(name or self.default_model)
         if batcher is not None:
             return batcher
-        if self.not_ready and not self._batchers:
-            raise NotReadyError(self.not_ready)
+        self.check_loaded()
         served = ", ".join(self._batchers)
         if not name:
             raise UnknownModelError(

@@ -1,5 +1,5 @@
-"""Serves health checks while the models load, on all ports except gRPC: the server is live, not
-ready.
+"""Serves health checks and metrics while the models load, on all ports except gRPC: the server is
+live, not ready.
 
 The startup server is a separate process with the wire and no model. The process that imports torch
 and restores models holds the GIL for seconds, in which it could not respond to a probe.

@@ -104,7 +104,8 @@ class GrpcService:
         for name, function in self.open_inference.health.items():
             self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = self._unary(function)
         for name, of_owner in self.open_inference.shared_memory.items():
-            owned = self._of_client(partial(_owned, of_owner), pipeline.authenticator, EMBEDDERS)
+            of_client = partial(self._owned, of_owner)
+            owned = self._of_client(of_client, pipeline.authenticator, EMBEDDERS)
             self._methods[_path(open_inference_grpc.SERVICE_NAME, name)] = owned
         if has_management or lists_models:
             for name, function in (("ListModels", self.list_models), ("GetModel", self.get_model)):
@@ -258,8 +259,16 @@ class GrpcService:
 
         return make_call
 
+    def _owned(
+        self, function: Callable[[str, bytes], bytes], quota: CallerQuota | None, message: bytes
+    ) -> bytes:
+        """Calls ``function`` with the caller's name and the message; EVERYBODY without a quota."""
+        self._pipeline.models.check_loaded()
+        return function(EVERYBODY if quota is None else quota.grant.name, message)
+
     def list_models(self, message: bytes) -> bytes:
         models = self._pipeline.models
+        models.check_loaded()
         return embedding_pb2.ListModelsResponse(
             models=[_message(models, model) for model in models.models()],
             default_model=models.default_model,
@@ -269,13 +278,6 @@ class GrpcService:
         name = open_inference_grpc.read_message(message, embedding_pb2.GetModelRequest).model
         models = self._pipeline.models
         return _message(models, models.model(name)).SerializeToString()
-
-
-def _owned(
-    function: Callable[[str, bytes], bytes], quota: CallerQuota | None, message: bytes
-) -> bytes:
-    """Calls ``function`` with the caller's name and the message; EVERYBODY without a quota."""
-    return function(EVERYBODY if quota is None else quota.grant.name, message)
 
 
 def _message(models: ModelRegistry, model: ModelInfo) -> embedding_pb2.Model:

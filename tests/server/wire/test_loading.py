@@ -1,0 +1,90 @@
+"""A server whose models load answers as one that will answer soon, and shows that none is ready."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from server.live import Live, make_pipeline, serving
+
+from embedserve.config import Limits
+from embedserve.errors import LOADING
+from embedserve.shared_memory.region_registry import RegionRegistry
+from embedserve_proto import embedding_pb2
+from embedserve_proto import open_inference_pb2 as pb
+from embedserve_proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
+
+
+@pytest.fixture
+async def live(executor: ThreadPoolExecutor) -> AsyncIterator[Live]:
+    shared = RegionRegistry("/", Limits())
+    pipeline = make_pipeline(executor=executor, default_model="", shared_memory=shared)
+    pipeline.models.not_ready = LOADING
+    async with serving(pipeline) as live:
+        yield live
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/health/ready", "/models", "/models/m", "/models/m/plan", "/info", "/slow"),
+        *("/console/labels/m", "/v2", "/v2/health/ready", "/v2/models/m", "/v2/models/m/ready"),
+        *("/v2/models/stats", "/v2/systemsharedmemory/status"),
+    ],
+)
+async def test_what_describes_the_server_is_not_ready(live: Live, path: str) -> None:
+    answer = await live.http.get(path)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+    assert LOADING in answer.text
+
+
+async def test_the_repository_is_not_listed(live: Live) -> None:
+    answer = await live.http.post("/v2/repository/index", json={})
+    assert (answer.status_code, LOADING in answer.text) == (503, True)
+
+
+async def test_a_region_is_not_registered_where_it_would_be_lost(live: Live) -> None:
+    region = {"key": "/m", "byte_size": 8}
+    answer = await live.http.post("/v2/systemsharedmemory/region/m/register", json=region)
+    assert (answer.status_code, LOADING in answer.text) == (503, True)
+
+
+@pytest.mark.parametrize(
+    "path", ["/health/live", "/v2/health/live", "/", "/console", "/docs", "/openapi.json"]
+)
+async def test_a_load_can_be_watched(live: Live, path: str) -> None:
+    assert (await live.http.get(path)).status_code == 200
+
+
+async def test_no_worker_is_counted(live: Live) -> None:
+    metrics = (await live.http.get("/metrics")).text
+    assert "\nembedserve_workers 0.0\n" in metrics
+    assert "\nprocess_start_time_seconds 0.0\n" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("ServerMetadata", pb.ServerMetadataRequest()),
+        ("ModelMetadata", pb.ModelMetadataRequest(name="m")),
+        ("ModelReady", pb.ModelReadyRequest(name="m")),
+        ("ModelStatistics", pb.ModelStatisticsRequest()),
+        ("RepositoryIndex", pb.RepositoryIndexRequest()),
+        ("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest()),
+    ],
+)
+async def test_the_open_inference_protocol_over_grpc_is_unavailable(
+    live: Live, method: str, message: Message
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=LOADING) as refused:
+        await getattr(GRPCInferenceServiceStub(live.channel), method)(message)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_models_over_grpc_are_unavailable(live: Live) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=LOADING) as refused:
+        await live.stub.ListModels(embedding_pb2.ListModelsRequest())
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
