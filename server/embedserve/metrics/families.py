@@ -66,6 +66,11 @@ FAMILIES = (
            "Worker processes that ended and were replaced."),
     Family("embedserve_worker_hangs", COUNTER, (), "processes",
            "Worker processes that were killed because they stopped sending heartbeats."),
+    Family("embedserve_connections", GAUGE, (), "connections",
+           "Open connections of clients, without those of `--grpc-server grpcio`."),
+    Family("embedserve_connections_refused", COUNTER, (), "connections",
+           "Connections that were closed when they were accepted, because a worker had as many as "
+           "it may have."),
     Family("embedserve_requests", COUNTER, ("protocol", "outcome"), "requests",
            "Completed requests, by protocol and outcome: OK, an error code, or CANCELLED."),
     Family("embedserve_request_seconds", HISTOGRAM, ("protocol",), "seconds",

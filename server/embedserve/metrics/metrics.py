@@ -22,7 +22,12 @@ from embedserve.metrics.caller_metrics import CallerMetrics, caller_cells
 from embedserve.metrics.families import Sample, collect_families
 from embedserve.metrics.histogram import PENDING_MAX
 from embedserve.metrics.model_metrics import NAMES_SPARE, ModelMetrics, columns_most, name_cells
-from embedserve.metrics.process import PROCESS_CELLS, ProcessMetrics
+from embedserve.metrics.process import (
+    CONNECTION_CELLS,
+    PROCESS_CELLS,
+    ConnectionMetrics,
+    ProcessMetrics,
+)
 from embedserve.metrics.rate_limited_logger import Fields, RateLimitedLogger
 from embedserve.metrics.request_metrics import OUTCOMES, REQUEST_CELLS, RequestMetrics
 from embedserve.metrics.shard_metrics import (
@@ -150,7 +155,8 @@ def cells_per_worker(names: int, columns_max: int, parts: int = 0) -> int:
     of_names = table_cells(names + NAMES_SPARE, name_cells(columns_max))
     of_protocols = len(PROTOCOLS) * PROTOCOL_CELLS + caller_cells(OUTCOMES)
     of_parts = shard_cells(parts, names + NAMES_SPARE)
-    return PROCESS_CELLS + TLS_CELLS + of_protocols + of_parts + of_names
+    of_process = PROCESS_CELLS + CONNECTION_CELLS + TLS_CELLS
+    return of_process + of_protocols + of_parts + of_names
 
 
 class Metrics(Collector):
@@ -159,6 +165,7 @@ class Metrics(Collector):
     Attributes:
         workers: number of worker processes, ready or not.
         tables: how the server holds its tables, "mapped" or "resident".
+        connections: metrics of clients' connections.
         tls: metrics of TLS handshakes and of the certificate.
         shards: metrics of a router's calls to the parts.
     """
@@ -184,6 +191,7 @@ class Metrics(Collector):
         counters = counters or single_worker_counters(cells_per_worker(names, columns_max, parts))
         self._slot = counters
         self._process = ProcessMetrics(counters)
+        self.connections = ConnectionMetrics(counters)
         self.tls = TlsMetrics(counters)
         self.workers = counters.workers
         self.tables = tables
@@ -256,6 +264,7 @@ class Metrics(Collector):
     def flush(self) -> None:
         """Writes the values recorded since the last flush to the cells that other workers read."""
         self._process.flush()
+        self.connections.flush()
         self.tls.flush()
         for protocol in self.protocols.values():
             protocol.flush()
@@ -283,6 +292,7 @@ class Metrics(Collector):
         yield "embedserve_worker_restarts", (), slot.restarts()
         yield "embedserve_worker_hangs", (), slot.hangs()
         yield from self._process.samples()
+        yield from self.connections.samples()
         yield from self.tls.samples()
         yield from self.callers.samples()
         for protocol in self.protocols.values():

@@ -1,4 +1,4 @@
-"""Process metrics summed over all workers: processor time, memory and file descriptors.
+"""Process metrics summed over all workers: processor time, memory, descriptors and connections.
 
 Each worker writes its own values into its row of cells, so that no worker reads another's /proc.
 The processor time of a worker that died stays counted. Reading /proc takes file descriptors: once
@@ -26,6 +26,7 @@ OPEN_FDS = "process_open_fds"
 MAX_FDS = "process_max_fds"
 GAUGES = ("process_virtual_memory_bytes", "process_resident_memory_bytes", OPEN_FDS, MAX_FDS)
 PROCESS_CELLS = 3 + len(GAUGES)
+CONNECTION_CELLS = 2
 
 
 class ProcessMetrics:
@@ -66,3 +67,26 @@ class ProcessMetrics:
         for name, value in zip(GAUGES, ready[:, 2:-1].sum(axis=0).tolist(), strict=True):
             yield name, (), value
         yield "embedserve_log_lines_dropped", (), float(total[-1])
+
+
+class ConnectionMetrics:
+    """Open and refused connections. They are updated on the event loop's thread.
+
+    Attributes:
+        open_counts: functions that return the open connections of each server of this process.
+        refused: connections that this process closed because it had connections_max.
+    """
+
+    def __init__(self, counters: WorkerCounters) -> None:
+        self.open_counts: list[Callable[[], int]] = []
+        self.refused = 0
+        self._cells = counters.allocate(CONNECTION_CELLS)
+        self._refused_before = float(self._cells.own[1])
+
+    def flush(self) -> None:
+        self._cells.own[0] = sum(count() for count in self.open_counts)
+        self._cells.own[1] = self._refused_before + self.refused
+
+    def samples(self) -> Iterator[Sample]:
+        yield "embedserve_connections", (), float(self._cells.ready_rows()[:, 0].sum())
+        yield "embedserve_connections_refused", (), float(self._cells.total()[1])

@@ -94,6 +94,7 @@ class WireServer:
         self._grown_bytes = 0  # since the last memory check
         self._log = RateLimitedLogger(logger)
         self._connections: dict[Connection, float] = {}  # to perf_counter time of retirement
+        pipeline.metrics.connections.open_counts.append(lambda: len(self._connections))
         self._listening: list[Listener] = []
         self._checking: asyncio.TimerHandle | None = None
         self._is_empty = asyncio.Event()
@@ -186,6 +187,7 @@ class WireServer:
         limit = self._limits.connections_max
         if len(self._connections) < limit:
             return True
+        self._pipeline.metrics.connections.refused += 1
         self._log.log(
             logging.WARNING, "new connections are closed", f"there are connections_max, {limit}"
         )

@@ -1,10 +1,14 @@
-"""Values of the process, also while it has no file descriptor left to read them with."""
+"""Values of the process, also while it has no file descriptor left to read them with, and the
+connections of all workers."""
 
 from __future__ import annotations
 
 import json
 
 from server.python import run_python
+
+from embedserve.metrics.process import CONNECTION_CELLS, ConnectionMetrics
+from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
 
 MAX_FDS = 64
 SCRIPT = f"""
@@ -55,3 +59,25 @@ def test_values_stay_right_while_no_descriptor_is_left() -> None:
     cpu_s = [one["process_cpu_seconds"] for one in (first, soon, later, full, after)]
     assert cpu_s == sorted(cpu_s)
     assert cpu_s[0] > 0
+
+
+def test_connections_are_those_of_ready_workers_and_the_refused_of_all() -> None:
+    slots = SharedCounters(2, CONNECTION_CELLS)
+    workers = [ConnectionMetrics(WorkerCounters(slots, number)) for number in range(2)]
+
+    def shown() -> list[object]:
+        return [value for _, _, value in workers[0].samples()]
+
+    for number, worker in enumerate(workers):
+        slots.set_ready(number, True)
+        worker.open_counts += [lambda: 3, lambda: 1]  # of the ports, and of the management port
+        worker.refused += 2
+        worker.flush()
+    assert shown() == [8.0, 4.0]
+    slots.set_ready(1, False)  # it has ended
+    assert shown() == [4.0, 4.0]
+    replacement = ConnectionMetrics(WorkerCounters(slots, 1))
+    replacement.refused += 1
+    replacement.flush()
+    slots.set_ready(1, True)
+    assert shown() == [4.0, 5.0]

@@ -41,6 +41,7 @@ async def test_connections_over_the_limit_are_closed_and_the_others_served(
     assert [record.getMessage() for record in caplog.records] == [
         "new connections are closed: there are connections_max, 4"
     ]
+    assert counted(server) == (CONNECTIONS_MAX, 3)
     for reader, writer in clients:
         writer.write(LIVE)
         assert (await read_answer(reader))[0] == 200
@@ -49,6 +50,16 @@ async def test_connections_over_the_limit_are_closed_and_the_others_served(
     reader, writer = await server.open()
     writer.write(LIVE)
     assert (await read_answer(reader))[0] == 200
+
+
+def counted(server: OurServer) -> tuple[float, float]:
+    """Connections that the metrics count as open and as refused."""
+    metrics = server.pipeline.metrics.connections
+    metrics.flush()
+    (_, _, opened), (_, _, refused) = metrics.samples()
+    assert isinstance(opened, float)
+    assert isinstance(refused, float)
+    return opened, refused
 
 
 def http2_body() -> bytes:
