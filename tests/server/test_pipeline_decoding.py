@@ -206,6 +206,27 @@ async def test_a_request_that_is_late_when_its_turn_comes_is_not_decoded(
     assert len(gate.threads) == 1
 
 
+async def test_the_thread_is_started_again_after_a_limit_of_threads(
+    pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each failed start fails one request; those that wait behind it are answered."""
+    start, left = threading.Thread.start, ["first", "second"]
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if left and thread.name.startswith("codec"):
+            raise RuntimeError(f"can't start new thread: {left.pop(0)}")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    calls = [ask_large(pipeline, JSON) for _ in range(3)]
+    await until(lambda: all(call.told for call in calls))
+    assert [call.error.code for call in calls[:2]] == ["INTERNAL"] * 2
+    assert "can't start new thread: second" in caplog.text
+    again = ask_large(pipeline, JSON)
+    await until(lambda: again.told)
+    assert outcomes(pipeline) == {"INTERNAL": 2, "OK": 2}
+
+
 async def test_a_lone_request_is_decoded_however_large_it_is(
     pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ class CodecExecutor:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="codec")
+        self._thread = _new_thread()
         self._bytes: Counter[object] = Counter()  # by source, of work that is not done
         self._waiting: dict[object, deque[Callable[[], None]]] = {}  # in the order of their turns
         self._is_busy = False
@@ -100,7 +100,15 @@ class CodecExecutor:
 
         def start() -> None:
             loop = asyncio.get_running_loop()
-            loop.run_in_executor(self._thread, work_if_waiting).add_done_callback(done)
+            try:
+                future = loop.run_in_executor(self._thread, work_if_waiting)
+            except RuntimeError as error:
+                # The first call starts the thread, which fails at a limit of threads. The executor
+                # keeps such a call, so another takes its place.
+                self._thread = _new_thread()
+                future = loop.create_future()
+                future.set_exception(error)
+            future.add_done_callback(done)
 
         self._waiting.setdefault(source, deque()).append(start)
         self._start_next()
@@ -116,3 +124,7 @@ class CodecExecutor:
             self._waiting[source] = calls
         self._is_busy = True
         start()
+
+
+def _new_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="codec")
