@@ -13,7 +13,7 @@ from embedserve.lookup_types import ResponseChunks
 from embedserve.pipeline import RequestContext, RequestPipeline, ResponseWriter
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.asgi import ASGIApp, Receive, Scope, Send
-from embedserve.wire.early_rejection import record_early_rejection
+from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.http_stream import Headers
 from embedserve.wire.rest.headers import (
     EmbedRoute,
@@ -89,15 +89,10 @@ class EmbedEndpoint:
             options = read_headers(route, scope["headers"], self._metrics, self._pipeline.codecs)
         except EmbedServeError as error:
             seconds, peer = perf_counter() - start_s, scope.get(PEER, "")
-            extra_headers = record_early_rejection(
-                self._pipeline,
-                self._metrics,
-                error.code,
-                error.message,
-                scope["headers"],
-                peer,
-                seconds,
+            rejection = EarlyRejection(
+                self._pipeline, self._metrics, error.code, error.message, scope["headers"]
             )
+            extra_headers = rejection.record(peer, seconds)
             encode = error_encoder(scope["path"])
             await _send(send, error.http_status, *error_answer(error, extra_headers, encode))
             return

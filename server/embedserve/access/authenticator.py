@@ -229,11 +229,16 @@ def headers_by_name(headers: list[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     A repeated header has the value b"". Repeated lines of LIST_HEADERS are joined with a comma.
     """
     found: dict[bytes, bytes] = {}
+    lists: dict[bytes, list[bytes]] = {}
     for name, value in headers:
         if name not in found:
             found[name] = value
+        elif name in LIST_HEADERS:
+            lists.setdefault(name, [found[name]]).append(value)
         else:
-            found[name] = b"%b, %b" % (found[name], value) if name in LIST_HEADERS else b""
+            found[name] = b""
+    for name, lines in lists.items():
+        found[name] = b", ".join(lines)
     return found
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from embedserve.access.authenticator import (
     Authenticator,
     Certificate,
     certificate_of,
+    headers_by_name,
 )
 from embedserve.access.caller_quota import (
     REFUSAL_WAIT_S_MAX,
@@ -26,6 +29,7 @@ from embedserve.access.caller_quota import (
     REFUSALS_PER_S,
     CallerQuota,
 )
+from embedserve.access.client_address import X_FORWARDED_FOR
 from embedserve.access.grants import NEVER, Grant, new_token, read_grants
 from embedserve.errors import (
     EmbedServeError,
@@ -355,3 +359,34 @@ def test_a_wrong_line_is_named_by_its_file_once(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line 1: name is missing$"):
         Authenticator(str(path))
+
+
+def test_repeated_headers_are_empty_and_lines_of_lists_are_joined() -> None:
+    headers = [(b"a", b"1"), (X_FORWARDED_FOR, b"x"), (b"b", b"2"), (b"a", b"1"), (b"a", b"3")]
+    assert headers_by_name(headers) == {b"a": b"", X_FORWARDED_FOR: b"x", b"b": b"2"}
+    headers += [(X_FORWARDED_FOR, b"y, z"), (b"forwarded", b"for=u"), (X_FORWARDED_FOR, b"")]
+    expected = {b"a": b"", X_FORWARDED_FOR: b"x, y, z, ", b"b": b"2", b"forwarded": b"for=u"}
+    assert headers_by_name(headers) == expected
+
+
+def test_very_many_lines_of_a_list_are_joined_once() -> None:
+    """Each joined to those before it takes quadratic time."""
+    lines = [b"%d" % i for i in range(1300)]
+    built: list[object] = [None]
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code is not headers_by_name.__code__:
+            return None
+        value = frame.f_locals.get("found", {}).get(X_FORWARDED_FOR)
+        if value is not built[-1]:
+            built.append(value)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = headers_by_name([(X_FORWARDED_FOR, line) for line in lines])
+    finally:
+        sys.settrace(before)
+    assert found[X_FORWARDED_FOR] == b", ".join(lines)
+    assert built == [None, lines[0], found[X_FORWARDED_FOR]]

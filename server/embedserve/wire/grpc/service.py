@@ -17,7 +17,7 @@ from embedserve.models.model_registry import ModelRegistry
 from embedserve.pipeline import ROUTING_KEY, RequestOptions, RequestPipeline
 from embedserve.shared_memory.region_registry import EVERYBODY
 from embedserve.tracing.request_id import REQUEST_ID, request_id_header
-from embedserve.wire.early_rejection import record_early_rejection
+from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.grpc import health, open_inference_grpc, reflection
 from embedserve.wire.grpc.calls import GrpcEmbedCall, GrpcUnaryCall
 from embedserve.wire.grpc.embed_stream import EmbedStream
@@ -150,16 +150,12 @@ class GrpcService:
     def rejecting(self, error: WireError, request: HttpRequest) -> MakeCall:
         """Returns a handler factory that ends each call with ``error``."""
         block = only_trailers(wire_error_trailers(error))
+        rejection = EarlyRejection(
+            self._pipeline, self._metrics, error.code, error.message, request.headers
+        )
 
         def reject_call(stream: Stream) -> Handler:
-            extra_trailers = record_early_rejection(
-                self._pipeline,
-                self._metrics,
-                error.code,
-                error.message,
-                request.headers,
-                stream.connection.peer,
-            )
+            extra_trailers = rejection.record(stream.connection.peer)
             stream.send_head(block + encode(extra_trailers), is_end=True)
             return NULL_HANDLER
 

@@ -43,6 +43,7 @@ from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.token_bucket import TokenBucket
 from embedserve.wire.http2.turns import (
     FRAMES_PER_TURN,
+    HEADERS_ANSWER_WORK,
     IDLE_BYTES,
     IDLE_WORK,
     WORK_PER_TURN,
@@ -115,12 +116,10 @@ class Http2Connection:
         self.streams: dict[int, Stream] = {}
         self.certificate: Certificate | None = None
         self.peer = ""
-        self.is_over = False
-        self.has_more = False
+        self.is_over = self.has_more = False
         self.on_output = on_output
         self.blocks: HeaderBlocks[ResolvedRoute | str] = HeaderBlocks(resolve_route)
-        self._left = b""
-        self._preface_left = PREFACE
+        self._left, self._preface_left = b"", PREFACE
         self.next_id = 1
         self.closed_streams = ClosedStreams(self.frame_writer.out)
         self.required_frame_type: int | None = SETTINGS
@@ -263,10 +262,12 @@ class Http2Connection:
             stream.is_received = True
         self.streams[stream_id] = stream
         handler = route.make_handler(stream)
-        if not stream.is_sent:
-            stream.handler = handler
-            if body is not None:
-                handler.receive(body, True)
+        if stream.is_sent:
+            self.spend_turn(HEADERS_ANSWER_WORK)
+            return
+        stream.handler = handler
+        if body is not None:
+            handler.receive(body, True)
 
     def _check_order(self, kind: int, flags: int) -> None:
         """Raises ProtocolViolation if the frame is not of ``required_frame_type``."""

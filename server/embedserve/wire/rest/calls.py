@@ -15,7 +15,7 @@ from embedserve.pipeline import RequestContext, RequestOptions, RequestPipeline
 from embedserve.tracing.request_id import HeaderList
 from embedserve.wire.byte_queue import ByteQueue
 from embedserve.wire.call_writer import CallWriter
-from embedserve.wire.early_rejection import record_early_rejection
+from embedserve.wire.early_rejection import EarlyRejection
 from embedserve.wire.http_stream import NULL_HANDLER, Handler, HttpRequest, HttpStream, MakeHandler
 from embedserve.wire.rest.headers import (
     EmbedRoute,
@@ -134,18 +134,13 @@ def rejecting(
     ``seconds`` is how long the request took until it was refused.
     """
 
+    metrics, method = pipeline.metrics.protocols["rest"], request.method
+    rejection = EarlyRejection(pipeline, metrics, error.code, error.message, request.headers)
+    encode = error_encoder(request.target.partition(b"?")[0].decode("latin-1"))
+
     def reject_request(stream: HttpStream) -> Handler:
-        extra_headers = record_early_rejection(
-            pipeline,
-            pipeline.metrics.protocols["rest"],
-            error.code,
-            error.message,
-            request.headers,
-            stream.connection.peer,
-            seconds,
-        )
-        path = request.target.partition(b"?")[0].decode("latin-1")
-        write_error(stream, error, extra_headers, request.method, error_encoder(path))
+        extra_headers = rejection.record(stream.connection.peer, seconds)
+        write_error(stream, error, extra_headers, method, encode)
         return NULL_HANDLER
 
     return reject_request

@@ -9,6 +9,7 @@ from hyperframe.frame import (
     DataFrame,
     Frame,
     GoAwayFrame,
+    HeadersFrame,
     PingFrame,
     PriorityFrame,
     RstStreamFrame,
@@ -27,8 +28,17 @@ from server.wire.http2.peer import (
 
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http2.request_headers import ResolvedRoute
+from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.token_bucket import IDLE_WORK_MAX
-from embedserve.wire.http2.turns import FRAMES_PER_TURN, IDLE_BYTES, IDLE_WORK, WORK_PER_TURN
+from embedserve.wire.http2.turns import (
+    FRAMES_PER_TURN,
+    HEADERS_ANSWER_WORK,
+    IDLE_BYTES,
+    IDLE_WORK,
+    WORK_PER_TURN,
+)
+from embedserve.wire.http_stream import NULL_HANDLER, Handler
 
 OK = encode([(b":status", b"200")])
 
@@ -178,6 +188,32 @@ def test_as_many_streams_as_may_be_are_opened_in_one_turn_and_not_many_more() ->
     assert not peer.connection.has_more
     peer.connection.receive(b"".join(raw(1, 0x5, i, block) for i in range(257, 2257, 2)))
     assert peer.connection.has_more
+
+
+@pytest.mark.parametrize("body", [b"", b"x"])
+def test_requests_that_are_answered_by_their_headers_are_read_some_at_a_time(body: bytes) -> None:
+    """Each has ended when the next begins, and their block is known."""
+
+    def answer_at_once(stream: Stream) -> Handler:
+        stream.send_head(OK, is_end=True)
+        return NULL_HANDLER
+
+    peer = Peer(lambda headers: ResolvedRoute(answer_at_once, None))
+    block = encode(POST)
+
+    def request(stream_id: int) -> bytes:
+        if not body:
+            return raw(1, 0x5, stream_id, block)
+        return raw(1, 0x4, stream_id, block) + raw(0, 0x1, stream_id, body)
+
+    peer.send(request(1))
+    assert block in peer.connection.blocks.known
+    number = FRAMES_PER_TURN // 2
+    peer.connection.receive(b"".join(request(3 + 2 * i) for i in range(number)))
+    assert peer.connection.has_more
+    answered = len(of(peer.take(), HeadersFrame))
+    assert answered == WORK_PER_TURN // HEADERS_ANSWER_WORK
+    assert len(of(peer.send(), HeadersFrame)) == number - answered
 
 
 def test_settings_of_many_values_are_as_much_work_as_many_frames() -> None:

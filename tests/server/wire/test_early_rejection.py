@@ -1,0 +1,89 @@
+"""Rejections by headers, which HTTP/2 caches: counted for each request, prepared once for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hyperframe.frame import HeadersFrame
+from server.fake_engine import FakeEngine
+from server.pipelines import make_pipeline, outcomes_of
+from server.wire.http2.peer import Peer, of, raw
+
+from embedserve.access.authenticator import headers_by_name
+from embedserve.api.management import management_app
+from embedserve.pipeline import RequestPipeline
+from embedserve.wire import early_rejection
+from embedserve.wire.grpc.service import GrpcService
+from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http_stream import Headers
+from embedserve.wire.router import Router
+
+OTHER_METHOD: Headers = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/embed")]
+UNKNOWN_CALL: Headers = [
+    (b":method", b"POST"),
+    (b":scheme", b"http"),
+    (b":path", b"/no/Method"),
+    (b"content-type", b"application/grpc"),
+]
+NUMBER = 20
+
+
+@pytest.fixture
+def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
+    return make_pipeline(engine, executor=executor)
+
+
+@pytest.fixture
+def router(pipeline: RequestPipeline) -> Router:
+    return Router(pipeline, management_app(pipeline), GrpcService(pipeline))
+
+
+@pytest.fixture
+def ids_of(router: Router) -> Callable[[Headers], list[bytes]]:
+    """Sends equal requests; returns the request ids of their responses."""
+
+    def ask(headers: Headers) -> list[bytes]:
+        peer = Peer(router.resolve_http2)
+        block = encode(headers)
+        frames = peer.send(*[raw(1, 0x5, 2 * i + 1, block) for i in range(NUMBER)])
+        answers = of(frames, HeadersFrame)
+        return [dict(peer.answer_headers(one))[b"x-request-id"] for one in answers]
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("headers", "protocol", "code"),
+    [(OTHER_METHOD, "rest", "INVALID_ARGUMENT"), (UNKNOWN_CALL, "grpc", "UNIMPLEMENTED")],
+    ids=["rest", "grpc"],
+)
+def test_rejections_of_equal_requests_read_the_headers_once_and_count_each(
+    headers: Headers,
+    protocol: str,
+    code: str,
+    pipeline: RequestPipeline,
+    ids_of: Callable[[Headers], list[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[Headers] = []
+
+    def count(headers: Headers) -> dict[bytes, bytes]:
+        read.append(headers)
+        return headers_by_name(headers)
+
+    monkeypatch.setattr(early_rejection, "headers_by_name", count)
+    assert len(set(ids_of(headers))) == NUMBER
+    assert len(read) == 1
+    assert outcomes_of(pipeline.metrics.protocols[protocol]) == {code: NUMBER}
+
+
+@pytest.mark.parametrize("headers", [OTHER_METHOD, UNKNOWN_CALL], ids=["rest", "grpc"])
+def test_a_request_id_is_repeated_if_it_is_usable(
+    headers: Headers, ids_of: Callable[[Headers], list[bytes]]
+) -> None:
+    assert ids_of([*headers, (b"x-request-id", b"mine")]) == [b"mine"] * NUMBER
+    made = ids_of([*headers, (b"x-request-id", b"two words")])
+    assert len(set(made)) == NUMBER
+    assert all(len(one) == 32 for one in made)
