@@ -114,15 +114,25 @@ def test_table_sizes_over_and_over(rest_peer: MakePeer) -> None:
         assert peer.ending() in (COMPRESSION_ERROR, ENHANCE_YOUR_CALM)
 
 
-@pytest.mark.growth(48 << 10)
 def test_remembered_blocks_hold_little(rest_peer: MakePeer) -> None:
-    """6 connections, each with 64 different blocks of 250 fields that a byte stands for."""
+    """6 connections, each with 64 different blocks of 100 fields that a byte stands for."""
     for _ in range(6):
         peer = rest_peer()
         for number in range(64):
             fields = f.head(b"GET", b"/health/live", (b"n", b"%d" % number))
-            peer.send(f.headers(2 * number + 1, fields + f.integer(20, 7, 0x80) * 250))
+            peer.send(f.headers(2 * number + 1, fields + f.integer(20, 7, 0x80) * 100))
             assert peer.answer(2 * number + 1).status == 200
+
+
+def test_rejected_blocks_hold_nothing(rest_peer: MakePeer) -> None:
+    """12 connections, each with 64 different blocks of 1,385 fields that a byte stands for."""
+    for _ in range(12):
+        peer = rest_peer()
+        for number in range(64):
+            last = bytes((0x8F + number % 8, 0x8F + number // 8))
+            peer.send(f.headers(2 * number + 1, b"\x82\x84\x86" + b"\x8f" * 1380 + last))
+        for number in range(64):
+            assert peer.answer(2 * number + 1).status == 431
 
 
 def test_entries_that_push_each_other_out(rest_peer: MakePeer) -> None:

@@ -48,7 +48,7 @@ def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[s
     batch = 2 * ID_BYTES * limits.batch_ids_max + 2 * limits.batch_output_bytes_max
     parts = {
         "connections": CONNECTION_BYTES * limits.connections_max,
-        "incomplete requests, and responses that clients have not read": (
+        "incomplete requests, cached headers, and responses that clients have not read": (
             limits.connection_bytes_max + CHECK_BYTES
         ),
         "large requests to decode and large responses to encode, waiting": WAITING_BYTES_MAX,

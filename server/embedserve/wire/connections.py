@@ -35,7 +35,7 @@ class Connection(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of incomplete requests and of small unsent responses."""
+        """Bytes of incomplete requests, cached header blocks and small unsent responses."""
 
     def unread(self) -> dict[int, int]:
         """Returns the bytes of memory kept alive by large unsent responses, by id() of the owner.

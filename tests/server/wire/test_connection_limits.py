@@ -13,7 +13,16 @@ from server.raw_http import OurServer, chunked, get, post, read_answer
 from server.waiting import until
 
 from embedserve.config import Limits
-from embedserve.wire.http2.frames import DATA, END_HEADERS, HEADERS, PREFACE, head
+from embedserve.wire.http2.frames import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    SETTINGS,
+    head,
+)
+from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.protocol import STREAM_BYTES
 
 CONNECTIONS_MAX = 4
@@ -82,6 +91,34 @@ async def test_bodies_that_have_not_come_whole_are_counted(server: OurServer, be
     await until(lambda: sum(one.held_bytes for one in server.wire.connections) >= expected - 16_000)
     (connection,) = server.wire.connections
     assert connection.held_bytes <= expected + STREAM_BYTES + 200
+
+
+async def read_blocks(
+    server: OurServer, numbers: range
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """An HTTP/2 connection that has sent probes with different headers, one for each number."""
+    reader, writer = await server.open()
+    writer.write(PREFACE + head(0, SETTINGS, 0, 0))
+    for number in numbers:
+        named = encode([(b":path", b"/health/live"), (b"n", b"%d" % number)])
+        block = b"\x82\x86" + named + b"\x8f" * 100
+        writer.write(head(len(block), HEADERS, END_HEADERS | END_STREAM, 2 * number + 1) + block)
+    return reader, writer
+
+
+async def test_headers_that_are_cached_are_counted(
+    server: OurServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def held() -> list[int]:
+        return sorted(one.held_bytes for one in server.wire.connections)
+
+    clients = [await read_blocks(server, range(8)) for _ in range(2)]
+    await until(lambda: len(held()) == 2 and held()[0] > 8 * 13_000)
+    clients.append(await read_blocks(server, range(8)))
+    await until(lambda: "connections are cut: 1 of them" in caplog.text)
+    await until(lambda: len(server.wire.connections) == 2)
+    for _, writer in clients:
+        writer.close()
 
 
 async def test_where_bodies_hold_too_much_the_largest_are_cut(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,17 +18,15 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.wire import early_rejection
 from embedserve.wire.grpc.service import GrpcService
 from embedserve.wire.http2.header_blocks import encode
+from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http_stream import Headers
 from embedserve.wire.router import Router
 
+POST: Headers = [(b":method", b"POST"), (b":scheme", b"http")]
 OTHER_METHOD: Headers = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/embed")]
-UNKNOWN_CALL: Headers = [
-    (b":method", b"POST"),
-    (b":scheme", b"http"),
-    (b":path", b"/no/Method"),
-    (b"content-type", b"application/grpc"),
-]
+UNKNOWN_CALL = [*POST, (b":path", b"/no/Method"), (b"content-type", b"application/grpc")]
 NUMBER = 20
+LARGE_HEADERS: Headers = [(b"x", b"y" * 17_000)]
 
 
 @pytest.fixture
@@ -87,3 +86,33 @@ def test_a_request_id_is_repeated_if_it_is_usable(
     made = ids_of([*headers, (b"x-request-id", b"two words")])
     assert len(set(made)) == NUMBER
     assert all(len(one) == 32 for one in made)
+
+
+class Received:
+    """Stands for the bytes that a connection is reading, in a frame that calls the router."""
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        OTHER_METHOD,
+        [*POST, (b":path", b"/embed"), (b"x-timeout-ms", b"soon")],
+        [*POST, (b":path", b"/\xff")],
+        [*OTHER_METHOD, *LARGE_HEADERS],
+        UNKNOWN_CALL,
+        [*UNKNOWN_CALL, (b"grpc-timeout", b"soon")],
+        [*UNKNOWN_CALL, *LARGE_HEADERS],
+    ],
+)
+def test_a_rejection_keeps_nothing_of_the_frames_that_made_it(
+    headers: Headers, router: Router
+) -> None:
+    """A traceback would, of all that were active."""
+
+    def resolve() -> tuple[ResolvedRoute | str, weakref.ref[Received]]:
+        received = Received()
+        return router.resolve_http2(headers), weakref.ref(received)
+
+    route, received = resolve()
+    assert isinstance(route, ResolvedRoute)
+    assert received() is None

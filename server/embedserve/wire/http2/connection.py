@@ -125,8 +125,7 @@ class Http2Connection:
         self.required_frame_type: int | None = SETTINGS
         self._turn_left = 0
         self.streams_max = STREAMS_MAX
-        self._resets = TokenBucket()
-        self.abuse_budget = TokenBucket()
+        self._resets, self.abuse_budget = TokenBucket(), TokenBucket()
         self.shutdown = GracefulShutdown(self)
         self._control = ControlFrames(self)
         self._requests = RequestFrames(self)
@@ -397,4 +396,5 @@ class Http2Connection:
         self.flow_control.close()
         self._left = b""
         self._requests.close()
+        self.blocks.forget()
         self.has_more = False

@@ -24,8 +24,14 @@ LIST_BYTES_MAX = 64 << 10
 HEADER_WORK = 32
 BLOCKS_MAX = 64
 """Header blocks cached per connection; the cache is cleared when it is full."""
-BLOCK_BYTES_MAX = 4096
-"""Bytes of the longest header block that is cached."""
+HEADER_BYTES = 128
+"""Approximate bytes of memory per cached header, without its name and value."""
+BLOCK_BYTES_MAX = 16 << 10
+"""Approximate bytes of memory of the largest block that is cached, with its headers. Lists over the
+16 KiB that requests may have are larger, so their rejections are never cached."""
+CACHED_BYTES_MAX = 128 << 10
+"""Approximate bytes of memory of a connection's cached blocks; a block beyond it clears the cache.
+64 blocks of a router's calls, or some 50 of a gRPC client with a token and a trace, need less."""
 MANY_SIZE_UPDATES = re.compile(rb"([\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
 """Blocks that begin with three or more dynamic table size updates; RFC 7541, section 4.2, has at
 most two. An update may be one byte, and takes as long to decode as a header."""
@@ -39,12 +45,14 @@ class HeaderBlocks(Generic[T]):
 
     Attributes:
         known: cached results by header block; such blocks need no decoding.
+        cached_bytes: approximate bytes of memory that they hold.
         work: work units of the block decoded last: its bytes, plus 32 per header.
     """
 
     __slots__ = (
         "_decoder",
         "_understand",
+        "cached_bytes",
         "known",
         "work",
     )
@@ -57,6 +65,7 @@ class HeaderBlocks(Generic[T]):
         self._understand = understand
         self._decoder = Decoder(LIST_BYTES_MAX)
         self.known: dict[bytes, T] = {}
+        self.cached_bytes = 0
         self.work = 0
 
     def read(self, block: bytes) -> T:
@@ -71,11 +80,24 @@ class HeaderBlocks(Generic[T]):
             return known
         headers, is_changed = self._decode(block)
         understood = self._understand(headers)
-        if not is_changed and len(block) <= BLOCK_BYTES_MAX:
-            if len(self.known) >= BLOCKS_MAX:
-                self.known.clear()
-            self.known[block] = understood
+        if not is_changed:
+            self._cache(block, headers, understood)
         return understood
+
+    def _cache(self, block: bytes, headers: Headers, understood: T) -> None:
+        """Caches ``understood``, which may keep ``headers``, unless it is large."""
+        nbytes = len(block) + sum(len(name) + len(value) + HEADER_BYTES for name, value in headers)
+        if nbytes > BLOCK_BYTES_MAX:
+            return
+        if len(self.known) >= BLOCKS_MAX or self.cached_bytes + nbytes > CACHED_BYTES_MAX:
+            self.forget()
+        self.known[block] = understood
+        self.cached_bytes += nbytes
+
+    def forget(self) -> None:
+        """Clears the cache."""
+        self.known.clear()
+        self.cached_bytes = 0
 
     def decode(self, block: bytes) -> Headers:
         """Decodes ``block`` without caching it. Raises ProtocolViolation, like ``read``."""
@@ -103,7 +125,7 @@ class HeaderBlocks(Generic[T]):
         is_same = (len(entries), table.maxsize) == (count, size)
         if is_same and (not entries or entries[0] is newest):
             return headers, False
-        self.known.clear()
+        self.forget()
         return headers, True
 
 

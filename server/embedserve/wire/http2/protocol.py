@@ -182,6 +182,7 @@ class Http2Protocol(asyncio.Protocol):
             + connection.flow_control.held_bytes
             + connection.left_bytes
             + len(connection.streams) * STREAM_BYTES
+            + connection.blocks.cached_bytes
         )
 
     def unread(self) -> dict[int, int]:

@@ -134,6 +134,7 @@ def rejecting(
     ``seconds`` is how long the request took until it was refused.
     """
 
+    error.__traceback__ = None  # HTTP/2 caches this: frames would keep the bytes being read
     metrics, method = pipeline.metrics.protocols["rest"], request.method
     rejection = EarlyRejection(pipeline, metrics, error.code, error.message, request.headers)
     encode = error_encoder(request.target.partition(b"?")[0].decode("latin-1"))

@@ -8,10 +8,14 @@ from hpack.struct import NeverIndexedHeaderTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embedserve.shard_client.call_headers import CallHeaders
+from embedserve.wire.http2.control import HEADER_LIST_BYTES_MAX
 from embedserve.wire.http2.frames import ErrorCode, ProtocolViolation
 from embedserve.wire.http2.header_blocks import (
     BLOCK_BYTES_MAX,
     BLOCKS_MAX,
+    CACHED_BYTES_MAX,
+    HEADER_BYTES,
     LIST_BYTES_MAX,
     HeaderBlocks,
     encode,
@@ -122,13 +126,67 @@ def test_trailers_that_change_nothing_forget_nothing() -> None:
     assert block in one.blocks.known
 
 
-def test_long_blocks_are_not_remembered() -> None:
+def held_bytes(block: bytes, headers: Headers) -> int:
+    return len(block) + sum(len(name) + len(value) + HEADER_BYTES for name, value in headers)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_large_blocks_are_not_remembered(over: int) -> None:
     one = Understood()
-    for nbytes, is_known in ((BLOCK_BYTES_MAX, True), (BLOCK_BYTES_MAX + 1, False)):
-        block = encode([(b"x", b"v" * (nbytes - len(encode([(b"x", b"v" * 1000)])) + 1000))])
-        assert len(block) == nbytes
+    headers = [(b"x", b""), (b"y", b"v" * 1000)]
+    more = BLOCK_BYTES_MAX - held_bytes(encode(headers), headers)
+    headers[1] = (b"y" + b"y" * (more % 2), b"v" * (1000 + more // 2 + over))
+    block = encode(headers)
+    assert held_bytes(block, headers) - BLOCK_BYTES_MAX in (2 * over, 2 * over + 1)
+    one.read(block)
+    assert (block in one.blocks.known) == (not over)
+
+
+@pytest.mark.parametrize("count", [125, 300, 1385])
+def test_blocks_of_many_small_headers_are_not_remembered(count: int) -> None:
+    """Each byte is a header of the static table, without a value."""
+    one = Understood()
+    block = b"\x82\x84\x86" + b"\x8f" * count
+    assert len(one.read(block)) == 3 + count
+    assert (one.blocks.known, one.blocks.cached_bytes) == ({}, 0)
+
+
+def test_lists_that_are_rejected_for_their_size_are_not_remembered() -> None:
+    """Their headers are entries of the table, which take a byte each."""
+    one = Understood()
+    one.read(literal(b"x" * 100, b"v" * 100, first=ADDS))
+    count = HEADER_LIST_BYTES_MAX // (200 + 32) + 1
+    assert len(one.read(NEWEST * count)) == count
+    assert one.blocks.known == {}
+
+
+def test_what_is_remembered_is_bounded_in_bytes() -> None:
+    one = Understood()
+    for i in range(3 * BLOCKS_MAX):
+        block = b"\x8f" * 60 + literal(b"x", b"%d" % i, first=NOT)
         one.read(block)
-        assert (block in one.blocks.known) == is_known
+        assert block in one.blocks.known
+        held = sum(held_bytes(*known) for known in one.blocks.known.items())
+        assert held == one.blocks.cached_bytes <= CACHED_BYTES_MAX
+    assert len(one.blocks.known) < BLOCKS_MAX
+    one.read(literal(b"y", b"1", first=ADDS))
+    assert (one.blocks.known, one.blocks.cached_bytes) == ({}, 0)
+
+
+def test_the_blocks_of_routers_and_of_clients_with_tokens_and_traces_are_remembered() -> None:
+    routers, clients = Understood(), Understood()
+    token = (b"authorization", b"Bearer es_" + b"t" * 43)
+    path = "/inference.GRPCInferenceService/ModelInfer"
+    calls = CallHeaders("embedserve-part-10.embedserve:9000", path, metadata=[token])
+    for i in range(BLOCKS_MAX):
+        routers.read(calls.block(1e-4 * 1.2**i))
+    assert len(routers.blocks.known) == BLOCKS_MAX
+    more = [(b"user-agent", b"grpc-python/1.70.0 grpc-c/45.0.0 (linux; chttp2)")]
+    more += [(b"accept-encoding", b"gzip"), (b"grpc-accept-encoding", b"identity, deflate, gzip")]
+    for i in range(48):
+        traced = (b"traceparent", b"00-%032x-%016x-01" % (i, i))
+        clients.read(calls.block(1.0) + encode([*more, traced]))
+    assert len(clients.blocks.known) == 48
 
 
 def test_no_more_than_so_many_blocks_are_remembered() -> None:
