@@ -253,7 +253,7 @@ def test_the_layout_that_was_used_longest_ago_goes(
 
     def are_found() -> list[bool]:
         found = zip(versions, plans, strict=True)
-        return [programs.find(one.manifest, plan) is not None for one, plan in found]
+        return [programs.find(one, plan) is not None for one, plan in found]
 
     assert not programs.add(engines[0])  # which is used last then
     assert programs.add(engines[2])

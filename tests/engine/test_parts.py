@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pooled import collection
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from unpooled import unpooled_collection
 
+from embedserve.engine.compile import SCRIPTED
+from embedserve.engine.programs import Programs
 from embedserve.engine.restore import restore
 from embedserve_store import ModelStore, ModelVersion, Part, StoreError, publish
 from embedserve_store.memory.resident_tables import make_resident
@@ -73,3 +78,29 @@ def test_other_rows_than_those_of_the_goldens_are_found(
     monkeypatch.setattr(ModelVersion, "goldens", lambda self: goldens)
     with pytest.raises(StoreError, match="the vectors of 'x@a' are not the published ones"):
         restore(version, "cpu")
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_a_program_is_not_reused_where_tables_lie_elsewhere_in_the_file(
+    tmp_path: Path, is_pooled: bool
+) -> None:
+    """Table c is in the other part, and moves the tables behind it. Restoring compares goldens."""
+    sharding = {"a": "row_wise", "b": "row_wise", "c": "table_wise"}
+    options: dict[str, Any] = {"sharding": sharding, "hosts": PARTS, "world_size": 2}
+    programs, offsets, compiled = Programs(), [], []
+    for rows in (500, 512, 512):
+        tables = [("a", 100, ["x"]), ("b", 300, ["x"]), ("c", rows, ["z"])]
+        source = (
+            collection([(name, count, 16, names, PoolingType.SUM) for name, count, names in tables])
+            if is_pooled
+            else unpooled_collection(tables)
+        )
+        publish(source, tmp_path, model="m", layout_changed=True, **options)
+        parts = [load(tmp_path, "m", number) for number in range(PARTS)]
+        [version] = [one for one in parts if "c" not in one.tables.tables]
+        engine = restore(version, "cpu", programs=programs)
+        assert engine.lookup_kind == SCRIPTED
+        offsets.append(version.tables.offsets)
+        compiled.append(programs.add(engine))
+    assert offsets[0] != offsets[1] == offsets[2]
+    assert compiled == [True, True, False]

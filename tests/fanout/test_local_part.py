@@ -19,6 +19,7 @@ from torchrec import PoolingType
 from unpooled import unpooled_collection
 from writable import writable
 
+from embedserve.engine.compile import SCRIPTED
 from embedserve.errors import EngineError
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.router_engine import RouterEngine
@@ -31,10 +32,12 @@ PARTS = 3
 ANY = LocalTables(1 << 40)
 
 
-def publish_small(store: Path, *, is_pooled: bool = True, seed: int = 5, **options: Any) -> None:
+def publish_small(
+    store: Path, *, is_pooled: bool = True, seed: int = 5, movies: int = 9001, **options: Any
+) -> None:
     """Publishes a large table, and small ones of which two share a feature."""
     torch.manual_seed(seed)
-    rows = {"genre": 3, "movie": 9001, "user": 20, "recent": 7}
+    rows = {"genre": 3, "movie": movies, "user": 20, "recent": 7}
     features = {"genre": ["genres"], "movie": ["history", "candidate"]}
     features |= {"user": ["user", "seen"], "recent": ["seen"]}
     dims, means = {"movie": 64, "genre": 16, "user": 8, "recent": 4}, {"user", "movie"}
@@ -171,6 +174,22 @@ def test_a_later_version_of_the_layout_is_not_compiled(tmp_path: Path) -> None:
     assert all(one is other for one, other in zip(first, second, strict=True))
     ids, lengths = np.arange(3), np.array([3, *[0] * 2], np.int32)
     assert (engines[0].lookup(ids, lengths) != engines[1].lookup(ids, lengths)).any()
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_a_later_version_is_compiled_where_its_tables_lie_elsewhere_in_the_file(
+    tmp_path: Path, is_pooled: bool
+) -> None:
+    """The table that is not local moves the local tables behind it. Opening compares goldens."""
+    parts, offsets = LocalParts(0), []
+    for movies in (9001, 9216):
+        publish_small(tmp_path, is_pooled=is_pooled, movies=movies, layout_changed=True)
+        version = ModelStore(tmp_path, holds=ANY).load("m")
+        local = parts.open(version)
+        assert local is not None
+        assert local._engine.lookup_kind == SCRIPTED
+        offsets.append(version.tables.offsets)
+    assert offsets[0] != offsets[1]
 
 
 def test_without_bytes_no_table_is_local(published: Path, shards: LocalShards) -> None:

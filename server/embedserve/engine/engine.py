@@ -54,6 +54,7 @@ class Engine:
         manifest: manifest of the served version; that of its part, if only one is served.
         fingerprint: fingerprint of the published version.
         part: the part of the published version that is served; None for all of it.
+        table_offsets: offset of each table in its mapping, in bytes.
         translator: translator of callers' ids into the row numbers that lookups take.
         plan: plan as restored; not the stored plan if ``replanned``.
         device_type: cpu or cuda.
@@ -89,6 +90,7 @@ class Engine:
         self.manifest: Manifest = version.manifest
         self.fingerprint = version.whole.fingerprint
         self.part = version.part
+        self.table_offsets = version.tables.offsets
         self.translator: IdTranslator = version.translator
         self.plan = plan
         self.device_type = device_type

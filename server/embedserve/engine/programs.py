@@ -8,7 +8,7 @@ executor. Few are therefore kept in addition to those that engines use.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -16,6 +16,7 @@ from weakref import ref
 from embedserve.engine.compile import SCRIPTED, TRACED, Program
 from embedserve_store.format.id_rule import ROW_NUMBERS
 from embedserve_store.format.manifest import Manifest
+from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Programs:
         programs = tuple(one.program for one in engine.compiled if one.program is not None)
         if engine.device_type != "cpu" or len(programs) < len(engine.compiled):
             return True  # GPU and eager lookups cannot be given other rows
-        layout = _layout(engine.manifest, engine.plan, engine.lookup_kind)
+        layout = _layout(engine.manifest, engine.plan, engine.table_offsets, engine.lookup_kind)
         known = next((_alive(refs) for one, refs in self._by_layout if one == layout), None)
         is_new = known is None or known[0] is not programs[0]
         others = [one for one in self._kept if known is None or one[0] is not known[0]]
@@ -62,11 +63,12 @@ class Programs:
             # Exceptions that torch caught hold its callers' frames, and all objects in these.
             gc.collect()
 
-    def find(self, manifest: Manifest, plan: Plan) -> tuple[Program, ...] | None:
-        """Returns the plain and the weighted program for a version, or None if they are not
-        cached."""
+    def find(self, version: ModelVersion, plan: Plan) -> tuple[Program, ...] | None:
+        """Returns the plain and the weighted program for ``version`` sharded by ``plan``, or None
+        if they are not cached."""
+        manifest, offsets = version.manifest, version.tables.offsets
         for layout, refs in self._by_layout:
-            if layout == _layout(manifest, plan, layout[0]) and (programs := _alive(refs)):
+            if layout == _layout(manifest, plan, offsets, layout[0]) and (programs := _alive(refs)):
                 return programs
         return None
 
@@ -84,11 +86,18 @@ def _last(kept: list[tuple[Program, ...]]) -> list[tuple[Program, ...]]:
     return [one for one in kept if id(one) not in gone][-LAYOUTS_MAX:]
 
 
-def _layout(manifest: Manifest, plan: Plan, kind: str) -> Layout:
+def _layout(manifest: Manifest, plan: Plan, offsets: Mapping[str, int], kind: str) -> Layout:
     """Returns the properties that a program depends on. A trace over one rank does not depend on
-    the number of rows of its tables, unless some of their columns are copied."""
+    the number of rows of its tables, unless some of their columns are copied.
+
+    Args:
+        offsets: offset of each table in its mapping, which a scripted program fixes. In a part of a
+            version it also depends on the tables of other parts.
+    """
     tables = [replace(table, sha256="", ids=ROW_NUMBERS) for table in manifest.tables]
-    if kind != TRACED or plan.column_shard_bytes(manifest.tables):
+    if kind != TRACED:
+        return kind, (tables, plan.world_size, plan.tables, offsets)
+    if plan.column_shard_bytes(manifest.tables):
         return kind, (tables, plan.world_size, plan.tables)
     sharding = [plan.tables[table.name].sharding_type for table in tables]
     return kind, ([replace(table, num_embeddings=1) for table in tables], plan.world_size, sharding)

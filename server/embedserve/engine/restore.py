@@ -167,7 +167,7 @@ def restore(
         )
     known = None
     if programs is not None and device_type == "cpu" and not is_eager:
-        known = programs.find(version.manifest, plan)
+        known = programs.find(version, plan)
     if known is None and not may_compile:
         raise StoreError(
             f"{version.path}: it has to be compiled anew, and meanwhile lookups that run eagerly "
