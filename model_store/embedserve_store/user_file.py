@@ -1,24 +1,76 @@
-"""Reads text files that users write, such as constraints.
+"""Parses YAML and JSON files that users write, such as constraints.
 
-Rejects a large file, such as a checkpoint passed by mistake, without reading it whole.
+Rejects a large file, such as a checkpoint passed by mistake, without reading it whole. Imports
+yaml, and is therefore imported only where such a file is read.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embedserve_store.errors import InvalidModelError, StoreError
 
 TEXT_BYTES_MAX = 16 << 20
+_MERGE = "tag:yaml.org,2002:merge"
+"""Tag of the key ``<<``, whose mappings the author may override, and which may occur again."""
 
 
-def read_user_file(path: Path) -> str:
-    """Returns the UTF-8 text of the file at ``path``.
+def parse_user_file(path: Path) -> tuple[str, Any]:
+    """Returns the text of ``path`` and the parsed value, from a .json file as JSON, else from YAML.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is larger than TEXT_BYTES_MAX (16 MiB), or is not UTF-8 text.
+        StoreError: the file cannot be read.
+        InvalidModelError: the file is larger than TEXT_BYTES_MAX (16 MiB), is no UTF-8 text, cannot
+            be parsed, or has a key twice in one mapping.
     """
+    try:
+        text = _read(path)
+        if path.suffix == ".json":
+            return text, json.loads(text, object_pairs_hook=_object)
+        return text, yaml.load(text, _Loader)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise InvalidModelError(f"{path}: cannot be parsed: {reason}") from error
+
+
+def _read(path: Path) -> str:
     with path.open("rb") as file:
         data = file.read(TEXT_BYTES_MAX + 1)
     if len(data) > TEXT_BYTES_MAX:
         raise ValueError(f"over {TEXT_BYTES_MAX} bytes: is it a checkpoint?")
     return data.decode("utf-8")
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that rejects a repeated key. SafeLoader takes its last value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        _check_unique(
+            (key.value, f"line {key.start_mark.line + 1}: ")
+            for key, _ in node.value
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE
+        )
+        return node
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_unique((key, "") for key, _ in pairs)
+    return dict(pairs)
+
+
+def _check_unique(keys: Iterable[tuple[str, str]]) -> None:
+    """Raises ValueError if one of ``keys`` is there twice. The message begins with the line that
+    comes with it."""
+    seen: set[str] = set()
+    for key, line in keys:
+        if key in seen:
+            raise ValueError(f"{line}key {key!r} is there twice")
+        seen.add(key)

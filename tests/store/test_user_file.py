@@ -1,33 +1,97 @@
-"""What nobody writes by hand is refused before it is read whole."""
+"""What nobody writes by hand is refused before it is read whole, and so is a key that is there
+twice."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from embedserve_store.user_file import TEXT_BYTES_MAX, read_user_file
+from embedserve_store.errors import InvalidModelError
+from embedserve_store.user_file import TEXT_BYTES_MAX, parse_user_file
 
 
 def test_text_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tables.yaml"
     path.write_text("tables: [Zürich]", encoding="utf-8")
-    assert read_user_file(path) == "tables: [Zürich]"
+    assert parse_user_file(path) == ("tables: [Zürich]", {"tables": ["Zürich"]})
 
 
 def test_a_file_larger_than_anyone_writes(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     with path.open("wb") as file:
-        file.truncate(TEXT_BYTES_MAX)
-    assert len(read_user_file(path)) == TEXT_BYTES_MAX
-    with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ValueError, match="is it a checkpoint"):
-        read_user_file(path)
+    with pytest.raises(InvalidModelError, match="is it a checkpoint"):
+        parse_user_file(path)
+
+
+def test_a_file_as_large_as_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "tables.json"
+    path.write_text("{}" + " " * (TEXT_BYTES_MAX - 2))
+    assert parse_user_file(path)[1] == {}
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(b"\x80\x02")
-    with pytest.raises(ValueError, match="utf-8"):
-        read_user_file(path)
+    with pytest.raises(InvalidModelError, match="utf-8"):
+        parse_user_file(path)
+
+
+BLOCK = """tables:
+  - name: user
+    pooling: sum
+    dtype: int8
+    pooling: mean
+"""
+JOINED = """tables: [{name: a}]
+is_weighted: true
+tables: [{name: b}]
+"""
+FLOW = """tables:
+  - {name: user, pooling: sum, dtype: int8,
+     "pooling": mean}
+"""
+MERGED = "a: &a {x: 1}\nb: {<<: *a, y: 2, y: 3}"
+JSON = '{"tables": [{"name": "user", "pooling": "sum", "pooling": "mean"}]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("t.yaml", BLOCK, "line 5: key 'pooling' is there twice"),
+        ("t.yaml", JOINED, "line 3: key 'tables' is there twice"),
+        ("t.yaml", FLOW, "line 3: key 'pooling' is there twice"),
+        ("t.yaml", MERGED, "line 2: key 'y' is there twice"),
+        ("t.yaml", "1: a\n'1': b", "line 2: key '1' is there twice"),
+        ("t.json", JSON, "key 'pooling' is there twice"),
+    ],
+    ids=["block", "joined drafts", "flow", "beside a merge", "quoted", "JSON"],
+)
+def test_a_repeated_key_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InvalidModelError, match=rf"/{name}: cannot be parsed: {message}$"):
+        parse_user_file(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("{a: &a {x: 1}, b: {<<: *a, x: 2}}", {"a": {"x": 1}, "b": {"x": 2}}),
+        (
+            "{a: {b: &b {<<: &c {x: 1}, x: 2}}, d: {<<: *b, x: 3}}",
+            {"a": {"b": {"x": 2}}, "d": {"x": 3}},
+        ),
+        (
+            "{a: &a {x: 1}, b: &b {y: 2}, c: {<<: *a, <<: *b}}",
+            {"a": {"x": 1}, "b": {"y": 2}, "c": {"x": 1, "y": 2}},
+        ),
+        ("[{x: 1}, {x: 2}]", [{"x": 1}, {"x": 2}]),
+    ],
+)
+def test_merged_keys_may_be_overridden(tmp_path: Path, text: str, parsed: Any) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(text)
+    assert parse_user_file(path)[1] == parsed

@@ -15,7 +15,6 @@ from typing import Any
 from embedserve_store.errors import StoreError
 from embedserve_store.format.table_spec import COLUMN_MULTIPLE, TableSpec
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, why_not
-from embedserve_store.user_file import read_user_file
 
 NOT_HONOURED = {
     "cache_params": "tables are not cached, they are in memory",
@@ -157,25 +156,16 @@ def read_constraints(path: str | os.PathLike[str]) -> dict[str, TableConstraints
     """Reads a YAML or JSON file that has fields of ParameterConstraints for each table.
 
     Raises:
+        InvalidModelError: the file cannot be parsed, or has a key twice in one mapping.
         StoreError: the file cannot be read, or a constraint is wrong. The message names the table
             and field.
     """
-    data = _parsed(Path(path))
+    from embedserve_store.user_file import parse_user_file
+
+    _, data = parse_user_file(Path(path))
     if not isinstance(data, Mapping):
         raise StoreError(f"{path}: expected a mapping from table to constraints")
     return {
         str(name): TableConstraints.from_json(value, f"{path}: table {str(name)!r}")
         for name, value in data.items()
     }
-
-
-def _parsed(path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(read_user_file(path))  # JSON is a subset of YAML
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise StoreError(f"{path}: cannot be parsed: {reason}") from error

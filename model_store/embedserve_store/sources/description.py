@@ -6,7 +6,6 @@ or a vocabulary.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from embedserve_store.errors import InvalidModelError, StoreError
 from embedserve_store.format.id_rule import ID_TYPES, RULES, UNKNOWN, IdRule
 from embedserve_store.format.json_fields import typed
 from embedserve_store.format.table_spec import TableSpec, check_tables, table_of
-from embedserve_store.user_file import read_user_file
 
 _DESCRIPTION_KEYS = ("tables", "is_weighted")
 _REQUIRED_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names", "pooling")
@@ -61,11 +59,14 @@ def read_description(path: str | os.PathLike[str]) -> Description:
     The rules rows and map take ``unknown`` (error, skip, or row with ``default_row``).
 
     Raises:
-        StoreError: the file cannot be read or parsed.
-        InvalidModelError: the file does not describe tables that can be served.
+        StoreError: the file cannot be read.
+        InvalidModelError: the file cannot be parsed, has a key twice in one mapping, or does not
+            describe tables that can be served.
     """
+    from embedserve_store.user_file import parse_user_file
+
     path = Path(path)
-    text, data = _parse(path)
+    text, data = parse_user_file(path)
     try:
         return replace(_description(data, path), guesses=_guesses(text, path))
     except InvalidModelError:
@@ -88,20 +89,6 @@ def check_no_draft(description: Description) -> None:
 def _guesses(text: str, path: Path) -> tuple[str, ...]:
     lines = enumerate(text.splitlines(), 1)
     return tuple(f"{path}: line {i}, {line.strip()!r}" for i, line in lines if _GUESS.search(line))
-
-
-def _parse(path: Path) -> tuple[str, Any]:
-    """Returns the text of ``path`` and the parsed value."""
-    import yaml
-
-    try:
-        text = read_user_file(path)
-        return text, json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise StoreError(f"{path}: cannot be parsed: {reason}") from error
 
 
 def _description(data: Any, path: Path) -> Description:

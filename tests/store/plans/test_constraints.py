@@ -107,6 +107,7 @@ def test_a_file_of_constraints(tmp_path: Path, suffix: str) -> None:
         ("[1]", "expected a mapping from table to constraints"),
         ("{", "cannot be parsed"),
         ("!!python/object/apply:os.getcwd []", "cannot be parsed"),
+        ("t: {min_partition: 32}\nt: {}", "cannot be parsed: line 2: key 't' is there twice"),
         ("t: {enforce_hbm: true}", "table 't': enforce_hbm cannot be honoured"),
     ],
 )

@@ -130,6 +130,13 @@ def test_a_description_that_does_not_parse(tmp_path: Path, name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_two_drafts_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "d.yaml"
+    path.write_text(YAML + YAML)
+    with pytest.raises(InvalidModelError, match=r"d.yaml: .* line 12: key 'is_weighted' is there"):
+        read_description(path)
+
+
 def test_yaml_makes_no_objects(tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_text(f"!!python/object/apply:os.mkdir ['{tmp_path}/ran']")
     with pytest.raises(StoreError, match="cannot be parsed"):
