@@ -52,7 +52,8 @@ class PublishOptions(TypedDict, total=False):
         layout_changed: also publish changes that callers of the previous version would notice:
             other keys, order, widths, tables, pooling, id rules or weights.
         if_changed: publishes nothing if the newest version has the same rows, tables, id rules and
-            plan; the result is that version then. Goldens and provenance may differ.
+            plan; the result is that version then. Goldens and provenance may differ. A version
+            whose files are incomplete counts as changed; one with damaged rows does not.
         meta: strings stored in the manifest, such as the id of the training run.
         who: author recorded in the history. Default: USER@HOST.
         progress: callback for each block of rows written.

@@ -16,9 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Unpack
 
-from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError, failed_write
+from embedserve_store.errors import InvalidModelError, StoreError, failed_write
 from embedserve_store.format.coverage import COMPARED
-from embedserve_store.format.layout import layout_changes
 from embedserve_store.format.manifest import (
     FROM_DESCRIPTION,
     FROM_TRAINING,
@@ -34,11 +33,11 @@ from embedserve_store.format.table_spec import (
     check_weighted,
 )
 from embedserve_store.goldens.expected import Expected, read_expected
-from embedserve_store.model_store import ModelStore
 from embedserve_store.plans.plan import Plan
 from embedserve_store.publishing.added_file import now
 from embedserve_store.publishing.expected_answers import coverage_of, expected_goldens
 from embedserve_store.publishing.options import PublishOptions, check_option_names
+from embedserve_store.publishing.previous_version import check_layout, undamaged_before
 from embedserve_store.publishing.publish_source import (
     Choice,
     ModelSource,
@@ -105,9 +104,9 @@ def publish(
         raise InvalidModelError(f"store is {where!r}: give a URL as a str, a Path loses a slash")
     draft = _with_provenance(draft, source, Path(where) / model, options.get("meta") or {})
     if not options.get("layout_changed"):
-        _check_layout(draft.manifest, where)
+        check_layout(draft.manifest, where)
     if options.get("if_changed"):
-        draft = replace(draft, previous=_version_before(where, model))
+        draft = replace(draft, previous=undamaged_before(where, model))
     nbytes = draft.manifest.nbytes + sum(one.nbytes for one in draft.id_maps.values())
     published = publish_files(
         where,
@@ -217,36 +216,6 @@ def _held_to(
     source = manifest.source | {GOLDENS: words, COMPARED: coverage.to_json()}
     manifest = replace(manifest, source=source)
     return replace(draft, goldens=goldens, manifest=manifest, checksums=expected.checksums)
-
-
-def _check_layout(manifest: Manifest, store: str) -> None:
-    """Raises InvalidModelError if the layout differs from the previous version's.
-
-    Also raises InvalidModelError if the previous version cannot be read for the comparison.
-    """
-    model = manifest.model
-    try:
-        before = _version_before(store, model)
-    except UnreachableError:
-        raise
-    except StoreError as error:
-        raise InvalidModelError(
-            f"the version before cannot be compared ({error}): publish without that by "
-            "--layout-changed (layout_changed=True)"
-        ) from error
-    if before is not None and (changes := layout_changes(before, manifest)):
-        raise InvalidModelError(
-            f"model {model!r} has another layout than version {before.version}: "
-            f"{'; '.join(changes)}: if callers know, publish it with --layout-changed "
-            "(layout_changed=True)"
-        )
-
-
-def _version_before(store: str, model: str) -> Manifest | None:
-    if not is_url(store) and not (Path(store) / model).is_dir():
-        return None
-    models = ModelStore(store)
-    return models.manifest(model) if models.versions(model) else None
 
 
 def publish_files(

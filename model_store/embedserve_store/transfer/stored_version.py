@@ -101,6 +101,20 @@ class StoredVersion:
         """Returns the check of a file's bytes; errors name the file in this store."""
         return FileCheck(file_layouts(self.manifest)[name], f"{self.where}/{name}")
 
+    def check_small_files(self) -> None:
+        """Reads the plan and the goldens, and compares them with their checksums.
+
+        Raises:
+            StoreError: a file has changed since it was published.
+            UnreachableError: the store stopped responding.
+        """
+        for name in CHECKED_FILES:
+            check = self.check(name)
+            for block in self.blocks(name, 0, self.files[name]):
+                check.update(block)
+            if problem := check.problem():
+                raise StoreError(problem)
+
 
 def stored_version(
     where: str,

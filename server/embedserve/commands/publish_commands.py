@@ -113,7 +113,8 @@ IfChanged = Annotated[
     switch(
         "--if-changed",
         help="Publish nothing if the newest version has the same rows, tables, features, id rules"
-        " and plan, and name that version. Goldens and provenance may differ.",
+        " and plan, and name that version. Goldens and provenance may differ. A version whose files"
+        " are incomplete counts as changed; one with damaged rows does not.",
     ),
 ]
 Meta = Annotated[

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from store.listing import everything_under
+from writable import writable
 
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
@@ -55,3 +56,35 @@ def test_only_the_newest_version_counts(tmp_path: Path) -> None:
     publish_changed(tmp_path)
     publish_changed(tmp_path, dtype="int8")
     assert publish_changed(tmp_path).version == 3
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize(
+    "name", ["tables.safetensors", "ids.safetensors", "plan.json", "goldens.safetensors"]
+)
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_a_damaged_version_is_published_again(
+    tmp_path: Path, scheme: str, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = f"{scheme}{tmp_path}/store"
+    options = {"vocabularies": {"t": range(10)}, "layout_changed": True}
+    publish_changed(store, **options)
+    file = writable(tmp_path / "store" / "m" / "1") / name
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    published = publish_changed(store, **options)
+    assert (published.is_new, published.version) == (True, 2)
+    assert f"/m/1/{name}: " in caplog.text
+    assert not publish_changed(store, **options).is_new
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_damaged_manifest_is_published_again(tmp_path: Path, scheme: str) -> None:
+    store = f"{scheme}{tmp_path}/store"
+    publish_changed(store)
+    manifest = writable(tmp_path / "store" / "m" / "1") / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    assert publish_changed(store, layout_changed=True).version == 2
+    assert not publish_changed(store).is_new
