@@ -19,6 +19,7 @@ from torchrec import (
     PoolingType,
 )
 
+from embedserve.deltas.live_rows import LiveRows
 from embedserve.engine.compile import SCRIPTED, TRACED
 from embedserve.engine.engine import Engine
 from embedserve.engine.programs import SCRIPTED_MAX, Programs
@@ -138,6 +139,18 @@ def test_what_is_scripted_is_used_again_where_tables_are_as_large(
         check(engine, version)
     with pytest.raises(AssertionError, match="sharded anew"):
         restore(grown, devices, programs=Programs([first]))
+
+
+def test_versions_with_room_for_changed_rows_share_a_program_of_their_own(tmp_path: Path) -> None:
+    """Tables lie further apart than in a version whose rows do not change."""
+    versions = [publish_next(tmp_path, SHARED) for _ in range(2)]
+    live = [LiveRows(version, 1 << 20, 1, 1).version for version in versions]
+    programs, compiled = Programs(), []
+    for version in (*live, *versions):
+        engine = restore(version, "cpu:1", programs=programs)
+        assert engine.lookup_kind == SCRIPTED
+        compiled.append(programs.add(engine))
+    assert compiled == [True, False, True, False]
 
 
 @pytest.mark.parametrize("rows_of_the_next", [50, 60])
