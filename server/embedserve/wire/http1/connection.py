@@ -313,12 +313,15 @@ class Http1Connection(asyncio.Protocol):
         self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self.transport.is_closing() or self._streams:
-            return  # the pending requests are answered first; the last response ends it
-        if self._is_take_due:
-            self.loop.call_soon(self._close_if_idle)  # what is held is taken before
-        elif self._parser.is_in_head or not self.is_busy():
+        if self._has_ended or self.transport.is_closing():
+            return
+        has_request = self._streams or self._held
+        if not self.is_busy() or (self._parser.is_in_head and not has_request):
             self.linger()
+        else:
+            # Checked again, because the last response may have been written without
+            # `Connection: close`, such as one that the client began to read before the drain.
+            self.loop.call_later(DRAIN_IDLE_S, self._close_if_idle)
 
     def abort(self) -> None:
         self._has_ended = True

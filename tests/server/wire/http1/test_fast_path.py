@@ -35,6 +35,7 @@ from server.waiting import until
 from embedserve.config import Limits
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.connections import DRAIN_IDLE_S, FIRST_BYTES_S_MAX
+from embedserve.wire.http1 import connection as http1_connection
 from embedserve.wire.http1.connection import KEEP_ALIVE_S
 from embedserve.wire.http1.stream import CONTINUE
 from embedserve_proto import embedding_pb2 as pb
@@ -46,6 +47,8 @@ MESSAGE = pb.EmbedRequest(keys=["user"], ids=[1, 2], lengths=[2]).SerializeToStr
 LARGE = json.dumps({"features": {"user": [[i % 7] for i in range(2000)]}}).encode()
 LAST = get("/health/live", "Connection: close")
 LIMITS = Limits(body_bytes_max=1000, request_examples_max=8)
+SHORT_IDLE_S = 0.05
+"""Instead of DRAIN_IDLE_S, where a test waits for longer than that."""
 
 
 @pytest.fixture
@@ -475,6 +478,38 @@ async def test_a_drain_answers_what_a_slow_reader_asked(slow: OurServer) -> None
     heads = [(await read_answer(reader))[:2] for _ in range(2)]
     assert [status for status, _ in heads] == [200, 200]
     assert [headers.get(b"connection") for _, headers in heads] == [None, b"close"]
+    assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("sent", [post(LARGE), post(LARGE) + b"\r\n"])
+async def test_a_drain_closes_a_connection_once_its_slow_reader_has_the_answer(
+    slow: OurServer, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """The answer was written before the drain, so that it does not say `Connection: close`."""
+    monkeypatch.setattr(http1_connection, "DRAIN_IDLE_S", SHORT_IDLE_S)
+    reader, writer = await slow.open()
+    writer.write(sent)
+    await until(lambda: slow.outcomes() and slow.connection.is_write_paused)
+    drain = asyncio.create_task(slow.wire.drain(60))
+    await asyncio.sleep(2 * SHORT_IDLE_S)  # past which it would be closed if idle
+    status, headers, _ = await read_answer(reader)
+    assert (status, headers.get(b"connection")) == (200, None)
+    assert await reader.read() == b""
+    writer.close()
+    await drain
+
+
+async def test_a_drain_closes_a_connection_with_an_empty_line_behind_its_request(
+    slow: OurServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is answered, the line may be the start of another request."""
+    monkeypatch.setattr(http1_connection, "DRAIN_IDLE_S", SHORT_IDLE_S)
+    reader, writer = await slow.open_held(engine, post(BODY) + b"\r\n")
+    slow.connection.drain()
+    await asyncio.sleep(2 * SHORT_IDLE_S)
+    engine.release()
+    assert (await read_answer(reader))[0] == 200
     assert await reader.read() == b""
     writer.close()
 
