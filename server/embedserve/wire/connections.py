@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from embedserve.access.client_address import peer_address
 from embedserve.wire.http2.frames import PREFACE
-from embedserve.wire.http_stream import UNREAD_S_MAX
+from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
 
 FIRST_BYTES_S_MAX = 10.0
 """Seconds until a connection's protocol must be known, and until HTTP/2 SETTINGS must arrive."""
@@ -167,6 +167,32 @@ def _read_on(transport: asyncio.Transport) -> None:
         transport.resume_reading()
 
 
+class ReadProgress:
+    """Progress of a client that reads what a transport's write buffer has for it."""
+
+    __slots__ = ("_since_s", "_unread_bytes")
+
+    def __init__(self) -> None:
+        self._unread_bytes = 0  # when the client last counted as reading
+        self._since_s = 0.0
+
+    def has_stalled(self, unread_bytes: int, now_s: float) -> bool:
+        """Returns whether the client has read less than READ_BYTES_MIN for UNREAD_S_MAX.
+
+        Args:
+            unread_bytes: bytes in the write buffer.
+            now_s: perf_counter seconds.
+        """
+        if 0 < self._unread_bytes < unread_bytes + READ_BYTES_MIN:
+            return now_s - self._since_s > UNREAD_S_MAX
+        self._unread_bytes, self._since_s = unread_bytes, now_s
+        return False
+
+    def restart(self) -> None:
+        """Forgets what was unread: the client is reading, or everything was sent."""
+        self._unread_bytes = 0
+
+
 class LingeringClose(asyncio.Protocol):
     """A connection whose last response is written; the server's side closes after it is sent.
 
@@ -182,6 +208,7 @@ class LingeringClose(asyncio.Protocol):
         self._connection = connection
         self._manager = manager
         self._start_s = perf_counter()
+        self._progress = ReadProgress()
         self._bytes_left = LINGER_BYTES_MAX
         manager.add(self)
         manager.discard(connection)
@@ -215,7 +242,12 @@ class LingeringClose(asyncio.Protocol):
         return self._connection.unread()
 
     def check_time(self, now_s: float) -> None:
-        if now_s - self._start_s > (UNREAD_S_MAX if self.held_bytes else LINGER_S_MAX):
+        unread_bytes = self.held_bytes
+        if unread_bytes:
+            is_over = self._progress.has_stalled(unread_bytes, now_s)
+        else:
+            is_over = now_s - self._start_s > LINGER_S_MAX
+        if is_over:
             self._transport.abort()
 
     def retire(self) -> None:

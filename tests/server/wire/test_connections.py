@@ -1,4 +1,4 @@
-"""An HTTP/2 connection's last words, which its client is given the time to read."""
+"""A connection's last words, which its client is given the time to read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from server.waiting import until
 from server.wire.http2.peer import body_of, frames_of, has_ended
 
 from embedserve.wire import connections
-from embedserve.wire.connections import LINGER_S_MAX
+from embedserve.wire.connections import LINGER_S_MAX, Connection
 from embedserve.wire.http2.connection import Http2Connection
 from embedserve.wire.http2.frames import HEAD_BYTES, PREFACE, ErrorCode
 from embedserve.wire.http2.graceful_shutdown import DRAIN_PING
-from embedserve.wire.http_stream import UNREAD_S_MAX
+from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 EXAMPLES = 10_000
@@ -137,6 +137,58 @@ async def test_one_that_ends_its_side_and_reads_nothing_is_cut(
     connection.check_time(start_s + UNREAD_S_MAX + 1)
     await until(lambda: not server.wire.connections)
     writer.close()
+
+
+class UnreadTransport(asyncio.Transport):
+    """A transport whose client has ``unread_bytes`` still to read."""
+
+    def __init__(self, unread_bytes: int) -> None:
+        super().__init__()
+        self.unread_bytes = unread_bytes
+        self._protocol: asyncio.BaseProtocol
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread_bytes
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def resume_reading(self) -> None: ...
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None: ...
+
+    def abort(self) -> None:
+        self._protocol.connection_lost(None)
+
+
+def lingering(server: OurServer, transport: UnreadTransport) -> Connection:
+    """A connection whose last response is in ``transport``."""
+    http1 = server.wire.http1(is_local=False)
+    http1.connection_made(transport)
+    http1.linger()
+    (connection,) = server.wire.connections
+    return connection
+
+
+async def test_a_last_answer_that_is_read_steadily_is_not_cut(server: OurServer) -> None:
+    transport = UnreadTransport(100 << 20)
+    connection, now_s = lingering(server, transport), perf_counter()
+    for _ in range(5):
+        connection.check_time(now_s)
+        now_s += UNREAD_S_MAX - 1
+        connection.check_time(now_s)
+        transport.unread_bytes -= READ_BYTES_MIN
+        now_s += 2
+    assert server.wire.connections
+    connection.check_time(now_s)
+    transport.unread_bytes -= READ_BYTES_MIN - 1
+    connection.check_time(now_s + UNREAD_S_MAX)
+    assert server.wire.connections
+    connection.check_time(now_s + UNREAD_S_MAX + 1)
+    assert not server.wire.connections
 
 
 async def test_what_nobody_foresaw_ends_a_connection_that_is_read_on(

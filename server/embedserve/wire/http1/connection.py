@@ -16,15 +16,15 @@ from embedserve.access.authenticator import CERTIFICATE, Certificate
 from embedserve.access.client_address import peer_address
 from embedserve.errors import EmbedServeError
 from embedserve.pipeline import RequestPipeline
-from embedserve.wire.connections import DRAIN_IDLE_S, ConnectionManager, LingeringClose
+from embedserve.wire.connections import (
+    DRAIN_IDLE_S,
+    ConnectionManager,
+    LingeringClose,
+    ReadProgress,
+)
 from embedserve.wire.http1.request_parser import RequestParser
 from embedserve.wire.http1.stream import Http1Stream
-from embedserve.wire.http_stream import (
-    READ_BYTES_MIN,
-    UNREAD_S_MAX,
-    HttpRequest,
-    MakeHandler,
-)
+from embedserve.wire.http_stream import HttpRequest, MakeHandler
 from embedserve.wire.rest.calls import rejecting
 from embedserve.wire.router import Router
 from embedserve.wire.unsent_memory import UnsentMemory
@@ -75,8 +75,7 @@ class Http1Connection(asyncio.Protocol):
         self._is_draining = self._has_ended = False
         self._idle_since_s = 0.0
         self._unread: UnsentMemory | None = None
-        self._unread_bytes_seen = 0
-        self._unread_since_s = 0.0
+        self._progress = ReadProgress()
         self._parser: RequestParser
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -286,14 +285,10 @@ class Http1Connection(asyncio.Protocol):
     def check_time(self, now_s: float) -> None:
         """Closes a connection that is idle, sends or reads for too long; called every CHECK_S."""
         if self.is_write_paused or self.transport.is_closing():
-            unread_bytes = self.unread_bytes
-            if not 0 < self._unread_bytes_seen < unread_bytes + READ_BYTES_MIN:
-                self._unread_bytes_seen = unread_bytes
-                self._unread_since_s = now_s
-            elif now_s - self._unread_since_s > UNREAD_S_MAX:
+            if self._progress.has_stalled(self.unread_bytes, now_s):
                 self.transport.abort()
             return
-        self._unread_bytes_seen = 0
+        self._progress.restart()
         if self._streams:
             self._streams[0].handler.check_time(now_s)
         elif self._parser.message_since_s:
