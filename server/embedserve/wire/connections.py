@@ -16,7 +16,7 @@ from embedserve.wire.http_stream import READ_BYTES_MIN, UNREAD_S_MAX
 FIRST_BYTES_S_MAX = 10.0
 """Seconds until a connection's protocol must be known, and until HTTP/2 SETTINGS must arrive."""
 LINGER_S_MAX = 1.0
-"""Seconds a client may take to close its side after the last response is written."""
+"""Seconds a client may take to close its side after the kernel has taken the last response."""
 LINGER_BYTES_MAX = 64 << 20
 """Bytes discarded from a client during a lingering close; more aborts the connection."""
 READ_BYTES = 128 << 10
@@ -207,7 +207,7 @@ class LingeringClose(asyncio.Protocol):
         self._transport = transport
         self._connection = connection
         self._manager = manager
-        self._start_s = perf_counter()
+        self._unread_s = perf_counter()  # when output was last unread
         self._progress = ReadProgress()
         self._bytes_left = LINGER_BYTES_MAX
         manager.add(self)
@@ -244,9 +244,10 @@ class LingeringClose(asyncio.Protocol):
     def check_time(self, now_s: float) -> None:
         unread_bytes = self.held_bytes
         if unread_bytes:
+            self._unread_s = now_s
             is_over = self._progress.has_stalled(unread_bytes, now_s)
         else:
-            is_over = now_s - self._start_s > LINGER_S_MAX
+            is_over = now_s - self._unread_s > LINGER_S_MAX
         if is_over:
             self._transport.abort()
 

@@ -191,6 +191,19 @@ async def test_a_last_answer_that_is_read_steadily_is_not_cut(server: OurServer)
     assert not server.wire.connections
 
 
+async def test_a_client_may_close_its_side_after_it_has_read_a_last_answer(
+    server: OurServer,
+) -> None:
+    transport = UnreadTransport(READ_BYTES_MIN)
+    connection, now_s = lingering(server, transport), perf_counter()
+    connection.check_time(now_s + UNREAD_S_MAX)
+    transport.unread_bytes = 0
+    connection.check_time(now_s + UNREAD_S_MAX + LINGER_S_MAX)
+    assert server.wire.connections
+    connection.check_time(now_s + UNREAD_S_MAX + LINGER_S_MAX + 1)
+    assert not server.wire.connections
+
+
 async def test_what_nobody_foresaw_ends_a_connection_that_is_read_on(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
