@@ -106,7 +106,7 @@ class RequestPipeline:
         """Submits a request whose body must be read in the codec thread first. Never raises.
 
         Args:
-            nbytes: limit of the body's bytes.
+            nbytes: bytes held until the body is read.
             read_body: returns the body, or raises EmbedServeError.
         """
         try:

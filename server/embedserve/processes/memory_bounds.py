@@ -33,6 +33,8 @@ WORK_BYTES = 600 << 20
 """Bytes that ordinary requests in flight take, over all workers."""
 READ_BYTES_PER_VALUE = 128
 """Bytes of a JSON value or a string as a Python object."""
+DECOMPRESSED_COPIES = 2
+"""Copies of a compressed body once it is decompressed: the pieces, which are then joined."""
 
 
 def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[str, int]:
@@ -54,7 +56,9 @@ def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[s
         "large requests to decode and large responses to encode, waiting": WAITING_BYTES_MAX,
         "the large request or response that is decoded or encoded": max(
             JSON_BYTES_PER_VALUE * values_max,
-            READ_BYTES_PER_VALUE * limits.request_values_max + limits.request_text_bytes_max,
+            READ_BYTES_PER_VALUE * limits.request_values_max
+            + limits.request_text_bytes_max
+            + DECOMPRESSED_COPIES * limits.body_bytes_max,
         ),
         # a queue for small requests and a queue for large ones
         "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,

@@ -30,10 +30,6 @@ PLAIN_BYTES_MAX = INLINE_BYTES_MAX
 """Bytes of a message to a method without a lookup, such as health, reflection and management."""
 BODY_LIMIT = "--body-bytes-max"
 PLAIN_LIMIT = "fixed for methods without a lookup"
-EXPANSION_MAX = 1032
-"""Bytes that one byte of zlib's or gzip's format becomes at most."""
-SIZE_BYTES = 4
-"""Bytes at the end of gzip's format that have the decompressed size."""
 SECONDS_PER_UNIT = {
     ord("H"): 3600.0,
     ord("M"): 60.0,
@@ -98,7 +94,7 @@ class LargeMessage:
     """A compressed message of more than INLINE_BYTES_MAX, to be decompressed off the event loop.
 
     Attributes:
-        nbytes: limit of its decompressed bytes: their number by gzip's format, or an upper bound.
+        nbytes: bytes of the message as received, which it holds until it is decompressed.
     """
 
     __slots__ = ("_bytes_max", "_encoding", "_limit", "_message", "nbytes")
@@ -108,10 +104,7 @@ class LargeMessage:
         self._encoding = encoding
         self._bytes_max = bytes_max
         self._limit = limit
-        nbytes = len(message) * EXPANSION_MAX
-        if encoding == b"gzip":
-            nbytes = int.from_bytes(message[-SIZE_BYTES:], "little")
-        self.nbytes = max(INLINE_BYTES_MAX, min(nbytes, bytes_max))
+        self.nbytes = len(message)
 
     def whole(self) -> bytes:
         """Returns all of the message.
@@ -120,7 +113,7 @@ class LargeMessage:
             WireError: the message is too large, or its compression is malformed.
         """
         stream = zlib.decompressobj(WINDOW_BITS[self._encoding])
-        whole = _decompressed(stream, self._message, self.nbytes + 1)
+        whole = _decompressed(stream, self._message, self._bytes_max + 1)
         if len(whole) > self._bytes_max:
             raise _too_large(f"over {self._bytes_max} decompressed", self._bytes_max, self._limit)
         _check_whole(stream)

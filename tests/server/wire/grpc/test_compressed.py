@@ -6,7 +6,9 @@ import asyncio
 import gzip
 import threading
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 
 import pytest
 from server.fake_engine import FakeEngine
@@ -23,6 +25,7 @@ from embedserve.wire.grpc.grpc_framing import (
     framed,
 )
 from embedserve.wire.grpc.service import SERVICE_NAME
+from embedserve.wire.http2.frames import FRAME_BYTES_MAX
 from embedserve.wire.http2.turns import WORK_PER_TURN
 from embedserve_proto import embedding_pb2 as pb
 
@@ -31,12 +34,19 @@ GZIP = [(b"grpc-encoding", b"gzip")]
 REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 LARGE = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1] + [0] * 300_000).SerializeToString()
 SMALL = pb.EmbedRequest(keys=["user"], ids=[2], lengths=[1]).SerializeToString()
+PADDED = SMALL + b"\xfa\x3f\xa0\x8d\x06" + bytes(Random(0).choices(range(32), k=100_000))
+"""SMALL with an unknown field, which readers of protobuf skip. Compressed it has 62 KB."""
 ZEROS = bytes(BODY_MAX)
 
 
 def packed(message: bytes, data: bytes | None = None) -> bytes:
     data = gzip.compress(message) if data is None else data
     return b"\1" + len(data).to_bytes(4, "big") + data
+
+
+def pieces(body: bytes) -> list[bytes]:
+    """``body`` in as few frames as may be."""
+    return [body[i : i + FRAME_BYTES_MAX] for i in range(0, len(body), FRAME_BYTES_MAX)]
 
 
 @pytest.fixture
@@ -129,15 +139,13 @@ async def test_a_large_message_is_decompressed_in_the_codec_thread(
 async def test_messages_of_a_stream_keep_their_order(
     peer: GrpcPeer, engine: FakeEngine, inflated: dict[str, int]
 ) -> None:
-    """Padded by an unknown field, which readers of protobuf skip."""
-    large = SMALL + b"\xfa\x3f\xa0\x8d\x06" + bytes(100_000)
     first = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1]).SerializeToString()
-    peer.call(1, STREAM, packed(first) + packed(large) + packed(first), more=GZIP)
+    peer.call(1, STREAM, *pieces(packed(first) + packed(PADDED) + packed(first)), more=GZIP)
     await peer.ended(1)
     assert peer.status(1) == (0, "")
     rows = engine.tables["t_user"]
     assert [vector(one) for one in peer.messages(1)] == [rows[i].tolist() for i in (1, 2, 1)]
-    assert inflated["codec"] == len(large)
+    assert inflated["codec"] == len(PADDED)
 
 
 @pytest.mark.parametrize("path", [EMBED, STREAM])
@@ -147,7 +155,7 @@ async def test_messages_of_a_stream_keep_their_order(
         (packed(bytes(BODY_MAX + 1)), 8, "over 1048576 decompressed bytes"),
         (packed(b"", gzip.compress(ZEROS)[:-1]), 13, "another length"),
         (packed(b"", gzip.compress(ZEROS) + b"x"), 13, "another length"),
-        (packed(b"", gzip.compress(ZEROS)[:-4] + b"\0\0\2\0"), 13, "another length"),
+        (packed(b"", gzip.compress(ZEROS)[:-4] + b"\0\0\2\0"), 13, "incorrect length check"),
     ],
 )
 async def test_what_is_wrong_with_a_large_message_ends_the_call(
@@ -160,13 +168,22 @@ async def test_what_is_wrong_with_a_large_message_ends_the_call(
     assert peer.messages(1) == []
 
 
-async def test_no_more_is_decompressed_than_gzip_says(
-    peer: GrpcPeer, inflated: dict[str, int]
+@pytest.mark.parametrize(
+    ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+async def test_messages_that_wait_count_by_their_compressed_bytes(
+    engine: FakeEngine,
+    executor: ThreadPoolExecutor,
+    encoding: str,
+    compress: Callable[[bytes], bytes],
 ) -> None:
-    size = 100_000
-    peer.call(
-        1, EMBED, packed(b"", gzip.compress(ZEROS)[:-4] + size.to_bytes(4, "little")), more=GZIP
-    )
-    await peer.ended(1)
-    assert peer.status(1)[0] == 13
-    assert inflated["codec"] == size + 1
+    """Of the largest messages a caller's share holds half as many."""
+    peer = GrpcPeer(make_pipeline(engine, executor=executor))
+    body = pieces(packed(b"", compress(PADDED)))
+    more = [(b"grpc-encoding", encoding.encode())]
+    numbers = range(1, 17, 2)
+    for number in numbers:
+        peer.call(number, EMBED, *body, more=more)
+    for number in numbers:
+        await peer.ended(number)
+        assert peer.status(number) == (0, "")

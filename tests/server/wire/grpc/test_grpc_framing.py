@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedserve.wire.grpc.grpc_framing import (
+    INLINE_BYTES_MAX,
     Deframer,
+    LargeMessage,
     WireError,
     framed,
     only_message,
@@ -110,6 +112,17 @@ def test_what_cannot_be_decompressed_is_refused(encoding: bytes, body: bytes) ->
     with pytest.raises(WireError, match="compressed") as caught:
         messages_of(Deframer(BYTES_MAX, encoding), body)
     assert caught.value.code == "INTERNAL"
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+def test_a_large_message_counts_as_received_whatever_it_says_of_its_size(encoding: bytes) -> None:
+    deframer = Deframer(32 << 20, encoding)
+    data = bytes(2 * INLINE_BYTES_MAX)
+    body = zlib.compress(data) if encoding == b"deflate" else gzip.compress(data)[:-4] + b"\xff" * 4
+    deframer.feed(compressed(body))
+    message = deframer.next_message()
+    assert isinstance(message, LargeMessage)
+    assert message.nbytes == len(body) < 300
 
 
 def test_an_unknown_encoding_is_refused() -> None:
