@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import orjson
 
 from embedserve.config import ServeSettings
@@ -55,7 +56,7 @@ def to_bytes(versions: Sequence[DeltaTarget]) -> bytes:
 
 
 def from_bytes(message: bytes) -> list[DeltaTarget]:
-    return [DeltaTarget(**fields) for fields in orjson.loads(message)]
+    return msgspec.json.decode(message, type=list[DeltaTarget])
 
 
 def make_shared_state(

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
+import msgspec
 import orjson
 
 START = b"start"
@@ -232,6 +232,9 @@ class AdminCommand:
 
 
 Report = WorkerStatus | StoreReport | AdminCommand
+_REPORTS: Mapping[str, type[Report | StartReport]] = {
+    one.__name__: one for one in (WorkerStatus, StoreReport, AdminCommand, StartReport)
+}
 
 
 def desired_to_bytes(desired: Desired) -> bytes:
@@ -239,19 +242,7 @@ def desired_to_bytes(desired: Desired) -> bytes:
 
 
 def desired_from_bytes(message: bytes) -> Desired:
-    fields = orjson.loads(message)
-    targets = fields.pop("names").items()
-    return Desired(names={name: _target(one) for name, one in targets}, **fields)
-
-
-def _target(fields: dict[str, Any]) -> Target:
-    failure, shares = fields.pop("failure"), fields.pop("shares")
-    return Target(
-        phase=TargetPhase(fields.pop("phase")),
-        failure=None if failure is None else Failure(**failure),
-        shares=None if shares is None else AliasSettings(**shares),
-        **fields,
-    )
+    return msgspec.json.decode(message, type=Desired)
 
 
 def report_to_bytes(report: Report | StartReport) -> bytes:
@@ -259,22 +250,8 @@ def report_to_bytes(report: Report | StartReport) -> bytes:
 
 
 def report_from_bytes(message: bytes) -> Report | StartReport:
-    ((kind, fields),) = orjson.loads(message).items()
-    if kind == AdminCommand.__name__:
-        return AdminCommand(operation=Operation(fields.pop("operation")), **fields)
-    names = fields.pop("names").items()
-    if kind == StoreReport.__name__:
-        return StoreReport(
-            {
-                name: StoreEntry(shares=AliasSettings(**one.pop("shares")), **one)
-                for name, one in names
-            },
-            **fields,
-        )
-    status = {name: NameStatus(state=LoadState(one.pop("state")), **one) for name, one in names}
-    if kind == WorkerStatus.__name__:
-        return WorkerStatus(status)
-    return StartReport(WorkerStage(fields.pop("stage")), status, **fields)
+    ((kind, fields),) = msgspec.json.decode(message, type=dict[str, msgspec.Raw]).items()
+    return msgspec.json.decode(fields, type=_REPORTS[kind])
 
 
 def is_news(reason: str, before: str) -> bool:
