@@ -28,9 +28,10 @@ from workloads import Request, Tables, Workload, workload
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
+from embedserve.engine.attach_weights import attach_weights
 from embedserve.engine.gpus import WORK_BYTES, gpus_for
 from embedserve.engine.restore import restore
-from embedserve.engine.sharded import shard
+from embedserve.engine.sharded import shard_without_rows
 from embedserve_client import GrpcEmbedClient
 from embedserve_store import TableSpec
 from embedserve_store.format.delta_file import ChangedRows
@@ -89,12 +90,14 @@ class CheckOptions:
 def loading(asked: CheckOptions) -> Iterator[Row]:
     """Measures sharding a model and attaching its rows, which are copied to GPUs and mapped on the
     CPU."""
+    device_type = asked.one_device.split(":")[0]
     for work in asked.workloads("uniform"):
         work.tables.make()
         of_work = kernel.version_of(work)
         of_work.tables.data[::4096].max()  # reads the rows into memory
         start = time.perf_counter()
-        shard(of_work, of_work.plan, asked.one_device.split(":")[0], is_weighted=False)
+        sharded = shard_without_rows(of_work, of_work.plan, device_type, is_weighted=False)
+        attach_weights(sharded.module, of_work, device_type)
         seconds, nbytes = time.perf_counter() - start, of_work.manifest.nbytes
         yield (
             f"tables of {work.name}",

@@ -63,10 +63,12 @@ def _kernel(work: Workload, device_type: str) -> Callable[[int], object]:
     model."""
     import torch
 
-    from embedserve.engine.sharded import main_device, shard
+    from embedserve.engine.attach_weights import attach_weights
+    from embedserve.engine.sharded import main_device, shard_without_rows
 
     version, device = version_of(work), main_device(device_type)
-    sharded = shard(version, version.plan, device_type, is_weighted=False)
+    sharded = shard_without_rows(version, version.plan, device_type, is_weighted=False)
+    attach_weights(sharded.module, version, device_type)
     (kernel,) = sharded.module.tbes_configs()
     inputs = []
     for request in work.requests:

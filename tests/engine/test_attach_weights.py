@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 
-from embedserve.engine.attach_weights import as_tensor
-from embedserve.engine.sharded import shard
+from embedserve.engine.attach_weights import as_tensor, attach_weights, share_rows
+from embedserve.engine.sharded import shard_without_rows
 from embedserve_store import ModelVersion
 
 Publish = Callable[..., ModelVersion]
@@ -23,12 +23,19 @@ SHARDING = {
 }
 
 
+def sharded_on_cpu(
+    version: ModelVersion, *, is_weighted: bool = False
+) -> ShardedQuantEmbeddingBagCollection:
+    return shard_without_rows(version, version.plan, "cpu", is_weighted=is_weighted).module
+
+
 def test_only_column_shards_are_copied(
     published: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
     version = published(dtype="int8", sharding=SHARDING, world_size=2)
     with caplog.at_level(logging.INFO, "embedserve"):
-        sharded = shard(version, version.plan, "cpu", is_weighted=False).module
+        sharded = sharded_on_cpu(version)
+        attach_weights(sharded, version, "cpu")
     mapped = as_tensor(version.tables.data)
     copied = {}
     for kernel, config in sharded.tbes_configs().items():
@@ -43,7 +50,8 @@ def test_only_column_shards_are_copied(
 
 def test_a_column_shard_keeps_its_rows_scale_and_bias(published: Publish) -> None:
     version = published(dtype="int8", sharding=SHARDING, world_size=2)
-    sharded = shard(version, version.plan, "cpu", is_weighted=False).module
+    sharded = sharded_on_cpu(version)
+    attach_weights(sharded, version, "cpu")
     stored = torch.from_numpy(version.tables.rows("user").copy())
     assert stored.shape == (50, 36)
     movie = as_tensor(version.tables.rows("movie"))
@@ -63,11 +71,12 @@ def test_a_column_shard_keeps_its_rows_scale_and_bias(published: Publish) -> Non
 
 def test_the_weighted_twin_shares_the_copy(published: Publish) -> None:
     version = published(sharding=SHARDING, world_size=2)
-    plain = shard(version, version.plan, "cpu", is_weighted=False)
-    weighted = shard(version, version.plan, "cpu", is_weighted=True, rows_of=plain)
+    plain, weighted = (sharded_on_cpu(version, is_weighted=one) for one in (False, True))
+    attach_weights(plain, version, "cpu")
+    share_rows(weighted, plain)
 
-    def addresses(module: DistributedModelParallel) -> list[int]:
-        return [kernel.weights_host.data_ptr() for kernel in module.module.tbes_configs()]
+    def addresses(module: ShardedQuantEmbeddingBagCollection) -> list[int]:
+        return [kernel.weights_host.data_ptr() for kernel in module.tbes_configs()]
 
     assert addresses(plain) == addresses(weighted)
     assert len(set(addresses(plain))) > 1

@@ -30,7 +30,7 @@ from embedserve.engine.cuda_limits import (
     check_half_range,
 )
 from embedserve.engine.engine import Engine
-from embedserve.engine.sharded import shard
+from embedserve.engine.sharded import shard_without_rows
 from embedserve_store import (
     Manifest,
     ModelStore,
@@ -88,7 +88,7 @@ class Sharded:
     """A sharded module on GPUs, as far as it is given rows: kernels with their tables."""
 
     def __init__(self, version: ModelVersion) -> None:
-        on_cpu = shard(version, version.plan, "cpu", is_weighted=False).module
+        on_cpu = shard_without_rows(version, version.plan, "cpu", is_weighted=False).module
         self._configs = {Kernel(config): config for config in on_cpu.tbes_configs().values()}
 
     def tbes_configs(self) -> dict[Kernel, Any]:

@@ -17,12 +17,13 @@ from reference import sample, to_kjt
 from torchrec import PoolingType
 from unpooled import write_version
 
+from embedserve.engine.attach_weights import attach_weights, share_rows
 from embedserve.engine.compile import Compiled, RowLookup, TensorLookup, compile_lookup
 from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.gpus import LOOKUP_OPERATOR
 from embedserve.engine.restore import restore
-from embedserve.engine.sharded import shard
-from embedserve.engine.unpooled import shard_unpooled
+from embedserve.engine.sharded import shard_without_rows
+from embedserve.engine.unpooled import shard_unpooled_without_rows
 from embedserve_store import ModelStore, ModelVersion, publish
 
 Publish = Callable[..., ModelVersion]
@@ -35,13 +36,18 @@ def compiled(version: ModelVersion) -> list[Compiled]:
     manifest, plan = version.manifest, version.plan
     features, keys, dims = manifest.features, manifest.keys, manifest.length_per_key
     if not manifest.is_pooled:
-        rows = shard_unpooled(version, plan, "cpu").module
+        rows = shard_unpooled_without_rows(version, plan, "cpu").module
+        attach_weights(rows, version, "cpu")
         lookups: list[Any] = [RowLookup(rows, features, keys, dims[0], CPU, takes_offsets=True)]
     else:
-        plain = shard(version, plan, "cpu", is_weighted=False)
-        weighted = shard(version, plan, "cpu", is_weighted=True, rows_of=plain)
+        plain, weighted = (
+            shard_without_rows(version, plan, "cpu", is_weighted=one).module
+            for one in (False, True)
+        )
+        attach_weights(plain, version, "cpu")
+        share_rows(weighted, plain)
         lookups = [
-            TensorLookup(one.module, features, keys, dims, CPU, takes_offsets=True)
+            TensorLookup(one, features, keys, dims, CPU, takes_offsets=True)
             for one in (plain, weighted)
         ]
     return [

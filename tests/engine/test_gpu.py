@@ -14,10 +14,11 @@ from lookup_cases import CASES, RELATIVE, Case, check, check_most_rows
 from reference import assert_same, pooled, sample, stored_rows, to_kjt
 from torchrec import KeyedJaggedTensor
 
+from embedserve.engine.attach_weights import attach_weights
 from embedserve.engine.cuda_limits import ROWS_MAX
 from embedserve.engine.gpus import WORK_BYTES, find_gpus
 from embedserve.engine.restore import restore
-from embedserve.engine.sharded import shard
+from embedserve.engine.sharded import shard_without_rows
 from embedserve_store import ModelVersion, Plan, Shard, TablePlan
 
 Publish = Callable[..., ModelVersion]
@@ -82,7 +83,8 @@ def test_column_shards_that_share_a_gpu(published: Publish, dtype: str) -> None:
         {},
     )
     version = published(dtype=dtype, sharding=plan)
-    sharded = shard(version, plan, "cuda", is_weighted=False)
+    sharded = shard_without_rows(version, plan, "cuda", is_weighted=False)
+    attach_weights(sharded.module, version, "cuda")
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
     features = list(version.manifest.features)

@@ -69,7 +69,7 @@ def test_a_version_of_the_same_layout_needs_nothing_compiled(
 ) -> None:
     versions = [publish_next(tmp_path, one, **options) for one in (TABLES, tables)]
     first = restore(versions[0], "cpu:1")
-    monkeypatch.setattr("embedserve.engine.restore.shard", sharded_anew)
+    monkeypatch.setattr("embedserve.engine.restore.shard_without_rows", sharded_anew)
     second = restore(versions[1], "cpu:1", programs=Programs([first]))
     assert (first.lookup_kind, second.lookup_kind) == (TRACED, TRACED)
     for engine, version in zip((first, second), versions, strict=True):
@@ -132,7 +132,7 @@ def test_what_is_scripted_is_used_again_where_tables_are_as_large(
     grown = publish_next(tmp_path, [GROWN[0], *tables[1:]], **options)
     first = restore(versions[0], devices)
     later = restore(grown, devices, programs=Programs([first]))
-    monkeypatch.setattr("embedserve.engine.restore.shard", sharded_anew)
+    monkeypatch.setattr("embedserve.engine.restore.shard_without_rows", sharded_anew)
     second = restore(versions[1], devices, programs=Programs([first]))
     for engine, version in ((first, versions[0]), (second, versions[1]), (later, grown)):
         assert engine.lookup_kind == SCRIPTED
@@ -170,7 +170,7 @@ def test_an_unpooled_model_moves_on_too(
         versions.append(ModelStore(tmp_path).load("u", published.version))
     first = restore(versions[0], "cpu:1")
     if rows_of_the_next == 50:
-        monkeypatch.setattr("embedserve.engine.restore.shard_unpooled", sharded_anew)
+        monkeypatch.setattr("embedserve.engine.restore.shard_unpooled_without_rows", sharded_anew)
     second = restore(versions[1], "cpu:1", programs=Programs([first]))
     ids, lengths = np.arange(6), np.array([1, 2, 3, 0], np.int32)
     for engine, version in zip((first, second), versions, strict=True):
@@ -241,7 +241,7 @@ def test_a_layout_that_was_served_before_needs_nothing_compiled(
         assert programs.add(engine)
         kinds[name] = engine.lookup_kind
     assert set(kinds.values()) == {TRACED, SCRIPTED}
-    monkeypatch.setattr("embedserve.engine.restore.shard", sharded_anew)
+    monkeypatch.setattr("embedserve.engine.restore.shard_without_rows", sharded_anew)
     for name, (tables, options) in [*LAYOUTS.items(), *reversed(LAYOUTS.items())]:
         version = publish_next(tmp_path, tables, **options)
         engine = restore(version, f"cpu:{options['world_size']}", programs=programs)

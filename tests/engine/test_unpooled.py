@@ -16,10 +16,11 @@ from reference import dequantized_int8, random_bags, sample, stored_rows, to_kjt
 from torchrec import EmbeddingCollection, KeyedJaggedTensor
 from unpooled import DIM, rows_of, source_rows, unpooled_collection, write_version
 
+from embedserve.engine.attach_weights import attach_weights
 from embedserve.engine.compile import EAGER, SCRIPTED, RowLookup
 from embedserve.engine.engine import Engine
 from embedserve.engine.restore import restore
-from embedserve.engine.unpooled import shard_unpooled
+from embedserve.engine.unpooled import shard_unpooled_without_rows
 from embedserve_store import ModelVersion, StoreError
 from embedserve_store.goldens.goldens_file import Goldens
 
@@ -183,7 +184,8 @@ def test_rows_that_come_in_the_order_of_the_keys_are_not_copied(
 ) -> None:
     version = write(**options)
     manifest = version.manifest
-    sharded = shard_unpooled(version, version.plan, "cpu").module
+    sharded = shard_unpooled_without_rows(version, version.plan, "cpu").module
+    attach_weights(sharded, version, "cpu")
     rows = RowLookup(sharded, manifest.features, manifest.keys, DIM, torch.device("cpu"))
     assert rows.is_whole == is_whole
     bags = jagged(version)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.engine.attach_weights import cpu_rows
+from embedserve.engine.attach_weights import attach_weights, cpu_rows, share_rows
 from embedserve.engine.compile import (
     EAGER,
     Compiled,
@@ -37,8 +37,8 @@ from embedserve.engine.gpus import (
     why_unusable,
 )
 from embedserve.engine.programs import Programs
-from embedserve.engine.sharded import main_device, shard
-from embedserve.engine.unpooled import shard_unpooled
+from embedserve.engine.sharded import main_device, shard_without_rows
+from embedserve.engine.unpooled import shard_unpooled_without_rows
 from embedserve_store.errors import StoreError
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
@@ -251,13 +251,21 @@ def _sharded(
 ) -> list[Any]:
     """Returns the plain model, and for a pooled model also the weighted model. The rows are copied
     from the first replica, ``before``, if there is one."""
-    rows_of = before[0][0] if before else None
-    where: dict[str, Any] = {"first_gpu": gpu, "rows_of": rows_of, "spare_rows": spare_rows}
-    if not version.manifest.is_pooled:
-        return [shard_unpooled(version, plan, device_type, **where)]
-    plain = shard(version, plan, device_type, is_weighted=False, **where)
-    weighted = shard(version, plan, device_type, is_weighted=True, first_gpu=gpu, rows_of=plain)
-    return [plain, weighted]
+    if version.manifest.is_pooled:
+        models = [
+            shard_without_rows(version, plan, device_type, is_weighted=one, first_gpu=gpu)
+            for one in (False, True)
+        ]
+    else:
+        models = [shard_unpooled_without_rows(version, plan, device_type, first_gpu=gpu)]
+    first, *others = models
+    if before:
+        share_rows(first.module, before[0][0].module)
+    else:
+        attach_weights(first.module, version, device_type, spare_rows)
+    for other in others:
+        share_rows(other.module, first.module)
+    return models
 
 
 def _lookups(

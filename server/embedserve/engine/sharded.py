@@ -32,8 +32,6 @@ from torchrec.distributed.types import BoundsCheckMode, ShardingEnv, ShardingPla
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
-from embedserve.engine.attach_weights import attach_weights, share_rows
-from embedserve.engine.gpu_spare_rows import GpuSpareRows
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
@@ -72,43 +70,19 @@ def main_device(device_type: str, first_gpu: int = 0) -> torch.device:
     return torch.device("cpu") if device_type == "cpu" else torch.device("cuda", first_gpu)
 
 
-def shard(
-    version: ModelVersion,
-    plan: Plan,
-    device_type: str,
-    *,
-    is_weighted: bool,
-    first_gpu: int = 0,
-    rows_of: DistributedModelParallel | None = None,
-    spare_rows: GpuSpareRows | None = None,
+def shard_without_rows(
+    version: ModelVersion, plan: Plan, device_type: str, *, is_weighted: bool, first_gpu: int = 0
 ) -> DistributedModelParallel:
-    """Returns the model of ``version`` sharded by ``plan``, over the stored rows.
+    """Returns the model of ``version`` sharded by ``plan``, whose kernels have no rows yet.
 
     Every table sums, whatever its pooling. A row-wise mean would divide each rank's partial sum by
     that rank's own count of ids. The engine therefore divides once, after the ranks are added up.
 
     Args:
-        device_type: cpu (all ranks in this host's memory, nothing copied) or cuda (rank r on GPU
-            ``first_gpu`` + r, its rows copied there).
+        device_type: cpu (all ranks in this host's memory) or cuda (rank r on GPU ``first_gpu`` +
+            r).
         is_weighted: whether to build the lookup that takes a weight for every id.
-        rows_of: model of the same plan whose rows are used, instead of attaching them anew; rows on
-            other GPUs are copied.
-        spare_rows: room on the GPU for rows that change.
     """
-    sharded = shard_without_rows(
-        version, plan, device_type, is_weighted=is_weighted, first_gpu=first_gpu
-    )
-    if rows_of is None:
-        attach_weights(sharded.module, version, device_type, spare_rows)
-    else:
-        share_rows(sharded.module, rows_of.module)
-    return sharded
-
-
-def shard_without_rows(
-    version: ModelVersion, plan: Plan, device_type: str, *, is_weighted: bool, first_gpu: int = 0
-) -> DistributedModelParallel:
-    """Returns the same model as shard, but its kernels have no rows yet."""
     module = _meta_collection(version.manifest, is_weighted)
     sharder = _PooledSharder(fused_params=_fused_params())
     return distribute(module, plan, device_type, sharder, first_gpu)

@@ -1,8 +1,8 @@
 """Builds torchrec's DistributedModelParallel over an EmbeddingCollection, which returns one row per
 id.
 
-Like sharded.py for pooled tables, it shards a quantized collection by the plan and points its
-kernels at the stored rows. Nothing is summed, so ids have no weights.
+Like sharded.py for pooled tables, it shards a quantized collection by the plan, without rows.
+Nothing is summed, so ids have no weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from torchrec.distributed.types import BoundsCheckMode, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from embedserve.engine.attach_weights import attach_weights, share_rows
-from embedserve.engine.gpu_spare_rows import GpuSpareRows
 from embedserve.engine.sharded import DATA_TYPES, distribute
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
@@ -77,38 +75,17 @@ class _UnpooledSharder(QuantEmbeddingCollectionSharder):  # type: ignore[misc]
         return sharded
 
 
-def shard_unpooled(
-    version: ModelVersion,
-    plan: Plan,
-    device_type: str,
-    *,
-    first_gpu: int = 0,
-    rows_of: DistributedModelParallel | None = None,
-    spare_rows: GpuSpareRows | None = None,
+def shard_unpooled_without_rows(
+    version: ModelVersion, plan: Plan, device_type: str, *, first_gpu: int = 0
 ) -> DistributedModelParallel:
-    """Returns the model of ``version`` sharded by ``plan``, over the stored rows.
+    """Returns the model of ``version`` sharded by ``plan``, whose kernels have no rows yet.
 
     torchrec restores the order of the ids for the rows of a row-wise table's ranks. It has no
     column-wise lookup of single rows on CPU; the plan was checked to need none.
 
     Args:
-        device_type: cpu (all ranks in this host's memory, nothing copied) or cuda (rank r on GPU
-            ``first_gpu`` + r, its rows copied there).
-        rows_of: model whose rows are used, as in sharded.shard.
-        spare_rows: room on the GPU for rows that change.
+        device_type, first_gpu: as in sharded.shard_without_rows.
     """
-    sharded = shard_unpooled_without_rows(version, plan, device_type, first_gpu=first_gpu)
-    if rows_of is None:
-        attach_weights(sharded.module, version, device_type, spare_rows)
-    else:
-        share_rows(sharded.module, rows_of.module)
-    return sharded
-
-
-def shard_unpooled_without_rows(
-    version: ModelVersion, plan: Plan, device_type: str, *, first_gpu: int = 0
-) -> DistributedModelParallel:
-    """Returns the same model as shard_unpooled, but its kernels have no rows yet."""
     sharder = _UnpooledSharder(fused_params=_fused_params())
     return distribute(_meta_collection(version.manifest), plan, device_type, sharder, first_gpu)
 
