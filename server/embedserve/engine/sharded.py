@@ -84,7 +84,7 @@ def shard_without_rows(
         is_weighted: whether to build the lookup that takes a weight for every id.
     """
     module = _meta_collection(version.manifest, is_weighted)
-    sharder = _PooledSharder(fused_params=_fused_params())
+    sharder = _PooledSharder(fused_params=fused_params(FUSED_PARAM_BOUNDS_CHECK_MODE))
     return distribute(module, plan, device_type, sharder, first_gpu)
 
 
@@ -128,12 +128,13 @@ def _take_batches_as_they_come(sharded: Any) -> None:
     input_dist._device = torch.device("meta")  # torchrec reads it at the first call
 
 
-def _fused_params() -> dict[str, Any]:
+def fused_params(bounds_check: str) -> dict[str, Any]:
+    """Returns the settings of the kernels; ``bounds_check`` is the name of the one for ids."""
     return {
         FUSED_PARAM_REGISTER_TBE_BOOL: True,
         FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: True,
         # The batcher has validated every id.
-        FUSED_PARAM_BOUNDS_CHECK_MODE: BoundsCheckMode.NONE,
+        bounds_check: BoundsCheckMode.NONE,
         "output_dtype": SparseType.FP32,
     }
 

@@ -10,23 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import nn
-from torchrec.distributed.fused_params import (
-    FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS,
-    FUSED_PARAM_REGISTER_TBE_BOOL,
-)
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.quant_embedding import (
     QuantEmbeddingCollectionSharder,
     ShardedQuantEmbeddingCollection,
 )
 from torchrec.distributed.sharding.tw_sequence_sharding import InferTwSequenceEmbeddingDist
-from torchrec.distributed.types import BoundsCheckMode, ShardingEnv
+from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
-from embedserve.engine.sharded import DATA_TYPES, distribute
+from embedserve.engine.sharded import DATA_TYPES, distribute, fused_params
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
@@ -86,19 +81,9 @@ def shard_unpooled_without_rows(
     Args:
         device_type, first_gpu: as in sharded.shard_without_rows.
     """
-    sharder = _UnpooledSharder(fused_params=_fused_params())
+    # torchrec's name of the parameter reaches pooled kernels only; this is FBGEMM's name.
+    sharder = _UnpooledSharder(fused_params=fused_params("bounds_check_mode"))
     return distribute(_meta_collection(version.manifest), plan, device_type, sharder, first_gpu)
-
-
-def _fused_params() -> dict[str, Any]:
-    return {
-        FUSED_PARAM_REGISTER_TBE_BOOL: True,
-        FUSED_PARAM_QUANT_STATE_DICT_SPLIT_SCALE_BIAS: True,
-        # The batcher has validated every id. torchrec's name of this parameter reaches pooled
-        # kernels only; this is FBGEMM's name.
-        "bounds_check_mode": BoundsCheckMode.NONE,
-        "output_dtype": SparseType.FP32,
-    }
 
 
 def _meta_collection(manifest: Manifest) -> QuantEmbeddingCollection:
