@@ -1,8 +1,7 @@
 """Status of a followed line, in memory that the applier writes and the workers read.
 
-A status is written alternately into two
-records, each with a checksum. A reader takes the newest whole record, so that it never sees half of
-one, not even after a writer was killed while it wrote.
+A status is written alternately into two records, each with a checksum. A reader takes the newest
+whole record, so that it never sees half of one, not even after a writer was killed while it wrote.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.shared_flag import SharedFlag
 from embedserve.deltas.shared_goldens import SharedGoldens
@@ -25,16 +26,14 @@ from embedserve_store.model_version import ModelVersion
 
 CATCHING_UP, FOLLOWING, STALLED = "catching up", "following", "stalled"
 FULL, HELD = "full", "held"
-STATES = (CATCHING_UP, FOLLOWING, STALLED, FULL, HELD)
 REASON_BYTES_MAX = 500
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Bucket bounds of the durations, in seconds."""
 
-_POSITION = "Qd32s"
-_DURATIONS = f"{len(BUCKETS_S) + 1}Qd"
-_RECORD = struct.Struct(f"<QB?QddQQQQQQQQq{_POSITION}{_POSITION}{_DURATIONS}{_DURATIONS}H500s")
-_CHECKSUM = struct.Struct("<I")
-_SLOT_BYTES = _RECORD.size + _CHECKSUM.size
+_HEAD = struct.Struct("<II")
+"""Checksum and size of the record that follows: its number, then the state in MessagePack."""
+_NUMBER_BYTES = 8
+_SLOT_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -150,16 +149,19 @@ class DeltaStatus:
     def write(self, state: DeltaState) -> None:
         """Replaces the status; only one process at a time writes."""
         self._written = max(self._written, self._newest()[0]) + 1
-        record = _packed(self._written, state)
+        if (reason := _cut(state.reason)) != state.reason:
+            state = replace(state, reason=reason)
+        record = self._written.to_bytes(_NUMBER_BYTES, "little") + msgspec.msgpack.encode(state)
+        slot = _HEAD.pack(zlib.crc32(record), len(record)) + record
         at = self._written % 2 * _SLOT_BYTES
-        self._memory[at : at + _SLOT_BYTES] = record + _CHECKSUM.pack(zlib.crc32(record))
+        self._memory[at : at + _SLOT_BYTES] = slot.ljust(_SLOT_BYTES, b"\0")
 
     def read(self) -> DeltaState:
         """Returns the newest status."""
         number, record = self._newest()
         while not number:  # both records were written while they were read
             number, record = self._newest()
-        return _unpacked(record)
+        return msgspec.msgpack.decode(record[_NUMBER_BYTES:], type=DeltaState)
 
     def stall(self, reason: str) -> None:
         """Writes that no delta is applied, and why. Called while no applier runs."""
@@ -190,9 +192,10 @@ class DeltaStatus:
         newest = 0, b""
         for at in (0, _SLOT_BYTES):
             slot = bytes(self._memory[at : at + _SLOT_BYTES])
-            record, checksum = slot[: _RECORD.size], slot[_RECORD.size :]
-            number = int.from_bytes(record[:8], "little")
-            if number > newest[0] and _CHECKSUM.pack(zlib.crc32(record)) == checksum:
+            checksum, size = _HEAD.unpack_from(slot)
+            record = slot[_HEAD.size : _HEAD.size + size]
+            number = int.from_bytes(record[:_NUMBER_BYTES], "little")
+            if number > newest[0] and zlib.crc32(record) == checksum:
                 newest = number, record
         return newest
 
@@ -270,45 +273,6 @@ def _iso(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def _packed(number: int, state: DeltaState) -> bytes:
-    reason = state.reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
-    reason = reason.decode("utf-8", "ignore").encode()  # no half of a character
-    values: list[Any] = [number, STATES.index(state.state), state.is_looked, state.wanted_seq]
-    values += [state.waiting_since, state.looked_at, state.rows, state.nbytes, state.refused]
-    values += [state.rows_changed, state.memory_bytes, state.undos, state.undo_from]
-    values += [state.ids_changed, -1 if state.at_seq is None else state.at_seq]
-    for one in (state.applied, state.applying):
-        values += [one.seq, one.as_of, bytes.fromhex(one.checksum)]
-    for durations in (state.apply_seconds, state.freshness_seconds):
-        values += [*durations.counts, durations.sum_s]
-    return _RECORD.pack(*values, len(reason), reason)
-
-
-def _unpacked(record: bytes) -> DeltaState:
-    *plain, length, reason = _RECORD.unpack(record)
-    applied, applying = (Applied(plain[i], plain[i + 1], plain[i + 2].hex()) for i in (15, 18))
-    buckets = len(BUCKETS_S) + 1
-    apply_seconds, freshness_seconds = (
-        Durations(tuple(plain[i : i + buckets]), plain[i + buckets]) for i in (21, 22 + buckets)
-    )
-    return DeltaState(
-        applied,
-        applying,
-        STATES[plain[1]],
-        reason[:length].decode(),
-        is_looked=plain[2],
-        wanted_seq=plain[3],
-        waiting_since=plain[4],
-        looked_at=plain[5],
-        rows=plain[6],
-        nbytes=plain[7],
-        refused=plain[8],
-        rows_changed=plain[9],
-        memory_bytes=plain[10],
-        undos=plain[11],
-        undo_from=plain[12],
-        ids_changed=plain[13],
-        at_seq=None if plain[14] < 0 else plain[14],
-        apply_seconds=apply_seconds,
-        freshness_seconds=freshness_seconds,
-    )
+def _cut(reason: str) -> str:
+    """Returns the first REASON_BYTES_MAX bytes of ``reason``, without half of a character."""
+    return reason.encode("utf-8", "replace")[:REASON_BYTES_MAX].decode("utf-8", "ignore")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -55,6 +55,23 @@ def test_a_long_reason_is_cut_at_a_character() -> None:
     status = DeltaStatus(START)
     status.write(replace(status.read(), reason="x" + "ü" * 400))
     assert status.read().reason == "x" + "ü" * 249
+
+
+def test_the_largest_state_has_room() -> None:
+    status, most, seconds = DeltaStatus(START), 2**64 - 1, 1e300
+    state = status.read()
+    values: dict[type, Any] = {
+        Applied: Applied(most, seconds, "f" * 64),
+        Durations: Durations((most,) * len(state.apply_seconds.counts), seconds),
+        str: "x" * module.REASON_BYTES_MAX,
+        bool: True,
+        int: most,
+        float: seconds,
+        type(None): most,
+    }
+    largest = DeltaState(**{name: values[type(old)] for name, old in vars(state).items()})
+    status.write(largest)
+    assert status.read() == largest
 
 
 def test_half_a_record_is_not_read() -> None:
