@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.part_messages import DTYPES
 from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine, ServedPart
+from embedserve.fanout.shards import Shards
 from embedserve.lookup_types import Batch
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import OK, Reply
@@ -143,7 +145,9 @@ def routed(
     try:
         version = ModelStore(store, holds=local).load(model)
         parts = LocalParts(inline_bytes_max)
-        yield RouterEngine(version, shards, partial_dtype, on_missing, parts.open(version))
+        yield RouterEngine(
+            version, cast(Shards, shards), partial_dtype, on_missing, parts.open(version)
+        )
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic, perf_counter, sleep
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from embedserve.batching.lookup_engine import RemoteLookups
-from embedserve.call_trace import CallTrace
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.engine.pooled_values import divide_means, to_float16
 from embedserve.errors import (
@@ -55,6 +54,9 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.parts.local_tables import with_local_part
 from embedserve_store.parts.part import Part
 
+if TYPE_CHECKING:
+    from embedserve.fanout.shards import Shards
+
 logger = logging.getLogger(__name__)
 
 BATCHES_MAX = 8
@@ -78,27 +80,6 @@ class ServedPart(NamedTuple):
     fingerprint: str
     part: int
     parts: int
-
-
-class PartCaller(Protocol):
-    """Calls replicas of parts; shards.py has the implementation.
-
-    Attributes:
-        loop: event loop on which it is used; None before it has one.
-        traces_calls: whether calls are recorded for traces.
-    """
-
-    loop: asyncio.AbstractEventLoop | None
-    traces_calls: bool
-
-    def look_up(
-        self,
-        served: ServedPart,
-        message: Sequence[bytes],
-        deadline_s: float,
-        on_done: Callable[[Reply], None],
-        calls: CallTrace | None,
-    ) -> object: ...
 
 
 def served_parts(version: ModelVersion) -> list[ServedPart]:
@@ -133,7 +114,7 @@ class RouterEngine:
     def __init__(
         self,
         version: ModelVersion,
-        shards: PartCaller,
+        shards: Shards,
         partial_dtype: str = "float32",
         on_missing: MissingPolicy = FAIL_ALL,
         local: LocalPart | None = None,
