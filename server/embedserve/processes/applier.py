@@ -13,14 +13,7 @@ from collections.abc import Callable
 
 from embedserve.deltas.delta_target import to_bytes
 from embedserve.processes.channel import SupervisorChannel
-from embedserve.processes.forked import (
-    LAST_WORDS_S,
-    QUICK_END_S,
-    described,
-    ended,
-    fork,
-    restart_delay_s,
-)
+from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 logger = logging.getLogger(__name__)
@@ -52,19 +45,18 @@ class Applier:
             close_inherited: closes in the forked process what belongs to the supervisor.
         """
         self.pid = 0
-        self.restart_at_s = 0.0
+        self.restarts = Restarts()
         self._main, self._followed = main, followed
         followed.tell = self._tell
         self._selector, self._close_inherited = selector, close_inherited
         self._channel: SupervisorChannel | None = None
-        self._failures, self._started_s = 0, 0.0
-        self._silent_s = 0.0
+        self._started_s = self._silent_s = 0.0
         self._kill_at_s: float | None = None
 
     def is_looked(self) -> bool:
         """Returns whether workers may listen: every model has looked for deltas for the first
         time, or the applier has failed too often to wait for it."""
-        if self._failures >= FAILURES_MAX:
+        if self.restarts.failures >= FAILURES_MAX:
             return True
         return all(one.status.read().is_looked for one in self._followed.served.values())
 
@@ -72,7 +64,7 @@ class Applier:
         """Starts the applier if it is due, and notices its end."""
         if self.pid and (status := ended(self.pid)) is not None:
             self._reap(described(status))
-        if not self.pid and self.restart_at_s <= time.monotonic():
+        if not self.pid and self.restarts.at_s <= time.monotonic():
             self._start()
 
     def check_heartbeat(self, passed_s: float, hang_s: float) -> None:
@@ -124,10 +116,11 @@ class Applier:
             self.pid, ours = fork(self._main, self._close_inherited)
             self._channel = SupervisorChannel(ours, self._selector, self._receive)
         except OSError as error:
-            if not self._failures:  # the first start
+            if not self.restarts.failures:  # the first start
                 raise
             how = f"cannot be started: {error}"
-            delay_s = self._set_restart(how, was_ready=False)
+            delay_s = self.restarts.schedule(time.monotonic(), was_ready=False)
+            self._stall(how)
             logger.error("the applier of deltas %s; it is tried again in %g s", how, delay_s)
 
     def _tell(self) -> None:
@@ -147,21 +140,15 @@ class Applier:
             self._channel = None
 
     def _reap(self, how: str) -> None:
-        was_ready = self.is_looked()
-        if time.monotonic() - self._started_s >= QUICK_END_S:
-            self._failures = 0
+        was_ready, now_s = self.is_looked(), time.monotonic()
         self._end_channel()
-        delay_s = self._set_restart(how, was_ready=was_ready)
+        delay_s = self.restarts.schedule(now_s, now_s - self._started_s, was_ready=was_ready)
+        self._stall(how)
         pid, self.pid = self.pid, 0
         when = f"restarted in {delay_s:g} s" if delay_s else "restarted"
         logger.error("the applier of deltas (process %d) %s: %s", pid, how, when)
 
-    def _set_restart(self, how: str, *, was_ready: bool) -> float:
-        """Sets the time of the next start, after another failure, and writes ``how`` it failed.
-        Returns the seconds until then."""
-        delay_s = restart_delay_s(self._failures, was_ready=was_ready)
-        self._failures += 1
-        self.restart_at_s = time.monotonic() + delay_s
+    def _stall(self, how: str) -> None:
+        """Writes ``how`` the process failed."""
         for one in self._followed.models():
             one.status.stall(f"the process that applies deltas {how}")
-        return delay_s

@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import IO
 
 from embedserve.config import Limits, ServeSettings
-from embedserve.processes.forked import QUICK_END_S, end_with, restart_delay_s
+from embedserve.processes.forked import Restarts, end_with
 from embedserve.processes.startup.ports import bracketed
 from embedserve_store.terminal.console import say
 
@@ -33,7 +33,7 @@ class Child:
     Attributes:
         address: HOST:PORT of its gRPC port since the last start; "" if it is no shard.
         was_ready: whether it was ready once, since the cluster was started.
-        restart_at_s: time at which it may start.
+        restarts: when it may start.
     """
 
     def __init__(
@@ -56,12 +56,11 @@ class Child:
         self.name = name
         self.address = ""
         self.was_ready = False
-        self.restart_at_s = 0.0
+        self.restarts = Restarts()
         self.process: subprocess.Popen[bytes] | None = None
         self._arguments, self._shard_host = arguments, shard_host
         self._is_piped, self._environment = is_piped, environment
         self._ready_s: float | None = None
-        self._failures = 0
         self._ports: list[int] = []
 
     def start(self, notify_address: str) -> IO[bytes] | None:
@@ -108,12 +107,8 @@ class Child:
         """Sets the time of the next start. Returns the seconds until then."""
         self.process = None
         self._release_ports()
-        if self._ready_s is not None and now_s - self._ready_s >= QUICK_END_S:
-            self._failures = 0
-        delay_s = restart_delay_s(self._failures, was_ready=self._ready_s is not None)
-        self._failures += 1
-        self.restart_at_s = now_s + delay_s
-        return delay_s
+        well_s = 0.0 if self._ready_s is None else now_s - self._ready_s
+        return self.restarts.schedule(now_s, well_s, was_ready=self._ready_s is not None)
 
     def _take_port(self, host: str) -> int:
         port = _free_port(host, _used_ports)

@@ -10,6 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 RESTART_DELAY_S_MAX = 30.0
@@ -116,9 +117,29 @@ def described(exit_code: int) -> str:
     return f"ended with exit code {exit_code}"
 
 
-def restart_delay_s(failures: int, *, was_ready: bool) -> float:
-    """Returns the seconds before a process is started again, after ``failures`` quick ends before
-    this one. The first time that it had been ready, it is started at once."""
-    if was_ready and not failures:
-        return 0.0
-    return min(2.0 ** max(0, failures - 1), RESTART_DELAY_S_MAX)
+@dataclass
+class Restarts:
+    """When a process that ended is started again.
+
+    Attributes:
+        failures: consecutive starts that failed, and ends that were quick.
+        at_s: monotonic time at which it may start.
+    """
+
+    failures: int = 0
+    at_s: float = 0.0
+
+    def schedule(self, now_s: float, well_s: float = 0.0, *, was_ready: bool) -> float:
+        """Sets the time of the next start, after another failure or end. Returns the seconds until
+        then: 0 the first time that the process had been ready.
+
+        Args:
+            well_s: seconds that the process ran well.
+        """
+        if well_s >= QUICK_END_S:
+            self.failures = 0
+        at_once = was_ready and not self.failures
+        delay_s = 0.0 if at_once else min(2.0 ** max(0, self.failures - 1), RESTART_DELAY_S_MAX)
+        self.failures += 1
+        self.at_s = now_s + delay_s
+        return delay_s

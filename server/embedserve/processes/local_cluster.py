@@ -127,7 +127,7 @@ class LocalCluster:
         if all(shard.was_ready for shard in self._shards):
             due = self._all
         for child in due:
-            if child.process is None and time.monotonic() >= child.restart_at_s:
+            if child.process is None and time.monotonic() >= child.restarts.at_s:
                 try:
                     output = child.start(sockets[child])
                 except OSError as error:
@@ -195,8 +195,8 @@ class LocalCluster:
     def _wait_s(self) -> float:
         """Returns the seconds until a child that ended may be started again, at most POLL_S."""
         now_s = time.monotonic()
-        ended = [child for child in self._all if child.process is None and child.restart_at_s]
-        return max(0.0, min([POLL_S, *(child.restart_at_s - now_s for child in ended)]))
+        ended = [child for child in self._all if child.process is None and child.restarts.at_s]
+        return max(0.0, min([POLL_S, *(child.restarts.at_s - now_s for child in ended)]))
 
     def _on_end(self, child: Child, code: int) -> None:
         delay_s = child.on_end(time.monotonic())

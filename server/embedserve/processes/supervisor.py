@@ -14,19 +14,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from embedserve.metrics.shared_counters import SharedCounters
 from embedserve.processes.applier import Applier
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
-from embedserve.processes.forked import (
-    LAST_WORDS_S,
-    QUICK_END_S,
-    described,
-    ended,
-    fork,
-    restart_delay_s,
-)
+from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 from embedserve.processes.rollout.messages import (
@@ -73,10 +65,7 @@ class _Worker:
     """Status of a warm worker that awaits START; None for other workers."""
     is_listening: bool = False
     reason: str = ""
-    failures: int = 0
-    """Consecutive starts that failed, and exits before the worker listened, or within QUICK_END_S
-    after."""
-    restart_at_s: float = 0.0
+    restarts: Restarts = field(default_factory=Restarts)
     listening_s: float = 0.0
     """Monotonic time since which the worker listens."""
     beats: float = 0.0
@@ -176,7 +165,8 @@ class Supervisor:
         for worker in self._workers:
             if worker.pid and (status := ended(worker.pid)) is not None:
                 self._reap(worker, status)
-            if not worker.pid and not self._is_stopping and worker.restart_at_s <= time.monotonic():
+            is_due = worker.restarts.at_s <= time.monotonic()
+            if not worker.pid and not self._is_stopping and is_due:
                 self._start(worker)
 
     def _wait(self, timeout_s: float) -> None:
@@ -185,9 +175,9 @@ class Supervisor:
 
     def _seconds_to_restart(self) -> float:
         now_s = time.monotonic()
-        waits = [worker.restart_at_s - now_s for worker in self._workers if not worker.pid]
+        waits = [worker.restarts.at_s - now_s for worker in self._workers if not worker.pid]
         if self._applier is not None and not self._applier.pid:
-            waits.append(self._applier.restart_at_s - now_s)
+            waits.append(self._applier.restarts.at_s - now_s)
         return max(0.0, min(POLL_S, *waits, POLL_S))
 
     def _check_heartbeats(self) -> None:
@@ -231,24 +221,23 @@ class Supervisor:
         """Forks a worker. If that fails, it is tried again later; before the server was ready,
         OSError is raised."""
         self._coordinator.on_worker_fork()
-        main = partial(self._run_worker, worker.index)
         worker.reason, worker.logs_ready = "", False
         try:
-            worker.pid, ours = fork(main, self._close_inherited)
+            worker.pid, ours = fork(
+                lambda channel: self._worker_main(worker.index, WorkerChannel(channel)),
+                self._close_inherited,
+            )
             worker.channel = SupervisorChannel(ours, self._selector, lambda: self._receive(worker))
         except OSError as error:
             if not self._were_ready:
                 raise
-            delay_s = self._set_restart(worker, was_ready=False)
+            delay_s = worker.restarts.schedule(time.monotonic(), was_ready=False)
             logger.error(
                 "worker %d cannot be started: %s; it is tried again in %g s",
                 worker.index,
                 error,
                 delay_s,
             )
-
-    def _run_worker(self, index: int, channel: socket.socket) -> int:
-        return self._worker_main(index, WorkerChannel(channel))
 
     def _close_inherited(self) -> None:
         """Closes in a forked process the channels of the others, and the selector."""
@@ -330,9 +319,9 @@ class Supervisor:
                 worker.reason or f"worker {worker.index} {how} before the server was ready"
             )
         worker.kill_at_s = None
-        if was_ready and time.monotonic() - worker.listening_s >= QUICK_END_S:
-            worker.failures = 0
-        delay_s = self._set_restart(worker, was_ready=was_ready)
+        now_s = time.monotonic()
+        well_s = now_s - worker.listening_s if was_ready else 0.0
+        delay_s = worker.restarts.schedule(now_s, well_s, was_ready=was_ready)
         self._slots.count_restart(worker.index)
         logger.error(
             "worker %d (process %d) %s%s: %s",
@@ -342,14 +331,6 @@ class Supervisor:
             "" if was_ready else f" before it was ready ({worker.reason or 'no reason given'})",
             f"restarted in {delay_s:g} s" if delay_s else "restarted",
         )
-
-    def _set_restart(self, worker: _Worker, *, was_ready: bool) -> float:
-        """Sets the time of a worker's next start, after another failure. Returns the seconds until
-        then."""
-        delay_s = restart_delay_s(worker.failures, was_ready=was_ready)
-        worker.failures += 1
-        worker.restart_at_s = time.monotonic() + delay_s
-        return delay_s
 
     def _drain(self) -> None:
         """Stops all workers, which complete the requests that they accepted. Kills workers that do

@@ -210,14 +210,14 @@ def test_a_shard_that_fails_at_the_start_ends_the_cluster(tmp_path: Path) -> Non
 def test_a_child_that_ends_is_started_again_later_and_later() -> None:
     child = Child("part 0", [])
     assert [child.on_end(100.0) for _ in range(7)] == [1, 1, 2, 4, 8, 16, 30]
-    assert child.restart_at_s == 130.0
+    assert child.restarts.at_s == 130.0
 
 
 def test_a_child_that_was_ready_is_started_again_immediately_once_a_minute() -> None:
     child = Child("part 0", [])
     child.on_ready(0.0)
     assert child.on_end(1.0) == 0.0
-    assert child.restart_at_s == 1.0
+    assert child.restarts.at_s == 1.0
     assert child.on_end(2.0) == 1.0
     child.on_ready(3.0)
     assert child.on_end(3.0 + QUICK_END_S) == 0.0
