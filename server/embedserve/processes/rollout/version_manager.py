@@ -46,15 +46,6 @@ Restore = Callable[[str, ModelVersion, Target, Callable[[], None]], Restored]
 reads it. Runs in a thread; calls back when it warms up."""
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A loaded version."""
-
-    version: ModelVersion
-    engine: LookupEngine
-    info: ModelInfo
-
-
 @dataclass(eq=False)
 class _Load:
     """A version that a process loads, or has loaded next to the current one.
@@ -71,14 +62,14 @@ class _Load:
     state: LoadState = LoadState.LOADING
     reason: str = ""
     is_final: bool = True
-    prepared: _Prepared | None = None
+    prepared: Restored | None = None
 
     def say_warming(self) -> None:
         self.pending.state = "warming"
 
     def release(self) -> None:
         if self.prepared is not None:
-            held: list[object] = [self.prepared.engine, self.prepared.version]
+            held: list[object] = [self.prepared[1], self.prepared[0]]
             self.prepared = None
             _release_in_background(held)
 
@@ -283,11 +274,11 @@ class VersionManager:
         else:  # another version became desired meanwhile
             load.release()
 
-    def _prepare(self, name: str, load: _Load) -> _Prepared:
+    def _prepare(self, name: str, load: _Load) -> Restored:
         """Returns the loaded version of ``load``. Runs in a thread."""
         version = self.open_version(name, load.target)
         self._check_columns(version)
-        return _Prepared(*self._restore(name, version, load.target, load.say_warming))
+        return self._restore(name, version, load.target, load.say_warming)
 
     def _check_columns(self, version: ModelVersion) -> None:
         columns, most = columns_of(version.manifest), self._metrics.columns_max
@@ -300,17 +291,18 @@ class VersionManager:
     def _drop_load(self, name: str) -> None:
         self._loads.pop(name).release()
 
-    def _activate(self, name: str, load: _Load, prepared: _Prepared) -> None:
+    def _activate(self, name: str, load: _Load, prepared: Restored) -> None:
         """Switches to the prepared version."""
+        version, engine, info = prepared
         metrics = self._metrics.models.get(name)
         if metrics is None:
-            self._metrics.add(prepared.info)
+            self._metrics.add(info)
         else:
-            metrics.switch(prepared.info, perf_counter() - load.found_s)
+            metrics.switch(info, perf_counter() - load.found_s)
         held: list[object] = [self.engines.get(name), self.versions.get(name)]
         number_before = self.number(name)
-        before = self._models.activate(name, self._make_batcher(prepared.engine, prepared.info))
-        self.engines[name], self.versions[name] = prepared.engine, prepared.version
+        before = self._models.activate(name, self._make_batcher(engine, info))
+        self.engines[name], self.versions[name] = engine, version
         del self._loads[name]
         if before is not None and number_before is not None:
             self._retire(before, (name, number_before), held)
