@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector
 from prometheus_client.core import Metric
@@ -49,8 +49,7 @@ from embedserve.metrics.shared_counters import (
 from embedserve.metrics.tls import TLS_CELLS, TlsMetrics
 from embedserve.model_info import ModelInfo
 from embedserve_store.errors import StoreError
-from embedserve_store.format.manifest import Manifest
-from embedserve_store.plans.plan import Plan
+from embedserve_store.model_version import ModelVersion
 
 logger = logging.getLogger("embedserve.requests")
 
@@ -118,14 +117,6 @@ class ProtocolMetrics:
         yield "embedserve_response_bytes", [self.protocol], float(self._bytes.total()[0])
 
 
-class _Version(Protocol):
-    @property
-    def manifest(self) -> Manifest: ...
-
-    @property
-    def plan(self) -> Plan: ...
-
-
 class CounterRoom(NamedTuple):
     """Sizes that the cells of a worker are allocated for.
 
@@ -141,7 +132,9 @@ class CounterRoom(NamedTuple):
     parts: int = 0
 
     @classmethod
-    def of(cls, versions: Collection[_Version], settings: ServeSettings) -> CounterRoom:
+    def of(
+        cls, versions: Collection[ModelInfo | ModelVersion], settings: ServeSettings
+    ) -> CounterRoom:
         """Returns the room of a server that starts with ``versions``."""
         parts = parts_most(one.plan for one in versions) if settings.shards else 0
         held = settings.versions_held if settings.part else 1  # of a model, each by its own name
