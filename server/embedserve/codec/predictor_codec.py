@@ -213,8 +213,6 @@ def _named(body: bytes | memoryview, tags: Mapping[int, str]) -> Iterator[tuple[
             name = tags.get(tag)
             if name is not None:
                 yield name, start, end
-    except IndexError as error:
-        raise _malformed("it ends within a field") from error
     except ValueError as error:
         raise _malformed(error) from error
     except TooManyFieldsError as error:

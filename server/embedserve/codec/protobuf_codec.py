@@ -167,8 +167,6 @@ def _take_numbers(body: bytes, fields_max: int) -> tuple[_Numbers, Sequence[memo
     """Returns (the numbers in ``body`` by field, the chunks of the message without them)."""
     try:
         return extract_fields(body, NUMBERS, fields_max)
-    except IndexError as error:
-        raise _malformed("it ends within a field") from error
     except ValueError as error:
         raise _malformed(error) from error
 
@@ -228,7 +226,7 @@ def peek_model(body: bytes) -> str:
         for tag, _, start, end in islice(fields(body), MODEL_FIELDS_MAX):
             if tag == MODEL_TAG:
                 return body[start:end].decode(errors="replace")
-    except (IndexError, ValueError):
+    except ValueError:
         pass
     return ""
 
@@ -238,7 +236,7 @@ def estimate_size(body: bytes) -> tuple[int, int]:
     message, and for more than INLINE_FIELDS_MAX fields."""
     try:
         numbers, _ = extract_fields(body, NUMBERS, INLINE_FIELDS_MAX)
-    except (TooManyFieldsError, IndexError, ValueError):
+    except (TooManyFieldsError, ValueError):
         return 0, 0
     return _count(numbers, "lengths"), _count(numbers, "ids")
 

@@ -24,6 +24,7 @@ IN_GROUP, FIRST_TAG = 0, 8
 number is 0, which no field has."""
 VARINT_BYTES_MAX = 10
 _VARINT_BITS_MAX = 70
+_CUT_SHORT = "it ends within a field"
 
 
 def tag_of(field: int, wire_type: int) -> int:
@@ -74,44 +75,47 @@ def fields(body: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
     it. A caller that bounds the number of fields therefore bounds the fields of groups, too.
 
     Raises:
-        IndexError: ``body`` ends within a field.
-        ValueError: a field has an invalid number or wire type, or a group ends with another number.
+        ValueError: ``body`` ends within a field, a field has an invalid number or wire type, or a
+            group ends with another number.
     """
-    position, size = 0, len(body)
-    groups: list[int] = []  # field numbers of the groups that have not ended
-    while position < size:
-        tag, start = body[position], position + 1
-        if tag >= 0x80:
-            tag, start = _read_tag(body, position)
-        if tag < FIRST_TAG:
-            raise ValueError("a field has the number 0")
-        wire_type = tag & 7
-        if wire_type == LENGTH_DELIMITED:
-            length, start = body[start], start + 1
-            if length >= 0x80:
-                length, start = read_varint(body, start - 1)
-            end = start + length
-        elif wire_type == VARINT:
-            _, end = read_varint(body, start)
-        elif wire_type in (I32, I64):
-            end = start + (4 if wire_type == I32 else 8)
-        elif wire_type == START_GROUP:
-            end = start
-            groups.append(tag >> 3)
-            if len(groups) > GROUP_DEPTH_MAX:
-                raise ValueError(f"over {GROUP_DEPTH_MAX} groups stand within one another")
-        elif wire_type == END_GROUP and groups:
-            end = start
-            if groups.pop() != tag >> 3:
-                raise ValueError("a group ends as another")
-        else:
-            raise ValueError(f"a field has the wire type {wire_type}")
-        if end > size:
-            raise IndexError("it ends within a field")
-        yield IN_GROUP if groups else tag, position, start, end
-        position = end
-    if groups:
-        raise IndexError("it ends within a field")
+    try:
+        position, size = 0, len(body)
+        groups: list[int] = []  # field numbers of the groups that have not ended
+        while position < size:
+            tag, start = body[position], position + 1
+            if tag >= 0x80:
+                tag, start = _read_tag(body, position)
+            if tag < FIRST_TAG:
+                raise ValueError("a field has the number 0")
+            wire_type = tag & 7
+            if wire_type == LENGTH_DELIMITED:
+                length, start = body[start], start + 1
+                if length >= 0x80:
+                    length, start = read_varint(body, start - 1)
+                end = start + length
+            elif wire_type == VARINT:
+                _, end = read_varint(body, start)
+            elif wire_type in (I32, I64):
+                end = start + (4 if wire_type == I32 else 8)
+            elif wire_type == START_GROUP:
+                end = start
+                groups.append(tag >> 3)
+                if len(groups) > GROUP_DEPTH_MAX:
+                    raise ValueError(f"over {GROUP_DEPTH_MAX} groups stand within one another")
+            elif wire_type == END_GROUP and groups:
+                end = start
+                if groups.pop() != tag >> 3:
+                    raise ValueError("a group ends as another")
+            else:
+                raise ValueError(f"a field has the wire type {wire_type}")
+            if end > size:
+                raise ValueError(_CUT_SHORT)
+            yield IN_GROUP if groups else tag, position, start, end
+            position = end
+        if groups:
+            raise ValueError(_CUT_SHORT)
+    except IndexError as error:
+        raise ValueError(_CUT_SHORT) from error
 
 
 def _read_tag(body: bytes | memoryview, position: int) -> tuple[int, int]:
@@ -135,7 +139,7 @@ def extract_fields(
 
     Raises:
         TooManyFieldsError: there are more than ``fields_max`` fields, extracted or not.
-        IndexError, ValueError: the message is malformed, as in ``fields``.
+        ValueError: the message is malformed, as in ``fields``.
     """
     taken: dict[str, list[memoryview]] = {}
     view = memoryview(body)

@@ -21,7 +21,7 @@ def reads(body: bytes) -> bool:
     try:
         for _ in fields(body):
             pass
-    except (IndexError, ValueError):
+    except ValueError:
         return False
     return True
 

@@ -269,7 +269,7 @@ def peek_model(body: bytes) -> str:
         for tag, _, start, end in islice(fields(body), len(named)):
             if tag in named:
                 named[tag] = body[start:end].decode(errors="replace")
-    except (IndexError, ValueError):
+    except ValueError:
         pass
     model, version = named[MODEL_TAG], named[VERSION_TAG]
     return f"{model}@{version}" if version else model
@@ -291,7 +291,7 @@ def estimate_size(body: bytes) -> tuple[int, int]:
                 elif tag == SHAPE_TAG and end - start <= SHAPE_BYTES_MAX:
                     sizes = bytes(one[start:end])
             inputs.append((name, read_varints(sizes).tolist()))
-    except (TooManyFieldsError, IndexError, ValueError):
+    except (TooManyFieldsError, ValueError):
         return 0, 0
     bags, ids = count(inputs)
     return min(bags, len(body)), min(ids, len(body))
@@ -312,8 +312,6 @@ def _take_raw(body: bytes, fields_max: int) -> tuple[list[memoryview], list[memo
     """Returns (raw_input_contents, the chunks of the message without them)."""
     try:
         taken, rest = extract_fields(body, {RAW_TAG: "raw"}, fields_max)
-    except IndexError as error:
-        raise _malformed("it ends within a field") from error
     except ValueError as error:
         raise _malformed(error) from error
     return taken.get("raw", []), rest
@@ -336,8 +334,6 @@ def _take_inputs(
                 for name, values in numbers.items():
                     contents.setdefault(name, []).extend(values)
             inputs.append((contents, b"".join(others)))
-    except IndexError as error:
-        raise _malformed("it ends within a field") from error
     except ValueError as error:
         raise _malformed(error) from error
     return taken.get("raw", []), inputs, rest
