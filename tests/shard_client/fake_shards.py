@@ -149,9 +149,6 @@ class FakeConnection:
     def finish(self, reason: str) -> None:
         self.is_finished, self.is_ready = True, False
 
-    def close(self, reason: str) -> None:
-        self.lose(reason)
-
     def ready(self) -> None:
         self.is_ready = True
         self.last_received_s = self.time.now_s
@@ -236,6 +233,12 @@ class Bench:
         self.handle = self.part.look_up(KEY, (message,), deadline_s, on_done, calls)
         assert number not in self.replies, "a reply before look_up has returned"
         return number
+
+    @property
+    def ended(self) -> dict[str, int]:
+        """Ended lookups by outcome."""
+        seconds = self.part.stats.seconds
+        return {outcome: sum(histogram.counts) for outcome, histogram in seconds.items()}
 
     @property
     def calls(self) -> list[FakeCall]:

@@ -203,7 +203,7 @@ def test_lost_calls_need_no_budget_and_end_with_the_replicas() -> None:
         assert bench.calls == []
         bench.time.advance(10)
     assert bench.replies[0] == Reply(UNAVAILABLE, "part 1 of 4: killed", is_lost=True)
-    assert bench.part.stats.ended["unavailable"] == 90
+    assert bench.ended["unavailable"] == 90
 
 
 def test_unavailable_is_retried_within_the_budget() -> None:
@@ -246,7 +246,7 @@ def test_an_overloaded_part_gets_few_calls_more_than_look_ups() -> None:
             bench.calls[0].answer(OVERLOADED)
         bench.answer_polls()
     stats = bench.part.stats
-    assert stats.ended["overloaded"] == 500
+    assert bench.ended["overloaded"] == 500
     assert 500 * 1.1 < stats.attempts <= 500 * 1.2 + 2 * BURST
     assert stats.attempts == 500 + stats.hedges + stats.retries
 
@@ -260,8 +260,8 @@ def test_a_request_that_is_too_large_is_not_retried() -> None:
     bench.calls[0].answer(too_large)
     assert bench.calls == []
     assert bench.replies[0] == too_large
-    assert bench.part.stats.ended["error"] == 1
-    assert bench.part.stats.ended["overloaded"] == 0
+    assert bench.ended["error"] == 1
+    assert bench.ended["overloaded"] == 0
 
 
 def test_other_statuses_are_the_callers() -> None:
@@ -270,7 +270,7 @@ def test_other_statuses_are_the_callers() -> None:
     bench.look_up()
     bench.calls[0].answer(Reply(INTERNAL, "bug"))
     assert bench.replies[0] == Reply(INTERNAL, "bug")
-    assert bench.part.stats.ended["error"] == 1
+    assert bench.ended["error"] == 1
 
 
 def test_the_outcomes_are_those_that_are_counted() -> None:
@@ -407,7 +407,7 @@ def test_a_busy_router_takes_no_replica_for_silent() -> None:
         call.answer()
     bench.time.advance(1)
     stats = bench.part.stats
-    assert (stats.attempts, stats.hung, stats.hedges, stats.ended["ok"]) == (10, 0, 0, 10)
+    assert (stats.attempts, stats.hung, stats.hedges, bench.ended["ok"]) == (10, 0, 0, 10)
 
 
 def test_a_slow_replica_that_answers_others_is_not_hung() -> None:
@@ -471,7 +471,7 @@ def test_a_cancelled_look_up_has_no_reply() -> None:
     assert bench.calls == []
     bench.time.advance(1)
     assert bench.replies == {}
-    assert bench.part.stats.ended["cancelled"] == 1
+    assert bench.ended["cancelled"] == 1
     assert bench.part.stats.in_flight == 0
 
 
@@ -491,7 +491,7 @@ def test_calls_and_bytes_are_counted() -> None:
     bench.calls[0].answer()
     assert stats.in_flight == 0
     assert (stats.bytes_sent, stats.bytes_received) == (102, 3)
-    assert stats.ended["ok"] == 3
+    assert bench.ended["ok"] == 3
 
 
 steps = st.lists(
@@ -549,4 +549,4 @@ def test_every_look_up_ends_once(steps: list[tuple[str, float]], seed: int) -> N
     assert set(bench.replies) == set(range(bench.looked_up)) - cancelled
     assert bench.part.stats.in_flight == 0
     assert bench.calls == []
-    assert sum(bench.part.stats.ended.values()) == bench.looked_up
+    assert sum(bench.ended.values()) == bench.looked_up

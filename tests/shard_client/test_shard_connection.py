@@ -105,7 +105,7 @@ async def test_a_large_request_of_grpc_fits_its_windows() -> None:
         message = bytes(range(256)) * 20_000
         replies = await asyncio.gather(*[connected.call(message) for _ in range(3)])
         assert [reply.payload == message for reply in replies] == [True] * 3
-        connected.connection.close("done")
+        connected.connection.finish("done")
 
 
 async def test_a_killed_shard_fails_its_calls() -> None:
@@ -152,7 +152,7 @@ async def test_a_slow_shard_that_answers_pings_is_kept(monkeypatch: pytest.Monke
         assert connection.is_ready
         call.cancel()
         assert (await connected.call(b"x")).payload == b"x"
-        connection.close("done")
+        connection.finish("done")
 
 
 async def test_pings_between_two_replies_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +175,14 @@ async def test_pings_between_two_replies_become_rare(monkeypatch: pytest.MonkeyP
     connection = await connected.begin()
     for _ in range(5):
         connection.ping()
-    connection.call((b"x",), 20, print)
+    call = connection.call((b"x",), 20, print)
     while len(pings) < 4:
         assert connection.is_ready
         await asyncio.sleep(0.01)
     for i, (before, after) in enumerate(pairwise(pings)):
         assert after - before > 0.09 * 2**i
-    connection.close("done")
+    call.cancel()
+    connection.finish("done")
     server.close()
 
 
@@ -195,7 +196,7 @@ async def test_a_port_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
 
 async def test_closed_while_connecting() -> None:
     connected = Connected(1)
-    connected.connection.close("not needed")
+    connected.connection.finish("not needed")
     assert await connected.end() == "not needed"
 
 

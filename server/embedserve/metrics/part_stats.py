@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,29 +24,22 @@ class VersionKey(NamedTuple):
 
 
 class LatencyHistogram:
-    """A histogram with fixed buckets, as Prometheus has them.
+    """A histogram with the buckets SECONDS_BUCKETS.
 
     Attributes:
-        bounds: upper bounds of the buckets, in seconds.
         counts: observations by bucket, not cumulated; the last bucket has no bound.
         total_s: sum of the observations.
     """
 
-    __slots__ = ("bounds", "counts", "total_s")
+    __slots__ = ("counts", "total_s")
 
-    def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS_BUCKETS) + 1)
         self.total_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.counts[bisect_left(SECONDS_BUCKETS, seconds)] += 1
         self.total_s += seconds
-
-    @property
-    def count(self) -> int:
-        """Number of observations."""
-        return sum(self.counts)
 
 
 def _by_outcome() -> dict[str, LatencyHistogram]:
@@ -78,8 +71,3 @@ class PartStats:
     bytes_sent: int = 0
     bytes_received: int = 0
     replicas: dict[VersionKey, int] = field(default_factory=dict)
-
-    @property
-    def ended(self) -> dict[str, int]:
-        """Ended lookups by outcome. Each took one attempt or several."""
-        return {outcome: histogram.count for outcome, histogram in self.seconds.items()}

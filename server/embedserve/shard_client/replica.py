@@ -55,9 +55,6 @@ class ReplicaConnection(Protocol):
     def finish(self, reason: str) -> None:
         """Closes the connection after the calls in flight."""
 
-    def close(self, reason: str) -> None:
-        """Closes the connection; calls in flight fail."""
-
 
 Connect = Callable[[Address, Callable[[], None], Callable[[str], None]], ReplicaConnection]
 """Begins to connect to an address. The first callback is called when calls may begin, the second

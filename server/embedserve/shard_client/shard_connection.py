@@ -72,6 +72,7 @@ class ShardConnection(asyncio.Protocol):
 
     Attributes:
         address: host and port of the shard.
+        is_ready: whether calls may begin.
         last_received_s: time.monotonic() when bytes arrived last.
         reason: why the connection is not ready.
     """
@@ -81,7 +82,6 @@ class ShardConnection(asyncio.Protocol):
         "_connecting",
         "_embed",
         "_has_ended",
-        "_is_ready",
         "_list_models",
         "_loop",
         "_may_ping",
@@ -95,6 +95,7 @@ class ShardConnection(asyncio.Protocol):
         "_timer",
         "_transport",
         "address",
+        "is_ready",
         "last_received_s",
         "reason",
     )
@@ -122,7 +123,7 @@ class ShardConnection(asyncio.Protocol):
         self._options, self._on_ready, self._on_end = options, on_ready, on_end
         self._client: Http2Client | None = None
         self._transport: asyncio.Transport | None = None
-        self._is_ready = self._has_ended = False
+        self.is_ready = self._has_ended = False
         self._pinged_s = 0.0  # of the ping that is not answered; 0: none
         self._replies = 0  # at the last check
         self._silence_s = SILENCE_S_MAX
@@ -153,11 +154,6 @@ class ShardConnection(asyncio.Protocol):
     # Calls
 
     @property
-    def is_ready(self) -> bool:
-        """Whether calls may begin."""
-        return self._is_ready
-
-    @property
     def in_flight(self) -> int:
         """Number of calls in flight."""
         return 0 if self._client is None else self._client.in_flight
@@ -180,7 +176,7 @@ class ShardConnection(asyncio.Protocol):
         Raises:
             ConnectionError: the connection is not ready.
         """
-        if not self._is_ready:
+        if not self.is_ready:
             raise ConnectionError(self.reason)
         assert self._client is not None
         if traceparent:
@@ -190,7 +186,7 @@ class ShardConnection(asyncio.Protocol):
 
     def list_models(self, timeout_s: float, on_done: OnReply) -> CallHandle:
         """Calls ListModels; like ``call``."""
-        if not self._is_ready:
+        if not self.is_ready:
             raise ConnectionError(self.reason)
         assert self._client is not None
         return self._client.call(self._list_models.block(timeout_s), (), on_done)
@@ -198,7 +194,7 @@ class ShardConnection(asyncio.Protocol):
     def ping(self) -> None:
         """Sends a PING, whose answer sets ``last_received_s``; one at most until CHECK_S after the
         next reply to a call."""
-        if self._is_ready and self._may_ping and self._client is not None:
+        if self.is_ready and self._may_ping and self._client is not None:
             self._may_ping = False
             self._client.write(frames.ping(KEEPALIVE_PING))
 
@@ -209,14 +205,6 @@ class ShardConnection(asyncio.Protocol):
             self._end(reason)
         else:
             self._client.finish(reason)
-
-    def close(self, reason: str) -> None:
-        """Closes the connection; calls in flight fail."""
-        if self._client is None:
-            self._connecting.cancel()
-            self._end(reason)
-        else:
-            self._client.close(reason)
 
     # asyncio.Protocol
 
@@ -258,14 +246,14 @@ class ShardConnection(asyncio.Protocol):
         if client.is_draining:
             self._end(client.reason)
         elif client.is_begun:
-            self._is_ready, self.reason = True, ""
+            self.is_ready, self.reason = True, ""
             self._on_ready()
         if client.is_closed and self._transport is not None:
             client.write = _discard
             self._transport.close()
 
     def _end(self, reason: str) -> None:
-        self._is_ready = False
+        self.is_ready = False
         if not self._has_ended:
             self._has_ended, self.reason = True, reason
             self._on_end(reason)

@@ -90,10 +90,3 @@ class TimerQueue:
                 logger.exception("a deadline could not be processed")
         if heap and heap[0][0] < self._armed_s:
             self._arm(heap[0][0], now_s)
-
-    def close(self) -> None:
-        """Drops all items."""
-        self._heap.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer, self._armed_s = None, float("inf")

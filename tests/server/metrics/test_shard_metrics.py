@@ -9,6 +9,7 @@ from server.fake_models import model_info
 from server.fake_parts import FakeParts, in_parts
 
 from embedserve.config import ServeSettings
+from embedserve.metrics.histogram import SECONDS_BUCKETS
 from embedserve.metrics.metrics import CounterRoom, Metrics, cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN, NAMES_SPARE
 from embedserve.metrics.part_stats import LatencyHistogram, PartStats
@@ -201,8 +202,8 @@ def test_a_server_that_is_no_router_has_no_cells_and_no_series() -> None:
 
 
 def test_histograms_count_by_bound() -> None:
-    histogram = LatencyHistogram((0.1, 1.0))
-    for seconds in (0.05, 0.1, 0.5, 7):
+    histogram, (first, second, *_, last) = LatencyHistogram(), SECONDS_BUCKETS
+    for seconds in (first / 2, first, second, last + 1):
         histogram.observe(seconds)
-    assert histogram.counts == [2, 1, 1]
-    assert (histogram.count, histogram.total_s) == (4, 7.65)
+    assert histogram.counts == [2, 1, *[0] * (len(SECONDS_BUCKETS) - 2), 1]
+    assert histogram.total_s == pytest.approx(1.5 * first + second + last + 1)
