@@ -22,7 +22,7 @@ from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.regular_file import stat_regular
-from embedserve_store.format.table_spec import NAME_PATTERN
+from embedserve_store.format.table_spec import NAME_PATTERN, check_model_name
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.format.version_folder import version_numbers
 from embedserve_store.ids.id_map import IdMap, IdMaps
@@ -69,8 +69,7 @@ class LocalStore:
             StoreError: the store or the model does not exist or cannot be read.
         """
         _listed(self.path, "store")
-        if not NAME_PATTERN.fullmatch(model):
-            raise StoreError(f"{self.path}: {model!r} is not the name of a model")
+        check_model_name(model, str(self.path))
         folder = self.path / model
         if not folder.exists():
             raise missing_model(self.path, model, self.models())

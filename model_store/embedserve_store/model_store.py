@@ -14,7 +14,7 @@ from embedserve_store.format import event, note
 from embedserve_store.format.alias import FOLDER, Alias, file_name, parse_alias, parse_file_name
 from embedserve_store.format.event import Event
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.table_spec import NAME_PATTERN
+from embedserve_store.format.table_spec import check_model_name
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
@@ -175,8 +175,8 @@ class ModelStore:
 
         Lists the days that have them, and reads no other event.
         """
-        if model and not NAME_PATTERN.fullmatch(model):
-            raise StoreError(f"{self.where}: {model!r} is not the name of a model")
+        if model:
+            check_model_name(model, self.where)
         store, root = self._store, event.FOLDER
         paths: list[str] = []
         for name in [model] if model else store.folders(root):

@@ -159,6 +159,13 @@ def answer_keys(tables: tuple[TableSpec, ...]) -> tuple[str, ...]:
     )
 
 
+def check_model_name(model: str, where: str) -> None:
+    """Raises StoreError unless ``model`` can be the name of a model. The message begins with
+    ``where``."""
+    if not NAME_PATTERN.fullmatch(model):
+        raise StoreError(f"{where}: {model!r} is not the name of a model")
+
+
 def check_table(table: TableSpec, where: str) -> None:
     """Raises StoreError unless ``table`` can be stored and served.
 

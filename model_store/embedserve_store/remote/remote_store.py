@@ -16,7 +16,7 @@ from pathlib import Path
 from embedserve_store.errors import StoreError, UnreachableError, missing_model, missing_version
 from embedserve_store.format.delta_manifest import FOLDER as DELTAS
 from embedserve_store.format.manifest import Manifest
-from embedserve_store.format.table_spec import NAME_PATTERN
+from embedserve_store.format.table_spec import NAME_PATTERN, check_model_name
 from embedserve_store.format.version_folder import VERSION_PATTERN, version_numbers
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_version import ModelVersion
@@ -209,12 +209,12 @@ class RemoteStore:
 
     def files_beside(self, model: str, what: str) -> list[str]:
         """Returns the paths of the files in ``what`` beside the versions, as LocalStore does."""
-        _check_model(model, self._remote.url)
+        check_model_name(model, self._remote.url)
         return list(self._remote.sizes(f"{model}/{what}"))
 
     def names_beside(self, model: str, path: str) -> Iterator[str]:
         """Yields the names of the files in a folder beside the versions, as LocalStore does."""
-        _check_model(model, self._remote.url)
+        check_model_name(model, self._remote.url)
         return self._remote.names(f"{model}/{path}")
 
     def read_beside(self, model: str, what: str, path: str, bytes_max: int) -> bytes:
@@ -250,7 +250,7 @@ class RemoteStore:
 
         Each value maps file names to sizes in bytes. Folders of unfinished uploads are included.
         """
-        _check_model(model, self._remote.url)
+        check_model_name(model, self._remote.url)
         folders: dict[int, dict[str, int]] = {}
         for path, size in self._version_files(model).items():
             number, _, name = path.partition("/")
@@ -273,11 +273,6 @@ class RemoteStore:
             for number in numbers
             for name, size in self._remote.sizes(f"{model}/{number}").items()
         }
-
-
-def _check_model(model: str, where: str) -> None:
-    if not NAME_PATTERN.fullmatch(model):
-        raise StoreError(f"{where}: {model!r} is not the name of a model")
 
 
 def _folder_name(url: str) -> str:
