@@ -29,22 +29,20 @@ from embedserve.request_checks import check_feature_count
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _EmbedBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _Options(msgspec.Struct, forbid_unknown_fields=True, gc=False, kw_only=True):
+    weights: dict[str, list[list[float] | float]] | None = None
+    output_dtype: Literal["float32", "float16"] = "float32"
+    version: _Number | str | None = None
+    output_keys: list[str] | None = None
+    min_seq: _Number | None = None
+
+
+class _EmbedBody(_Options, gc=False):
     features: dict[str, list[list[int] | int]]
-    weights: dict[str, list[list[float] | float]] | None = None
-    output_dtype: Literal["float32", "float16"] = "float32"
-    version: _Number | str | None = None
-    output_keys: list[str] | None = None
-    min_seq: _Number | None = None
 
 
-class _BodyWithStrings(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _BodyWithStrings(_Options, gc=False):
     features: dict[str, list[list[int | str] | int | str]]
-    weights: dict[str, list[list[float] | float]] | None = None
-    output_dtype: Literal["float32", "float16"] = "float32"
-    version: _Number | str | None = None
-    output_keys: list[str] | None = None
-    min_seq: _Number | None = None
 
 
 INLINE_BYTES_MAX = 64 << 10
