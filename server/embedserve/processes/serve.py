@@ -386,13 +386,10 @@ def _worker_main(
                 uvloop.run(
                     worker.run_worker(pipeline, manager, settings, ports, ready, counters, channel)
                 )
-    except (StoreError, OSError, ValueError) as error:
-        if isinstance(error, ValueError) and type(error) is not ValueError:
-            raise
-        worker.report_failure(channel, error)
-        return 1
-    except ImportError as error:  # a package of the engine that does not load
-        if (error.name or "").startswith("embedserve"):
+    except (StoreError, OSError, ValueError, ImportError) as error:
+        # A package of the engine may not load.
+        is_ours = isinstance(error, ImportError) and (error.name or "").startswith("embedserve")
+        if is_ours or (isinstance(error, ValueError) and type(error) is not ValueError):
             raise
         worker.report_failure(channel, error)
         return 1
