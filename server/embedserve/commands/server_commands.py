@@ -13,7 +13,7 @@ import typer
 
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine
-from embedserve.commands.store_commands import Store
+from embedserve.commands.store_commands import CACHE, Store
 from embedserve.commands.switch import switch
 from embedserve.config import LIMIT_MAX, Limits, ServeSettings
 
@@ -80,13 +80,7 @@ def cluster(
         int, typer.Option(help="The router's port for gRPC.", min=0, max=65535)
     ] = 8001,
     follow: Annotated[str, typer.Option(help="none, alias or latest, as for serve.")] = "none",
-    cache: Annotated[
-        str,
-        typer.Option(
-            envvar="EMBEDSERVE_CACHE",
-            help="Folder for versions pulled from a remote store. Default: ~/.cache/embedserve.",
-        ),
-    ] = "",
+    cache: Annotated[str, CACHE] = "",
     backend: Annotated[
         str, typer.Option(help="Where the shards run: local, this host; ray, a Ray cluster.")
     ] = "local",

@@ -18,13 +18,11 @@ Model = Annotated[str, typer.Argument(help="Name of the model.")]
 Version = Annotated[
     str | None, typer.Argument(help="Number or alias of a version. Default: the newest.")
 ]
-Cache = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="EMBEDSERVE_CACHE",
-        help="Folder for versions pulled from a remote store. Default: ~/.cache/embedserve.",
-    ),
-]
+CACHE = typer.Option(
+    envvar="EMBEDSERVE_CACHE",
+    help="Folder for versions pulled from a remote store. Default: ~/.cache/embedserve.",
+)
+Cache = Annotated[Path | None, CACHE]
 DryRun = Annotated[bool, switch("--dry-run", help="Only show what would be removed.")]
 
 
