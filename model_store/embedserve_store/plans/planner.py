@@ -124,7 +124,6 @@ def plan_under(
     *,
     world_size: int,
     device_type: str = "cpu",
-    device_memory_bytes: int | None = None,
 ) -> Plan:
     """Plans ``tables`` under a stored plan's constraints, for another number of ranks.
 
@@ -133,8 +132,8 @@ def plan_under(
             rank are larger than its memory, as in ``make_plan``.
     """
     check_table_names(tables)
-    plan = _search(tables, constraints, world_size, device_type, device_memory_bytes)
-    check_fits(plan, tables, _memory(device_type, plan, device_memory_bytes), device_type)
+    plan = _search(tables, constraints, world_size, device_type, None)
+    check_fits(plan, tables, _memory(device_type, plan, None), device_type)
     return plan
 
 

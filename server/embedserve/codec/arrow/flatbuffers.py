@@ -38,9 +38,9 @@ class FlatTable:
         self._vtable = vtable
         self._fields = (_UINT16.unpack_from(data, vtable)[0] - 4) // 2
 
-    def number(self, field: int, layout: Struct, default: int = 0) -> int:
+    def number(self, field: int, layout: Struct) -> int:
         where = self._where(field)
-        value: int = layout.unpack_from(self._data, where)[0] if where else default
+        value: int = layout.unpack_from(self._data, where)[0] if where else 0
         return value
 
     def table(self, field: int) -> FlatTable | None:
