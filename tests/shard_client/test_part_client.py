@@ -35,7 +35,7 @@ def test_a_replica_joins_once_it_lists_the_version(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO)
     bench = Bench()
     bench.part.set_addresses([("a", 1)])
-    assert bench.part.versions() == {KEY: 0}
+    assert bench.part.stats.replicas == {KEY: 0}
     connection = bench.connections["a"]
     connection.ready()
     assert bench.part.reasons(KEY) == {("a", 1): "has not listed its models yet"}
@@ -43,12 +43,12 @@ def test_a_replica_joins_once_it_lists_the_version(caplog: pytest.LogCaptureFixt
     assert bench.part.reasons(KEY) == {("a", 1): "does not serve dlrm@7"}
     bench.time.advance(1)
     connection.list(model(), model(version=6))
-    assert bench.part.versions() == {KEY: 1}
+    assert bench.part.stats.replicas == {KEY: 1}
     assert bench.part.reasons(KEY) == {}
     bench.part.expect(VersionKey("dlrm", 6), PRINT)
-    assert bench.part.versions() == {KEY: 1, VersionKey("dlrm", 6): 1}
+    assert bench.part.stats.replicas == {KEY: 1, VersionKey("dlrm", 6): 1}
     bench.part.forget(KEY)
-    assert bench.part.versions() == {VersionKey("dlrm", 6): 1}
+    assert bench.part.stats.replicas == {VersionKey("dlrm", 6): 1}
     connection.lose("reset")
     assert [record.message for record in caplog.records] == [
         "part 1 of 4: a:1 joined for dlrm@7",
@@ -84,13 +84,13 @@ def test_a_replica_leaves_that_serves_the_version_no_more() -> None:
     for reply in (OVERLOADED, Reply(DEADLINE_EXCEEDED, "late")):
         bench.time.advance(1)
         bench.connections["a"].lists[0].answer(reply)
-        assert bench.part.versions() == {KEY: 1}
+        assert bench.part.stats.replicas == {KEY: 1}
     bench.time.advance(1)
     bench.connections["a"].list(model(version=8))
-    assert bench.part.versions() == {KEY: 0}
+    assert bench.part.stats.replicas == {KEY: 0}
     bench.time.advance(1)
     bench.connections["a"].list(model())
-    assert bench.part.versions() == {KEY: 1}
+    assert bench.part.stats.replicas == {KEY: 1}
     bench.time.advance(1)
     bench.connections["a"].lists[0].answer(Reply(UNAVAILABLE, "draining"))
     assert bench.part.reasons(KEY) == {("a", 1): "ListModels failed with status 14: draining"}
@@ -109,7 +109,7 @@ def test_a_replica_leaves_that_lists_no_models() -> None:
     assert "malformed response" in bench.part.reasons(KEY)["a", 1]
     bench.time.advance(1)
     bench.connections["a"].list(model())
-    assert bench.part.versions() == {KEY: 2}
+    assert bench.part.stats.replicas == {KEY: 2}
 
 
 def test_lost_connections_are_made_again_with_backoff() -> None:
@@ -143,7 +143,7 @@ def test_addresses_that_stay_keep_their_connections() -> None:
     bench.part.set_addresses([("a", 1), ("c", 1)])
     assert bench.connections["a"] is kept
     assert gone.is_finished
-    assert bench.part.versions() == {KEY: 1}
+    assert bench.part.stats.replicas == {KEY: 1}
     bench.calls[0].answer()
     assert bench.replies[0].status == 0
     bench.part.close()

@@ -35,7 +35,7 @@ async def two_replicas() -> AsyncIterator[tuple[PartClient, list[GrpcShard]]]:
         )
         part.expect(KEY, "f7")
         part.set_addresses([("127.0.0.1", shard.port) for shard in shards])
-        await until(lambda: part.versions()[KEY] == 2)
+        await until(lambda: part.stats.replicas[KEY] == 2)
         try:
             yield part, shards
         finally:
@@ -125,10 +125,10 @@ async def test_a_killed_replica_loses_no_look_up_and_comes_back() -> None:
         load = Load(part)
         await grows(load)
         shards[0].process.kill()
-        await until(lambda: part.versions()[KEY] == 1)
+        await until(lambda: part.stats.replicas[KEY] == 1)
         await grows(load)
         async with grpc_shard(port=shards[0].port):
-            await until(lambda: part.versions()[KEY] == 2)
+            await until(lambda: part.stats.replicas[KEY] == 2)
             await grows(load)
             assert await load.stop() == []
             part.close()
@@ -144,4 +144,4 @@ async def test_a_stopped_replica_loses_no_look_up_and_comes_back() -> None:
         await grows(load)
         assert await load.stop() == []
         assert load.slowest_s < 2, "no lookup waited for its call's timeout"
-        await until(lambda: part.versions()[KEY] == 2)
+        await until(lambda: part.stats.replicas[KEY] == 2)

@@ -247,7 +247,7 @@ class Shards:
         missing = []
         for client, served in zip(self._clients[len(parts)], parts, strict=True):
             key = VersionKey(served.model, served.version)
-            if not client.versions().get(key):
+            if not client.stats.replicas.get(key):
                 missing.append(client.why_unavailable(key))
         return "; ".join(missing)
 
@@ -268,7 +268,7 @@ class Shards:
         }
         for count, clients in self._clients.items():
             for client in clients:
-                for key in client.versions():
+                for key in [*client.stats.replicas]:
                     if (count, key) not in used:
                         client.forget(key)
 

@@ -131,10 +131,6 @@ class PartClient:
         self._joined.pop(key, None)
         self.stats.replicas.pop(key, None)
 
-    def versions(self) -> dict[VersionKey, int]:
-        """Returns the number of joined replicas of each expected version."""
-        return dict(self.stats.replicas)
-
     def reasons(self, key: VersionKey) -> dict[Address, str]:
         """Returns why replicas have not joined for a version, by address."""
         expected = self._expected.get(key)
