@@ -64,8 +64,8 @@ class NatsChannel:
         self._url = url
         self._client = Client()
         self._client._ps = _BoundedParser(self._client)
-        self._is_ended = asyncio.Event()
-        self._received = asyncio.Event()
+        self._is_ended = False
+        self._received = asyncio.Event()  # a message, or the end
         self._error: Exception | None = None
         self._has_stream = False
         self._found: set[Topic] = set()
@@ -116,12 +116,9 @@ class NatsChannel:
             again, self._again = self._again, set()
             await self.subscribe([*again])
             return again
-        waits = [asyncio.ensure_future(one.wait()) for one in (self._received, self._is_ended)]
-        try:
-            await asyncio.wait(waits, timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waits:
-                one.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_S):
+                await self._received.wait()
         self._check()
         if not self._found:
             await self._flush()
@@ -151,11 +148,12 @@ class NatsChannel:
         self._check()
 
     def _check(self) -> None:
-        if self._is_ended.is_set() or self._error is not None:
+        if self._is_ended or self._error is not None:
             raise self._error or ConnectionError("the broker has closed the connection")
 
     async def _keep_error(self, error: Exception) -> None:
         self._error = error
 
     async def _end(self) -> None:
-        self._is_ended.set()
+        self._is_ended = True
+        self._received.set()
