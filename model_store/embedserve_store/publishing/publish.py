@@ -53,7 +53,7 @@ from embedserve_store.publishing.version_writer import (
     write_version,
 )
 from embedserve_store.remote.remote_store import RemoteStore, default_cache, is_url
-from embedserve_store.remote.upload import upload_version
+from embedserve_store.remote.upload import upload_next
 from embedserve_store.sources.description import Description, check_no_draft
 from embedserve_store.transfer.receive import TransferProgress
 from embedserve_store.writing.staging import check_room, check_writable, staging_folder
@@ -241,14 +241,17 @@ def publish_files(
     """
     if not is_url(store):
         return _publish_local(Path(store) / model, nbytes, write)
-    number = RemoteStore(store, default_cache()).next_version(model)
+    remote = RemoteStore(store, default_cache())
+    remote.next_version(model)  # fails before hours of writing if it cannot be read
     cache = default_cache() / "publish"
     with as_store_error(cache), staging_folder(cache) as folder:
         published = _publish_local(folder / model, nbytes, write)
         if not published.is_new:
             return replace(published, where=f"{store.rstrip('/')}/{model}/{published.version}")
         check_now = partial(check, published) if check is not None else None
-        where = upload_version(published.path, store, number, upload_progress, check_now)
+        first = remote.next_version(model)
+        number = upload_next(published.path, store, first, upload_progress, check_now)
+    where = f"{store.rstrip('/')}/{model}/{number}"
     manifest = replace(published.manifest, version=number)
     return replace(published, where=where, version=number, manifest=manifest)
 

@@ -7,12 +7,16 @@ torch.
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import MissingFileError, StoreError
 from embedserve_store.format.manifest_checksum import sealed_json
 from embedserve_store.format.version_folder import VERSION_PATTERN
 from embedserve_store.local_store import LocalStore
@@ -22,7 +26,12 @@ from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.unchanged_tables import find_unchanged
 from embedserve_store.transfer.file_check import MANIFEST, TABLES
 from embedserve_store.transfer.receive import TransferProgress
-from embedserve_store.transfer.stored_version import StoredVersion
+from embedserve_store.transfer.stored_version import SMALL_FILE_BYTES_MAX, StoredVersion
+
+logger = logging.getLogger(__name__)
+
+CLAIMS = ".uploads"
+"""Folder beside the versions: a file for each number under which a publisher uploads."""
 
 
 def upload_version(
@@ -37,19 +46,80 @@ def upload_version(
     Args:
         folder: folder of a published version.
         url: URL of the store, such as s3://bucket/folder. The bucket must exist.
-        number: version number in the remote store; RemoteStore.next_version returns a free number.
-            Default: the folder's number.
+        number: version number in the remote store; upload_next chooses a free one. Default: the
+            folder's number.
         check: is called directly before the manifest is written; no version appears if it raises.
 
     Raises:
         StoreError: ``folder`` is not a version or is damaged, or the number is taken.
         UnreachableError: the store cannot be written.
     """
+    return send(_local(folder), RemoteFolder(url), number, progress, check)
+
+
+def upload_next(
+    folder: str | os.PathLike[str],
+    url: str,
+    first: int,
+    progress: TransferProgress | None = None,
+    check: Callable[[], None] | None = None,
+) -> int:
+    """Uploads STORE/MODEL/VERSION to URL/MODEL under the lowest free number, and returns it.
+
+    Other publishers that upload the model at the same time get other numbers.
+
+    Args:
+        first: lowest number to try, as RemoteStore.next_version returns it.
+        folder, url, progress, check: as upload_version.
+
+    Raises:
+        StoreError, UnreachableError: as upload_version.
+    """
+    version, remote = _local(folder), RemoteFolder(url)
+    with _claimed_number(version, remote, first) as number:
+        send(version, remote, number, progress, check)
+    return number
+
+
+def _local(folder: str | os.PathLike[str]) -> StoredVersion:
     path = Path(folder).absolute()
     if not VERSION_PATTERN.fullmatch(path.name):
         raise StoreError(f"{folder}: not a published version: its name is not a number")
-    version = LocalStore(path.parent.parent).stored(path.parent.name, int(path.name))
-    return send(version, RemoteFolder(url), number, progress, check)
+    return LocalStore(path.parent.parent).stored(path.parent.name, int(path.name))
+
+
+@contextmanager
+def _claimed_number(version: StoredVersion, remote: RemoteFolder, first: int) -> Iterator[int]:
+    """Yields the lowest free number from ``first`` on, which no other upload gets meanwhile.
+
+    A claim that a killed upload left is taken over by an upload of the same files, which continues
+    it, and passed over by any other.
+    """
+    claim = replace(version.manifest, version=0, source={}).fingerprint.encode()
+    for number in itertools.count(first):
+        path = f"{version.model}/{CLAIMS}/{number}"
+        if not _claim(remote, path, claim):
+            continue
+        try:
+            # Another upload may have ended, and withdrawn its claim, since ``first`` was found.
+            if not remote.has(f"{version.model}/{number}/{MANIFEST}"):
+                yield number
+                return
+        finally:
+            try:
+                remote.remove(path)
+            except StoreError as error:
+                logger.warning("%s: the claim of version %d stays: %s", remote.url, number, error)
+
+
+def _claim(remote: RemoteFolder, path: str, claim: bytes) -> bool:
+    """Writes a claim. Returns False if there is one of another upload."""
+    if remote.write_new(path, claim):
+        return True
+    try:
+        return remote.read(path, SMALL_FILE_BYTES_MAX) == claim
+    except MissingFileError:  # that upload has ended meanwhile
+        return False
 
 
 def send(
@@ -63,8 +133,9 @@ def send(
 
     An upload to S3 that was interrupted is continued: its parts are used if their checksums are
     right. The store copies the tables that find_unchanged finds in another version, if it can.
-    Two concurrent uploads under one number may mix their files, and every reader then rejects the
-    version. An object store has no rename that fails for the second upload.
+    Of two concurrent uploads under one number the second fails. They may mix their files, though,
+    and every reader then rejects the version: an object store has no rename that fails for the
+    second upload. upload_next excludes that.
     """
     number = version.number if number is None else number
     target = f"{version.model}/{number}"
@@ -76,13 +147,15 @@ def send(
         arrived = remote.size(f"{target}/{name}", read_bytes=size)
         if arrived != size:
             raise StoreError(f"{remote.url}/{target}/{name}: {arrived} bytes arrived of {size}")
-    _check_free(remote, target)
     data = version.manifest_json
     if number != version.number:
         data = sealed_json(json.loads(data) | {"version": number})
     if check is not None:
         check()
-    remote.write(f"{target}/{MANIFEST}", data)
+    path = f"{target}/{MANIFEST}"
+    # A store whose response was lost has the manifest, and says so when it is asked again.
+    if not remote.write_new(path, data) and remote.read(path, SMALL_FILE_BYTES_MAX) != data:
+        raise _taken(remote, target)
     return f"{remote.url}/{target}"
 
 
@@ -146,4 +219,8 @@ class DamagedError(StoreError):
 
 def _check_free(remote: RemoteFolder, target: str) -> None:
     if remote.has(f"{target}/{MANIFEST}"):
-        raise StoreError(f"{remote.url}/{target}: exists already, and versions never change")
+        raise _taken(remote, target)
+
+
+def _taken(remote: RemoteFolder, target: str) -> StoreError:
+    return StoreError(f"{remote.url}/{target}: exists already, and versions never change")

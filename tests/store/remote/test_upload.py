@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from writable import writable
 
-from embedserve_store.errors import InvalidModelError, StoreError
+from embedserve_store.errors import InvalidModelError, StoreError, UnreachableError
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.add_note import add_note
@@ -29,6 +30,7 @@ from embedserve_store.verification import verify
 Publish = Callable[..., Path]
 STATE = {"ebc.embedding_bags.user.weight": torch.ones(10, 4)}
 TABLES = [TableSpec("user", 10, 4, ("user",), "sum", "float32")]
+TIMEOUT_S = 300
 
 
 class WatchedFiles(LocalFileSystem):  # type: ignore[misc]
@@ -191,6 +193,125 @@ def test_publishing_to_a_url_uploads_the_next_version(
     assert not (tmp_path / "cache").exists()
     verify(store.load("m"))
     assert [path.name for path in tmp_path.iterdir() if ":" in path.name] == []
+
+
+def publish_value(url: str, value: float, **options: Any) -> int:
+    """Publishes a version of "m" whose rows are ``value``, and returns its number."""
+    state = {name: weight * value for name, weight in STATE.items()}
+    return publish(state, url, model="m", tables=TABLES, **options).version
+
+
+def value_of(url: str, cache: Path, version: int) -> float:
+    loaded = RemoteStore(url, cache).load("m", version)
+    verify(loaded)
+    return float(loaded.tables.rows("user")[0].view("<f4")[0])
+
+
+@pytest.mark.parametrize("moment", ["progress", "upload_progress"])
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_who_publishes_meanwhile_gets_another_number(
+    scheme: str, moment: str, url: str, tmp_path: Path
+) -> None:
+    where = url if scheme == "s3" else f"file://{tmp_path}/far"
+    others: list[int] = []
+
+    def publish_another(*_: Any) -> None:
+        if not others:
+            others.append(0)
+            others.append(publish_value(where, 2))
+
+    number = publish_value(where, 1, **{moment: publish_another})
+    assert sorted([number, others[-1]]) == [1, 2] == ModelStore(where).versions("m")
+    values = {number: 1, others[-1]: 2}
+    assert {n: value_of(where, tmp_path / "cache", n) for n in values} == values
+    assert ModelStore(where).files_beside("m", ".uploads") == []
+
+
+def test_publishers_that_begin_to_upload_at_once_get_a_number_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, count = f"file://{tmp_path}/far", 3
+    all_read, real = threading.Barrier(count, timeout=TIMEOUT_S), RemoteStore.next_version
+    numbers: dict[float, int] = {}
+
+    def next_version(store: RemoteStore, model: str) -> int:
+        number = real(store, model)
+        all_read.wait()
+        return number
+
+    monkeypatch.setattr(RemoteStore, "next_version", next_version)
+
+    def run(value: float) -> None:
+        numbers[value] = publish_value(where, value)
+
+    threads = [threading.Thread(target=run, args=(value,)) for value in range(1, count + 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert sorted(numbers.values()) == [1, 2, 3] == ModelStore(where).versions("m")
+    assert {value: value_of(where, tmp_path / "cache", n) for value, n in numbers.items()} == {
+        value: value for value in numbers
+    }
+
+
+def test_of_two_uploads_under_one_number_the_second_fails(
+    new_version: Publish, url: str, store: RemoteStore
+) -> None:
+    folders = [new_version(), new_version(2)]
+    done: list[str] = []
+
+    def upload_other() -> None:
+        if not done:
+            done.append("")
+            upload_version(folders[0], url, 1)
+
+    with pytest.raises(StoreError, match=f"{url}/m/1: exists already"):
+        upload_version(folders[1], url, 1, lambda *_: upload_other())
+    assert store.versions("m") == [1]
+
+
+def test_a_manifest_that_is_there_after_all_is_no_other_version(
+    new_version: Publish, url: str, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is asked again, as the first response was lost, says that there is such a
+    file."""
+    real = RemoteFolder.write_new
+
+    def write_twice(remote: RemoteFolder, name: str, data: bytes) -> bool:
+        real(remote, name, data)
+        return real(remote, name, data)
+
+    monkeypatch.setattr(RemoteFolder, "write_new", write_twice)
+    upload_version(new_version(), url)
+    assert store.versions("m") == [1]
+
+
+def test_a_claim_that_a_killed_publisher_left_is_continued_by_the_same_rows_alone(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def remove(remote: RemoteFolder, name: str) -> None:
+        raise UnreachableError(f"{name}: access denied")
+
+    def publish_and_die(value: float) -> None:
+        with monkeypatch.context() as killed:
+            killed.setattr(RemoteFolder, "remove", remove)
+            with pytest.raises(StoreError, match="interrupted"):
+                publish_value(url, value, upload_progress=interrupt)
+
+    models = ModelStore(url)
+    publish_and_die(1)
+    assert models.files_beside("m", ".uploads") == ["1"]
+    assert (models.versions("m"), models.models()) == ([], [])
+    assert publish_value(url, 1) == 1
+    assert models.files_beside("m", ".uploads") == []
+    publish_and_die(2)
+    assert publish_value(url, 3) == 3
+    assert models.versions("m") == [1, 3]
+    assert models.files_beside("m", ".uploads") == ["2"]
 
 
 def test_another_layout_is_refused_before_it_is_uploaded(url: str) -> None:
