@@ -15,9 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.deltas.append import append, check_no_overwrites
-from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.deltas.delta_line import DeltaLine, joined_ids
 from embedserve_store.deltas.signing import KeyFile, SigningKey, check_stays_signed, signing_key
-from embedserve_store.errors import InvalidModelError, RevertedError, WriterFencedError
+from embedserve_store.errors import (
+    InvalidModelError,
+    RevertedError,
+    UnreachableError,
+    WriterFencedError,
+)
 from embedserve_store.format.changed_ids import ChangedIds, encode_ids, split_ids
 from embedserve_store.format.delta_file import ChangedRows, encode, split
 from embedserve_store.format.delta_goldens import DeltaGoldens
@@ -81,6 +86,7 @@ class LineAppender:
         self.models = ModelStore(store)
         self._ranks, self._calls = ranks, RankCalls(ranks)
         self._is_fenced = False
+        self._is_unsure = False  # whether the store may have a delta of this job after ``position``
         # Its arguments alone: the error would keep the frames of each push that raised it.
         self._reverted: tuple[Any, ...] | None = None
         self._key: SigningKey | None = None
@@ -106,19 +112,36 @@ class LineAppender:
         Raises:
             RevertedError, WriterFencedError, InvalidModelError, StoreError: as DeltaWriter.push.
         """
-        is_appended = False
-        while not is_appended:
-            files = self._written(changes, ids if self._ranks.rank == 0 else {})
-            call = partial(self._append_manifest, files, goldens, step, as_of)
-            try:
-                self.position, is_appended = self._calls.on_first(call)
-            except WriterFencedError:
-                self._is_fenced = True
-                raise
-            except RevertedError as error:
-                self._reverted = error.args
-                raise
+        self.pass_own()
+        files = self._written(changes, ids if self._ranks.rank == 0 else {})
+        call = partial(self._append_manifest, files, goldens, step, as_of)
+        self._is_unsure = True  # if the store's response is lost
+        try:
+            self.position = self._calls.on_first(call)
+        except WriterFencedError:
+            self._is_fenced = True
+            raise
+        except RevertedError as error:
+            self._reverted = error.args
+            raise
+        self._is_unsure = False
         return self.position.seq
+
+    def pass_own(self) -> dict[str, ChangedIds]:
+        """Continues after deltas of this job that were written although their push failed, because
+        the store's response was lost; a collective.
+
+        Returns:
+            The ids that they changed, by table.
+
+        Raises:
+            StoreError: on all ranks: the store cannot be read.
+        """
+        if not self._is_unsure:
+            return {}
+        self.position, ids = self._calls.on_first(self._find_own)
+        self._is_unsure = False
+        return ids
 
     def check_continues(self) -> None:
         """Raises the error that has stopped this job: it is fenced off, or deltas were undone."""
@@ -153,7 +176,7 @@ class LineAppender:
         except WriterFencedError:
             self._is_fenced = True
             raise
-        self._reverted = None
+        self._reverted, self._is_unsure = None, False
         return undone
 
     @property
@@ -190,6 +213,14 @@ class LineAppender:
         last, end = self._line.manifest(stored[-1])
         check_stays_signed(last, self._key)
         return end
+
+    def _find_own(self) -> tuple[LinePosition, dict[str, ChangedIds]]:
+        """Returns the position after the deltas of this job, and the ids that they changed."""
+        end, passed = self.position, []
+        while (found := self._line.after(end)) is not None and self._is_own(found[0]):
+            passed.append(found[0])
+            end = found[1]
+        return end, joined_ids(self._line.ids(delta) for delta in passed)
 
     def _find_undone(self, is_tracked: bool) -> tuple[LinePosition, UndoneChanges]:
         """Returns the end of the line, and what the undos before it changed.
@@ -235,15 +266,14 @@ class LineAppender:
         goldens: DeltaGoldens | None,
         step: int | None,
         as_of: str,
-    ) -> tuple[LinePosition, bool]:
-        """Writes the manifest. Returns the end of the line, and whether it is the new delta.
-
-        It is not if the store has an earlier delta of this writer there: a push that failed because
-        the store's response was lost. The files must then be written for the next seq.
+    ) -> LinePosition:
+        """Writes the manifest, and returns the position after the delta.
 
         Raises:
             RevertedError: deltas were undone.
             WriterFencedError: another writer has appended.
+            UnreachableError: an earlier delta of this writer arrived only now. The ids of this one
+                were chosen without it.
             StoreError: the delta exceeds a limit, or the store cannot be written.
         """
         delta = DeltaManifest(
@@ -267,7 +297,7 @@ class LineAppender:
         if self._key is not None:
             delta = self._key.sign(delta)
         if (position := append(self.write, delta)) is not None:
-            return position, True
+            return position
         there, position = self._line.manifest(delta.seq)
         if there.reverts_to is not None:
             raise RevertedError(
@@ -277,7 +307,15 @@ class LineAppender:
                 there.reverts_to,
             )
         self._check_own(there)
-        return position, there.to_bytes() == delta.to_bytes()
+        if there.to_bytes() != delta.to_bytes():
+            raise UnreachableError(
+                f"{where}: an earlier push of this writer, whose response was lost, has arrived "
+                "meanwhile: push again"
+            )
+        return position
+
+    def _is_own(self, delta: DeltaManifest) -> bool:
+        return delta.reverts_to is None and delta.token == self._token
 
     def _check_own(self, delta: DeltaManifest) -> None:
         """Raises WriterFencedError if ``delta`` has rows of another writer."""

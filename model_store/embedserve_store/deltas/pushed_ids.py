@@ -112,7 +112,11 @@ class PushedIds:
             undone: ids that the undo changed, by table, with the rows that they had before it.
         """
         self._opened = None
-        newer, self._kept = self._kept, dict(undone)
+        self._keep_again(undone)
+
+    def _keep_again(self, older: Mapping[str, ChangedIds]) -> None:
+        """Keeps changes as ``_keep``, but those that are kept already win."""
+        newer, self._kept = self._kept, dict(older)
         self._keep(newer)
 
     def _keep(self, changes: Mapping[str, ChangedIds]) -> None:
@@ -137,11 +141,17 @@ class PushedIds:
 
     def _open(self) -> Vocabularies | None:
         """Returns the vocabularies, None if the version has none; a collective."""
-        if self._has_any and self._opened is None:
+        if not self._has_any:
+            return None
+        passed = self._line.pass_own()
+        if self._opened is not None:
+            self._opened.advance(passed)
+        else:
             changed = self._calls.on_first(self._line.changed_ids)
             id_maps = self._calls.on_all(self._line.id_maps)
             self._opened = Vocabularies(self._line.base, id_maps, changed)
             self._kept = {name: self._published(change) for name, change in self._kept.items()}
+        self._keep_again(passed)
         return self._opened
 
     @property

@@ -145,6 +145,79 @@ def test_a_push_that_fails_gives_no_row(store: Path, monkeypatch: pytest.MonkeyP
         assert ids_of(store) == {8: 3}
 
 
+def lose_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets pushes fail after the store has their deltas."""
+    real = line_appender.append
+
+    def lose(*arguments: Any) -> None:
+        real(*arguments)
+        raise UnreachableError("timed out")
+
+    monkeypatch.setattr(line_appender, "append", lose)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_ids_of_a_push_whose_response_was_lost_are_known_to_the_next(
+    store: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    with DeltaWriter(store, model="m") as writer:
+        with monkeypatch.context() as losing:
+            lose_responses(losing)
+            lost: Any = {"user": ([7], rows("user", 1))}
+            with pytest.raises(UnreachableError, match="timed out"):
+                writer.push_rows(lost, removed={"user": [100]})
+        if again:
+            assert writer.push_rows(lost, removed={"user": [100]}) == 2
+            assert not last_of(store).ids
+            assert numbers_of(store) == [3]
+        writer.push_rows({"user": ([8, 100], rows("user", 2))})
+        assert ids_of(store) == {8: 4, 100: 5}
+        assert numbers_of(store) == [4, 5]
+        changed = line_of(store).ids_at(writer.seq)["user"]
+    assert dict(zip(changed.ids.tolist(), changed.rows.tolist(), strict=True)) == {
+        7: 3,
+        8: 4,
+        100: 5,
+    }
+
+
+def test_a_push_that_arrives_late_gives_no_row_twice(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store writes the first delta only while the second push is under way."""
+    with DeltaWriter(store, model="m") as writer:
+        real, late = line_appender.append, []
+
+        def delay(*arguments: Any) -> Any:
+            if not late:
+                late.append(arguments)
+                raise UnreachableError("timed out")
+            if len(late) == 1:
+                late.append(real(*late[0]))
+            return real(*arguments)
+
+        monkeypatch.setattr(line_appender, "append", delay)
+        with pytest.raises(UnreachableError, match="timed out"):
+            writer.push_rows({"user": ([7], rows("user", 1))})
+        with pytest.raises(UnreachableError, match=r"an earlier push .* has arrived meanwhile"):
+            writer.push_rows({"user": ([8], rows("user", 1))})
+        assert writer.push_rows({"user": ([8], rows("user", 1))}) == 2
+    assert ids_of(store) == {8: 4}
+
+
+def test_an_id_that_moved_in_a_push_whose_response_was_lost_moves_back(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "store"
+    with DeltaWriter(folder, model="m", module=published(folder)) as writer:
+        with monkeypatch.context() as losing:
+            lose_responses(losing)
+            with pytest.raises(UnreachableError, match="timed out"):
+                writer.push(vocabulary=placed(7, 100))
+        writer.push(vocabulary=placed(7, 7))
+    assert ids_of(folder) == {7: 7}
+
+
 def test_the_next_writer_knows_the_ids_of_the_line(store: Path) -> None:
     with DeltaWriter(store, model="m") as writer:
         writer.push_rows({"user": ([7], rows("user", 1))}, removed={"user": [100]})
