@@ -54,7 +54,8 @@ class DeltaWriter:
 
     All ranks of the process group make the same calls in the same order. A delta holds the rows of
     all ranks, and appears whole or not at all. If a push fails, no delta appears, and the rows may
-    be pushed again.
+    be pushed again. A push that exceeds the limits of a delta, 4 GiB or 10,000 files, appends
+    several. The last has the ids and goldens; if it fails, those before may have appeared.
 
     Attributes:
         seq: last delta of the line that this writer knows; 0 if there is none.

@@ -2,16 +2,17 @@
 
 Every rank writes the files of its own rows. Rank 0 then writes the manifest, which makes the delta
 visible. The manifest is created only where there is none, so the second of two writers is fenced
-off. Imports torch when called.
+off. A push that exceeds the limits of a delta is appended as several. Imports torch when called.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from embedserve_store.deltas.append import append, check_no_overwrites
@@ -23,8 +24,13 @@ from embedserve_store.errors import (
     UnreachableError,
     WriterFencedError,
 )
-from embedserve_store.format.changed_ids import ChangedIds, encode_ids, split_ids
-from embedserve_store.format.delta_file import ChangedRows, encode, split
+from embedserve_store.format.changed_ids import (
+    ChangedIds,
+    encode_ids,
+    encoded_id_bytes,
+    split_ids,
+)
+from embedserve_store.format.delta_file import ChangedRows, encode, encoded_bytes, split
 from embedserve_store.format.delta_goldens import DeltaGoldens
 from embedserve_store.format.delta_manifest import (
     DELTA_BYTES_MAX,
@@ -47,6 +53,9 @@ from embedserve_store.publishing.ranks import Ranks
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+EncodeFile = Callable[[str], tuple[DeltaFile, bytes]]
+"""Encodes a file of a delta. The argument is its name."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,9 @@ class LineAppender:
     ) -> int:
         """Writes a delta and returns its seq; a collective.
 
+        If rows and ids exceed the limits of a delta, several are written, one after the other. The
+        last one has the ids and the goldens; its seq is returned.
+
         Args:
             changes: rows of this rank, by table.
             ids: changed ids of all ranks, by table; rank 0 writes them.
@@ -113,7 +125,29 @@ class LineAppender:
             RevertedError, WriterFencedError, InvalidModelError, StoreError: as DeltaWriter.push.
         """
         self.pass_own()
-        files = self._written(changes, ids if self._ranks.rank == 0 else {})
+        parts = [*split(changes)]
+        sizes = self._ranks.from_all([encoded_bytes(part) for part in parts])
+        id_parts = [*split_ids([*ids.values()])]
+        counts = _file_counts(sizes, [encoded_id_bytes(part) for part in id_parts])
+        files: list[EncodeFile] = [partial(encode, part) for part in parts]
+        for count in counts[:-1]:
+            own = count[self._ranks.rank]
+            self._append_one(files[:own], None, step, as_of)
+            files = files[own:]
+        if self._ranks.rank == 0:
+            files += [partial(encode_ids, part) for part in id_parts]
+        self._append_one(files, goldens, step, as_of)
+        return self.position.seq
+
+    def _append_one(
+        self,
+        own_files: Sequence[EncodeFile],
+        goldens: DeltaGoldens | None,
+        step: int | None,
+        as_of: str,
+    ) -> None:
+        """Writes one delta; a collective."""
+        files = self._written(own_files)
         call = partial(self._append_manifest, files, goldens, step, as_of)
         self._is_unsure = True  # if the store's response is lost
         try:
@@ -125,7 +159,6 @@ class LineAppender:
             self._reverted = error.args
             raise
         self._is_unsure = False
-        return self.position.seq
 
     def pass_own(self) -> dict[str, ChangedIds]:
         """Continues after deltas of this job that were written although their push failed, because
@@ -238,24 +271,17 @@ class LineAppender:
         rows = self._line.rows_between(before, end.seq)
         return end, UndoneChanges(rows, self._line.ids_between(end.seq, before))
 
-    def _written(
-        self, changes: Mapping[str, ChangedRows], ids: Mapping[str, ChangedIds]
-    ) -> tuple[DeltaFile, ...]:
+    def _written(self, own_files: Sequence[EncodeFile]) -> tuple[DeltaFile, ...]:
         """Writes the files of this rank, and returns those of all ranks; a collective."""
-        own = self._calls.on_all(lambda: list(self._write_files(changes, ids)))
+        own = self._calls.on_all(lambda: self._write_files(own_files))
         return tuple(file for files in self._ranks.from_all(own) for file in files)
 
-    def _write_files(
-        self, changes: Mapping[str, ChangedRows], ids: Mapping[str, ChangedIds]
-    ) -> list[DeltaFile]:
+    def _write_files(self, own_files: Sequence[EncodeFile]) -> list[DeltaFile]:
         token = secrets.token_hex(8)
         files = []
-        parts: list[Callable[[str], tuple[DeltaFile, bytes]]]
-        parts = [partial(encode, part) for part in split(changes)]
-        parts += [partial(encode_ids, part) for part in split_ids([*ids.values()])]
-        for number, encode_part in enumerate(parts):
+        for number, encode_file in enumerate(own_files):
             name = file_name(self.position.seq + 1, token, self._ranks.rank, number)
-            file, data = encode_part(name)
+            file, data = encode_file(name)
             self.write(f"{self._folder}/{name}", data)  # its name is this push's alone
             files.append(file)
         return files
@@ -289,11 +315,6 @@ class LineAppender:
             goldens=goldens,
         )
         where = f"{self._where}/{manifest_name(delta.seq)}"
-        if delta.nbytes > DELTA_BYTES_MAX or len(files) > FILES_MAX:
-            raise InvalidModelError(
-                f"{where}: {delta.nbytes} bytes in {len(files)} files, the limits are "
-                f"{DELTA_BYTES_MAX} and {FILES_MAX}: push more often"
-            )
         if self._key is not None:
             delta = self._key.sign(delta)
         if (position := append(self.write, delta)) is not None:
@@ -324,3 +345,36 @@ class LineAppender:
                 f"{self._where}/{manifest_name(delta.seq)}: {delta.writer} wrote it, with rows as "
                 f"of {delta.as_of}: this writer stops"
             )
+
+
+def _file_counts(sizes: Sequence[Sequence[int]], id_sizes: Sequence[int]) -> list[list[int]]:
+    """Divides the files of a push among as few deltas as their limits allow.
+
+    Args:
+        sizes: bytes of the files of rows, of each rank.
+        id_sizes: bytes of the files of ids, which are all in the last delta.
+
+    Returns:
+        The number of files of rows that each rank writes, for each delta.
+
+    Raises:
+        InvalidModelError: the ids alone exceed the limits.
+    """
+    id_bytes = sum(id_sizes)
+    if id_bytes > DELTA_BYTES_MAX or len(id_sizes) > FILES_MAX:
+        raise InvalidModelError(
+            f"the changed ids of a push are {id_bytes} bytes in {len(id_sizes)} files, the limits "
+            f"are {DELTA_BYTES_MAX} and {FILES_MAX}: push more often"
+        )
+    counts, nbytes = [[0] * len(sizes)], 0
+    # A file of each rank in turn, so that all ranks write at the same time.
+    turns = zip_longest(*([(rank, size) for size in own] for rank, own in enumerate(sizes)))
+    for rank, size in (one for turn in turns for one in turn if one is not None):
+        if nbytes + size > DELTA_BYTES_MAX or sum(counts[-1]) == FILES_MAX:
+            counts.append([0] * len(sizes))
+            nbytes = 0
+        counts[-1][rank] += 1
+        nbytes += size
+    if nbytes + id_bytes > DELTA_BYTES_MAX or sum(counts[-1]) + len(id_sizes) > FILES_MAX:
+        counts.append([0] * len(sizes))
+    return counts

@@ -24,6 +24,7 @@ from embedserve_store.format.safetensors_file import (
     Tensors,
     consecutive,
     content_of,
+    data_bytes,
     encode_header,
 )
 from embedserve_store.format.table_spec import TableSpec
@@ -88,16 +89,20 @@ def split_ids(changes: Sequence[ChangedIds]) -> Iterator[list[ChangedIds]]:
 
 def encode_ids(part: Sequence[ChangedIds], name: str) -> tuple[DeltaFile, bytes]:
     """Returns the description of a file with the changes of ``part``, and its bytes."""
-    counts = {}
+    counts = _counts(part)
     tensors: list[NDArray[np.int64]] = []
     for change in part:
         is_removed = change.rows == REMOVED
-        removed = int(np.count_nonzero(is_removed))
-        counts[change.table.name] = IdCounts(len(change) - removed, removed)
         tensors += change.ids[~is_removed], change.rows[~is_removed], change.ids[is_removed]
     pieces = [np.ascontiguousarray(tensor, "<i8").tobytes() for tensor in tensors]
     data = b"".join([encode_header(_tensors(counts)), *pieces])
     return DeltaFile(name, len(data), hashlib.sha256(data).hexdigest(), {}, counts), data
+
+
+def encoded_id_bytes(part: Sequence[ChangedIds]) -> int:
+    """Returns the bytes of the file that ``encode_ids`` makes of ``part``."""
+    tensors = _tensors(_counts(part))
+    return len(encode_header(tensors)) + data_bytes(tensors)
 
 
 def decode_ids(
@@ -186,6 +191,14 @@ def _joined(
     order = np.argsort(both, kind="stable")
     all_rows = np.concatenate([rows, np.full(len(removed), REMOVED, np.int64)])
     return ChangedIds(table, both[order], all_rows[order])
+
+
+def _counts(part: Sequence[ChangedIds]) -> dict[str, IdCounts]:
+    removed = {one.table.name: int(np.count_nonzero(one.rows == REMOVED)) for one in part}
+    return {
+        one.table.name: IdCounts(len(one) - removed[one.table.name], removed[one.table.name])
+        for one in part
+    }
 
 
 def _tensors(counts: Mapping[str, IdCounts]) -> Tensors:

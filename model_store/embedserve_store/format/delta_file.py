@@ -18,7 +18,13 @@ from embedserve_store.errors import StoreError
 from embedserve_store.format.delta_manifest import DeltaFile
 from embedserve_store.format.manifest_checksum import check_sha256
 from embedserve_store.format.row_layout import unstorable_rows
-from embedserve_store.format.safetensors_file import Tensors, consecutive, content_of, encode_header
+from embedserve_store.format.safetensors_file import (
+    Tensors,
+    consecutive,
+    content_of,
+    data_bytes,
+    encode_header,
+)
 from embedserve_store.format.table_spec import TableSpec
 
 PART_BYTES = 32 << 20
@@ -61,12 +67,17 @@ def split(changes: Mapping[str, ChangedRows]) -> Iterator[list[ChangedRows]]:
 def encode(part: list[ChangedRows], name: str) -> tuple[DeltaFile, bytes]:
     """Returns the description of a file with the rows of ``part``, and its bytes."""
     rows = {change.table.name: len(change.numbers) for change in part}
-    tables = {change.table.name: change.table for change in part}
-    pieces = [encode_header(_tensors(rows, tables))]
+    pieces = [encode_header(_tensors_of(part))]
     pieces += [np.ascontiguousarray(change.numbers, "<i8").tobytes() for change in part]
     pieces += [np.ascontiguousarray(change.values).tobytes() for change in part]
     data = b"".join(pieces)
     return DeltaFile(name, len(data), hashlib.sha256(data).hexdigest(), rows), data
+
+
+def encoded_bytes(part: list[ChangedRows]) -> int:
+    """Returns the bytes of the file that ``encode`` makes of ``part``."""
+    tensors = _tensors_of(part)
+    return len(encode_header(tensors)) + data_bytes(tensors)
 
 
 def check_bytes(data: bytes, file: DeltaFile, where: str) -> None:
@@ -135,6 +146,11 @@ def check_rows(
             f"{where}: row {numbers[broken[0]]} holds a value that is not finite, or too large for "
             f"{table.dtype}"
         )
+
+
+def _tensors_of(part: list[ChangedRows]) -> Tensors:
+    rows = {change.table.name: len(change.numbers) for change in part}
+    return _tensors(rows, {change.table.name: change.table for change in part})
 
 
 def _tensors(rows: Mapping[str, int], tables: Mapping[str, TableSpec]) -> Tensors:

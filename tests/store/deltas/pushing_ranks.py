@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from unittest.mock import patch
 
 import numpy as np
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.multiprocessing as mp
 from numpy.typing import NDArray
 
 from embedserve_store import DeltaWriter, StoreError
+from embedserve_store.deltas import line_appender
 
 DIM = 16
 
@@ -44,6 +46,8 @@ def run(rank: int, world_size: int, store: str, meeting: str) -> None:
                 said.append(str(writer.push_rows(push)))
             except StoreError as error:
                 said.append(f"{type(error).__name__}: {error}")
+        with patch.object(line_appender, "DELTA_BYTES_MAX", 5000):  # one file
+            said.append(str(writer.push_rows({"user": (own, rows(own))})))
     everyone: list[list[str] | None] = [None] * world_size
     dist.all_gather_object(everyone, said)
     if rank == 0:

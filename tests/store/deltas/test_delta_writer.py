@@ -16,6 +16,7 @@ from forkserver import PYTHON, run_warm
 from store.deltas.conftest import rows
 
 from embedserve_store import (
+    Bags,
     DeltaLine,
     DeltaWriter,
     IdRule,
@@ -26,7 +27,10 @@ from embedserve_store import (
     publish,
 )
 from embedserve_store.deltas import append as append_module
-from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, DeltaManifest
+from embedserve_store.deltas import line_appender
+from embedserve_store.format import delta_file
+from embedserve_store.format.delta_file import ChangedRows, encoded_bytes
+from embedserve_store.format.delta_manifest import DELTA_SEQ_MAX, DeltaManifest, manifest_name
 from embedserve_store.format.row_layout import dequantize_rows
 from embedserve_store.publishing import added_file
 
@@ -288,6 +292,47 @@ def test_killed_writers_leave_only_what_the_next_removes(store: Path) -> None:
     assert len(files_in(store)) == 2
 
 
+def test_a_push_above_the_limits_of_a_delta_is_several(
+    store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_file, "PART_BYTES", 64)  # one row of a user
+    (table,) = (one for one in ModelStore(store).manifest("m").tables if one.name == "user")
+    one_row = ChangedRows(table, np.zeros(1, np.int64), np.zeros((1, 64), np.uint8))
+    size = encoded_bytes([one_row])
+    monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 3 * size)
+    values = rows("user", 7)
+    answers = np.zeros((1, 48), np.float32)
+    bags = Bags(np.zeros(0, np.int64), np.zeros((4, 1), np.int32), None)
+    assert writer.push_rows({"user": (range(7), values)}, step=5, goldens=(bags, answers)) == 3
+    deltas = deltas_in(store)
+    assert [delta.rows["user"] for delta in deltas] == [3, 3, 1]
+    assert [delta.goldens is not None for delta in deltas] == [False, False, True]
+    assert {delta.step for delta in deltas} == {5}
+    pushed = [change for delta in deltas for (change,) in line_of(store).rows(delta)]
+    assert [number for change in pushed for number in change.numbers] == [*range(7)]
+    stored = np.concatenate([change.values for change in pushed])
+    np.testing.assert_array_equal(dequantize_rows(stored, "float32", 16), values)
+    named = {file.name for delta in deltas for file in delta.files}
+    assert files_in(store) == named | {manifest_name(seq) for seq in (1, 2, 3)}
+    monkeypatch.setattr(line_appender, "FILES_MAX", 2)
+    assert writer.push_rows({"user": (range(4), values[:4])}) == 5
+
+
+def test_files_of_all_ranks_are_divided_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 10)
+    monkeypatch.setattr(line_appender, "FILES_MAX", 4)
+    file_counts = line_appender._file_counts
+    assert file_counts([[]], []) == [[0]]
+    assert file_counts([[], []], [5, 5]) == [[0, 0]]
+    assert file_counts([[5, 5], [], [5]], []) == [[1, 0, 1], [1, 0, 0]]
+    assert file_counts([[5, 5], [], [5]], [5]) == [[1, 0, 1], [1, 0, 0]]
+    assert file_counts([[5, 5], [], [5]], [6]) == [[1, 0, 1], [1, 0, 0], [0, 0, 0]]
+    assert file_counts([[1, 1, 1], [1, 1, 1]], []) == [[2, 2], [1, 1]]
+    assert file_counts([[1, 1], [1]], [1, 1]) == [[2, 1], [0, 0]]
+    with pytest.raises(InvalidModelError, match="ids of a push are 11 bytes in 2 files, the limit"):
+        file_counts([[1]], [5, 6])
+
+
 def test_ranks_push_one_delta_together(store: Path) -> None:
     """Every rank returns the same seq or raises the same error, and a delta has all their rows."""
     script = Path(__file__).with_name("pushing_ranks.py")
@@ -300,8 +345,10 @@ def test_ranks_push_one_delta_together(store: Path) -> None:
         f"InvalidModelError: {outside}",
         "InvalidModelError: table 'user': row 50 is pushed by two ranks",
         "3",
+        "5",
     ]
-    assert [delta.rows for delta in deltas_in(store)] == [{"user": 4}, {"user": 1}, {}]
+    counts = [delta.rows.get("user", 0) for delta in deltas_in(store)]
+    assert counts == [4, 1, 0, 2, 2]
     first = deltas_in(store)[0]
     changed = [user for (user,) in line_of(store).rows(first)]
     assert [[*one.numbers] for one in changed] == [[0, 10], [1, 11]]

@@ -31,7 +31,9 @@ from embedserve_store import (
 )
 from embedserve_store.commands.deltas import list_deltas, verify_deltas
 from embedserve_store.deltas import line_appender
+from embedserve_store.deltas.append import append
 from embedserve_store.errors import UnreachableError
+from embedserve_store.format import delta_file
 from embedserve_store.format.changed_ids import REMOVED
 from embedserve_store.format.delta_manifest import DeltaManifest
 
@@ -145,12 +147,30 @@ def test_a_push_that_fails_gives_no_row(store: Path, monkeypatch: pytest.MonkeyP
         assert ids_of(store) == {8: 3}
 
 
+def test_ids_of_a_push_above_the_limits_come_with_its_last_delta(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_file, "PART_BYTES", 64)  # one row of a user
+    monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 10_000)  # two files
+    with DeltaWriter(store, model="m") as writer:
+        assert writer.push_rows({"user": ([7, 8, 100, 200], rows("user", 4))}) == 3
+    line = line_of(store)
+    assert [len(delta.rows) for delta, _ in line.deltas()] == [1, 1, 0]
+    assert [len(delta.ids) for delta, _ in line.deltas()] == [0, 0, 1]
+    assert ids_of(store) == {7: 3, 8: 4}
+    monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 4_000)  # less than one
+    with DeltaWriter(store, model="m") as writer:
+        files = {*(store / "m/deltas/1").iterdir()}
+        with pytest.raises(InvalidModelError, match="the changed ids of a push are 4112 bytes in"):
+            writer.push_rows({"user": ([9], rows("user", 1))})
+        assert {*(store / "m/deltas/1").iterdir()} == files
+
+
 def lose_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets pushes fail after the store has their deltas."""
-    real = line_appender.append
 
     def lose(*arguments: Any) -> None:
-        real(*arguments)
+        append(*arguments)
         raise UnreachableError("timed out")
 
     monkeypatch.setattr(line_appender, "append", lose)
@@ -186,15 +206,15 @@ def test_a_push_that_arrives_late_gives_no_row_twice(
 ) -> None:
     """The store writes the first delta only while the second push is under way."""
     with DeltaWriter(store, model="m") as writer:
-        real, late = line_appender.append, []
+        late: list[Any] = []
 
         def delay(*arguments: Any) -> Any:
             if not late:
                 late.append(arguments)
                 raise UnreachableError("timed out")
             if len(late) == 1:
-                late.append(real(*late[0]))
-            return real(*arguments)
+                late.append(append(*late[0]))
+            return append(*arguments)
 
         monkeypatch.setattr(line_appender, "append", delay)
         with pytest.raises(UnreachableError, match="timed out"):
