@@ -18,6 +18,7 @@ from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.part_messages import DTYPES
 from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine, ServedPart
 from embedserve.fanout.shards import Shards
+from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.lookup_types import Batch
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.reply import OK, Reply
@@ -43,6 +44,7 @@ class LocalShards:
 
     def __init__(self, store: Path, model: str, parts: int) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.budget = ValuesBudget()
         self.replies: dict[int, Reply] = {}
         self.changes: dict[int, Callable[[embedding_pb2.EmbedResponse], None]] = {}
         self.asked: list[int] = []
@@ -146,7 +148,12 @@ def routed(
         version = ModelStore(store, holds=local).load(model)
         parts = LocalParts(inline_bytes_max)
         yield RouterEngine(
-            version, cast(Shards, shards), partial_dtype, on_missing, parts.open(version)
+            version,
+            cast(Shards, shards),
+            partial_dtype,
+            on_missing,
+            parts.open(version),
+            inline_bytes_max,
         )
     finally:
         loop.call_soon_threadsafe(loop.stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embedserve.fanout.partition import Partition, PartLookup
-from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
+from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns, chunk_width
 from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve_store import Manifest, TableSpec
 from embedserve_store.plans.host_plan import HostPlan
@@ -146,7 +146,9 @@ def test_sums_of_parts_are_the_sums_of_whole_tables(
         assert lookup.lengths.size == partition.features[lookup.part].sum() * lookup.shape[0]
         # Each feature's bags are packed: no example is empty for all features.
         assert lookup.lengths.reshape(-1, lookup.shape[0]).any(axis=0).all()
-    merged = found.merge(ask(one, partition, lookups))
+    for lookup, values in zip(lookups, ask(one, partition, lookups), strict=True):
+        found.add(lookup.part, values)
+    merged = found.merge()
     expected = answer(one.manifest, one.rows, ids, lengths, given_weights)
     assert merged.dtype == np.float32
     np.testing.assert_allclose(merged, expected, rtol=0, atol=1e-5)
@@ -172,7 +174,9 @@ def test_rows_of_parts_are_the_rows_of_whole_tables(counts: list[list[int]], see
         ends = np.append(0, lookup.lengths.cumsum())
         for start, end in pairwise(ends.tolist()):
             assert len(set(lookup.ids[start:end].tolist())) == end - start
-    merged = found.merge(ask(one, partition, lookups))
+    for lookup, values in zip(lookups, ask(one, partition, lookups), strict=True):
+        found.add(lookup.part, values)
+    merged = found.merge()
     assert np.array_equal(merged, answer(one.manifest, one.rows, ids, lengths, None))
 
 
@@ -209,12 +213,47 @@ def test_the_same_batch_has_the_same_bits_in_any_order_of_answers() -> None:
     partition = Partition(one.manifest, HOSTS)
     ids, lengths, weights = batch(one.manifest, [[9, 4, 7]] * 4, 5)
     results = set()
-    for _ in range(3):
+    for order in permutations(range(4)):
         found = PooledBatch(
             partition, PooledColumns(partition), partition.divide(ids, lengths, weights)
         )
-        results.add(found.merge(ask(one, partition, found.lookups())).tobytes())
+        lookups = found.lookups()
+        answers = ask(one, partition, lookups)
+        for i in order:
+            found.add(lookups[i].part, answers[i])
+        results.add(found.merge().tobytes())
     assert len(results) == 1
+
+
+@pytest.mark.parametrize(
+    ("dims", "width"),
+    [
+        ((64, 64), 64),
+        ((12, 4, 8, 8), 4),
+        ((64, 33), 64),
+        ((64, 64, 64, 1), 64),
+        ((128, 4), 128),
+        ((10, 16, 24, 32, 7), 32),
+    ],
+)
+def test_vectors_of_any_width_are_added_in_few_chunks(dims: tuple[int, ...], width: int) -> None:
+    """A table of width 1 must not make each vector one chunk for each of its columns."""
+    assert chunk_width(dims) == width
+    assert sum(-(-dim // width) for dim in dims) <= 4 * len(dims)
+    counts, bounds = [[3, 1, 0, 2, 5]] * len(dims), (0, 20, 40, 60)
+    tables = [
+        TableSpec(f"t{i}", 60, dim, (f"f{i}",), "sum", "float32") for i, dim in enumerate(dims)
+    ]
+    hosts = HostPlan(3, {table.name: bounds for table in tables})
+    one = divided(tables, hosts)
+    partition = Partition(one.manifest, hosts)
+    ids, lengths, _ = batch(one.manifest, counts, 3)
+    found = PooledBatch(partition, PooledColumns(partition), partition.divide(ids, lengths))
+    lookups = found.lookups()
+    for lookup, values in zip(lookups, ask(one, partition, lookups), strict=True):
+        found.add(lookup.part, values)
+    expected = answer(one.manifest, one.rows, ids, lengths, None)
+    np.testing.assert_allclose(found.merge(), expected, rtol=0, atol=1e-5)
 
 
 def test_a_batch_without_ids_asks_nobody_and_is_zeros() -> None:
@@ -223,4 +262,4 @@ def test_a_batch_without_ids_asks_nobody_and_is_zeros() -> None:
     divided_ids = partition.divide(np.empty(0, np.int64), np.zeros(8, np.int32))
     found = PooledBatch(partition, PooledColumns(partition), divided_ids)
     assert found.lookups() == []
-    assert np.array_equal(found.merge([]), np.zeros((2, 44), np.float32))
+    assert np.array_equal(found.merge(), np.zeros((2, 44), np.float32))

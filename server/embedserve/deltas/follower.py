@@ -195,12 +195,12 @@ class DeltaFollower:
             if self._takes_back(delta):
                 waiting[:] = [Waiting(delta, end)]  # the others are undone
                 return
-            if waiting and nbytes > self._step_bytes:
+            if waiting and (nbytes > self._step_bytes or len(waiting) == STEP_DELTAS_MAX):
                 return
             if not waiting:
                 self._state = replace(self._state, waiting_since=Waiting(delta, end).as_of)
             waiting.append(Waiting(delta, end))
-            if delta.seq == self._refused_seq or len(waiting) == STEP_DELTAS_MAX:
+            if delta.seq == self._refused_seq:
                 return
 
     def _takes_back(self, delta: DeltaManifest) -> bool:

@@ -1,7 +1,12 @@
-"""Adds what the parts return for one batch, and notes what fails or is missing without a part."""
+"""Looks one batch up in its parts: divides it, adds what they return, and notes what fails or is
+missing without a part.
+
+The event loop divides and adds a small batch, threads a large one.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,9 +15,6 @@ import numpy as np
 from embedserve.batching.lookup_executor import FAILED
 from embedserve.errors import EmbedServeError, EngineError, MissingPartError
 from embedserve.fanout.part_messages import PartMessages
-from embedserve.fanout.partition import PartLookup
-from embedserve.fanout.pooled_batch import PooledBatch
-from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.lookup_types import Batch
 from embedserve.shard_client.reply import Reply
 
@@ -30,31 +32,73 @@ class BatchFanout:
         self,
         engine: RouterEngine,
         batch: Batch,
-        pending: PooledBatch | UnpooledBatch,
-        lookups: Sequence[PartLookup],
         messages: Sequence[PartMessages],
         required: np.ndarray,
+        until_s: float,
         finish: Finish,
     ) -> None:
         """
         Args:
+            messages: messages of each part.
             required: bool [features], whether examples fail if a part with their ids is missing.
+            until_s: time.monotonic() at which the lookups fail.
+            finish: called once, and never before ``begin`` has returned.
         """
+        self.messages = messages
         self._engine = engine
         self._batch = batch
-        self._pending = pending
-        self._lookups = lookups
-        self._messages = messages
         self._required = required
+        self._until_s = until_s
         self._finish = finish
         self._missing: np.ndarray | None = None  # ids of missing parts, int [features, examples]
-        self._values: list[np.ndarray | None] = [None] * len(lookups)
-        self._left = len(lookups)
+        self._is_large = engine.is_large(batch)
+        self._loop = asyncio.get_running_loop()
+
+    def begin(self) -> None:
+        """Divides the batch, and begins its lookups."""
+        try:
+            if self._is_large:
+                dividing = self._loop.run_in_executor(None, self._divide_and_prepare)
+                dividing.add_done_callback(self._on_divided)
+                return
+            self._divide()
+            self._look_up()
+            self._pending.prepare()  # while the parts look up
+        except Exception:
+            self._give_up()
+
+    def _divide(self) -> None:
+        self._pending = self._engine.divide(self._batch)
+        self._lookups = self._pending.lookups()
+
+    def _divide_and_prepare(self) -> None:
+        self._divide()
+        self._pending.prepare()
+
+    def _on_divided(self, dividing: asyncio.Future[None]) -> None:
+        try:
+            dividing.result()
+            self._look_up()
+        except Exception:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Finishes the batch with the exception that is being handled; replies are ignored from now
+        on."""
+        finish, self._finish = self._finish, _ignore
+        self._loop.call_soon(finish, self._failed())
+
+    def _look_up(self) -> None:
+        self._left = len(self._lookups)
+        if self._lookups:
+            self._engine.look_up(self._lookups, self, self._until_s, self._batch)
+        else:
+            self._loop.call_soon(self._end)
 
     def on_reply(self, index: int, reply: Reply) -> None:
         """Takes the reply to the lookup at ``index``."""
         lookup = self._lookups[index]
-        self.take(index, self._engine.read_reply(lookup, self._messages[lookup.part], reply))
+        self.take(index, self._engine.read_reply(lookup, self.messages[lookup.part], reply))
 
     def take(self, index: int, values: np.ndarray | EmbedServeError) -> None:
         """Takes the values of the lookup at ``index``, or why there are none; the last ones end the
@@ -62,11 +106,11 @@ class BatchFanout:
         lookup = self._lookups[index]
         if isinstance(values, EmbedServeError):
             self._fail(lookup.part, values)
-            values = np.zeros(lookup.shape, np.float32)
-        self._values[index] = values
+        else:
+            self._pending.add(lookup.part, values)
         self._left -= 1
         if not self._left:
-            self.end()
+            self._end()
 
     def _fail(self, part: int, error: EmbedServeError) -> None:
         """Notes which examples fail without ``part``, and what the others lack."""
@@ -91,13 +135,29 @@ class BatchFanout:
         lengths: np.ndarray = batch.lengths - missing.reshape(-1)
         return lengths
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Adds what the parts returned, and finishes the batch."""
-        result: np.ndarray | EmbedServeError
+        if not self._is_large:
+            self._finish(self._result())
+            return
         try:
-            summed = self._pending.merge([one for one in self._values if one is not None])
-            result = self._engine.finish_values(summed, self._found_lengths())
+            adding = self._loop.run_in_executor(None, self._result)
+        except RuntimeError:  # no thread can be started
+            self._finish(self._result())
+        else:
+            adding.add_done_callback(lambda done: self._finish(done.result()))
+
+    def _result(self) -> np.ndarray | EmbedServeError:
+        try:
+            return self._engine.finish_values(self._pending.merge(), self._found_lengths())
         except Exception:
-            self._engine.log_failure(self._batch)
-            result = EngineError(FAILED)
-        self._finish(result)
+            return self._failed()
+
+    def _failed(self) -> EngineError:
+        """Logs the exception that is being handled, and returns the error for the callers."""
+        self._engine.log_failure(self._batch)
+        return EngineError(FAILED)
+
+
+def _ignore(values: np.ndarray | EmbedServeError) -> None:
+    """Takes values that nobody waits for any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd
 
 import numpy as np
@@ -18,16 +18,73 @@ import torch
 from embedserve.engine.pooled_values import to_float32
 from embedserve.fanout.partition import DividedIds, Partition, PartLookup
 
+CHUNKS_PER_KEY = 4
+"""Most chunks of a vector, on average, that are added without padding."""
+CHUNK_COLUMNS = 64
+"""Columns that take as long to add as a chunk takes besides."""
+
+
+def chunk_width(dims: Sequence[int]) -> int:
+    """Returns the width of the chunks that vectors of these widths are added in.
+
+    It divides all of them, unless the chunks would be very many, as with widths of 64 and 1. Then
+    the last chunk of a vector is padded.
+    """
+    exact = gcd(*dims)
+    if sum(dims) // exact <= CHUNKS_PER_KEY * len(dims):
+        return exact
+
+    def cost(width: int) -> int:
+        return sum(-(-dim // width) for dim in dims) * (width + CHUNK_COLUMNS)
+
+    return min(sorted({*dims}), key=cost)
+
+
+class _Layout:
+    """Vectors of several keys, one after the other, and the same padded to whole chunks.
+
+    Attributes:
+        chunks: chunks of all vectors.
+        first_chunks: the first chunk of each vector.
+        spans: columns of each vector, and its columns in the padded row.
+        is_padded: whether a vector is padded.
+    """
+
+    def __init__(self, dims: Sequence[int], width: int) -> None:
+        counts = [-(-dim // width) for dim in dims]
+        starts, firsts = [0, *accumulate(dims)], [0, *accumulate(counts)]
+        self.chunks, self.first_chunks = firsts[-1], firsts[:-1]
+        self.is_padded = self.chunks * width != starts[-1]
+        self.spans = [
+            (slice(start, start + dim), slice(first * width, first * width + dim))
+            for start, first, dim in zip(starts, firsts, dims, strict=False)
+        ]
+
+    def copy_padded(self, values: np.ndarray, padded: np.ndarray) -> None:
+        """Copies vectors [n, sum of widths] to their columns of ``padded``."""
+        if not self.is_padded:
+            padded[:] = values
+            return
+        for columns, padded_columns in self.spans:
+            padded[:, padded_columns] = values[:, columns]
+
+    def without_padding(self, padded: np.ndarray) -> np.ndarray:
+        """Returns the vectors [n, sum of widths] of ``padded``."""
+        if not self.is_padded:
+            return padded
+        return np.concatenate([padded[:, columns] for _, columns in self.spans], axis=1)
+
 
 class PooledColumns:
-    """Columns that the parts of a version return, in chunks of one width.
-
-    The width divides that of every key, so that one operation adds vectors of all widths.
+    """Columns that the parts of a version return, in chunks of one width, so that one operation
+    adds vectors of all widths.
 
     Attributes:
         width: columns of a chunk.
-        chunks: chunks in a row of the whole result.
-        part_chunks: int64 [parts], chunks in a row of the values of each part.
+        whole: layout of a row of the whole result.
+        parts: layout of a row of each part.
+        widths: columns in a row of each part, without padding.
+        part_chunks: int64 [parts], chunks in a row of each part.
         starts: int64 [parts * features + 1]; the chunks of feature f on part p are those from
             starts[p * features + f] on, in ``sources`` and ``targets``.
         sources, targets: int64, positions of a chunk in a row of its part and in a row of the
@@ -36,19 +93,19 @@ class PooledColumns:
 
     def __init__(self, partition: Partition) -> None:
         manifest = partition.manifest
-        self.width = gcd(*manifest.length_per_key)
-        self.chunks = sum(manifest.length_per_key) // self.width
-        self.part_chunks = np.array(
-            [sum(part.length_per_key) // self.width for part in partition.parts]
-        )
-        whole = {(one.feature, one.table.name): one for one in manifest.columns}
+        width = self.width = chunk_width(manifest.length_per_key)
+        self.whole = _Layout(manifest.length_per_key, width)
+        self.parts = [_Layout(part.length_per_key, width) for part in partition.parts]
+        self.widths = [sum(part.length_per_key) for part in partition.parts]
+        self.part_chunks = np.array([part.chunks for part in self.parts])
+        columns = zip(manifest.columns, self.whole.first_chunks, strict=True)
+        targets = {(one.feature, one.table.name): first for one, first in columns}
         per_feature: list[list[tuple[int, int]]] = []
-        for part, keys in zip(partition.parts, partition.columns, strict=True):
+        for layout, keys in zip(self.parts, partition.columns, strict=True):
             pairs: list[list[tuple[int, int]]] = [[] for _ in manifest.features]
-            for one, key in zip(part.columns, keys, strict=True):
-                target = whole[key].start // self.width
-                start, end = one.start // self.width, one.end // self.width
-                pairs[key[0]].extend((start + i, target + i) for i in range(end - start))
+            ends = [*layout.first_chunks, layout.chunks][1:]
+            for key, start, end in zip(keys, layout.first_chunks, ends, strict=True):
+                pairs[key[0]].extend((i, targets[key] + i - start) for i in range(start, end))
             per_feature.extend(pairs)
         flat = np.array([pair for pairs_ in per_feature for pair in pairs_], np.int64)
         self.sources, self.targets = flat.reshape(-1, 2).T
@@ -87,9 +144,8 @@ class PooledBatch:
         local = partition.local.reshape(-1)[self._cells]
         starts = (ends - sizes * partition.feature_counts)[self._bag_parts]
         lengths[starts + local * sizes[self._bag_parts] + self._bag_positions] = self._bag_lengths
-        width, chunks = self._columns.width, self._columns.part_chunks.tolist()
         return [
-            divided.lookup(part, lengths[start:end], (size, chunks[part] * width))
+            divided.lookup(part, lengths[start:end], (size, self._columns.widths[part]))
             for part, (size, (start, end)) in enumerate(
                 zip(sizes.tolist(), pairwise(spans), strict=True)
             )
@@ -104,7 +160,7 @@ class PooledBatch:
         counts = self._sizes * columns.part_chunks
         firsts = counts.cumsum() - counts
         sources = firsts[parts] + self._bag_positions * columns.part_chunks[parts]
-        targets = self._bag_examples * columns.chunks
+        targets = self._bag_examples * columns.whole.chunks
         counts, starts = columns.counts[self._cells], columns.starts[self._cells]
         if (counts == 1).all():
             pairs = starts
@@ -115,34 +171,46 @@ class PooledBatch:
         sources = sources + columns.sources[pairs]
         targets = targets + columns.targets[pairs]
         # Sorting is stable, and bags are in the order of the parts. Small numbers sort faster.
-        total = self._examples * columns.chunks
+        total = self._examples * columns.whole.chunks
         keys = targets.astype(np.uint16) if total <= 1 << 16 else targets
         order = keys.argsort(kind="stable")
         offsets = np.zeros(total, np.int64)
         np.bincount(targets, minlength=total)[:-1].cumsum(out=offsets[1:])
         return torch.from_numpy(sources[order]), torch.from_numpy(offsets)
 
+    @cached_property
+    def _values(self) -> tuple[np.ndarray, list[int]]:
+        """Returns the padded values of all parts, float32 and zeros at first, and where those of
+        each part begin."""
+        ends = (self._sizes * self._columns.part_chunks).cumsum() * self._columns.width
+        return np.zeros(ends[-1], np.float32), [0, *ends.tolist()]
+
     def prepare(self) -> None:
         """Prepares the sum while the parts look up."""
-        _ = self._sum
+        _ = self._sum, self._values
 
-    def merge(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the sums of the batch, float32 [examples, sum of dims].
+    def add(self, part: int, values: np.ndarray) -> None:
+        """Takes the values of ``part``, float32 or float16, in the shape of its lookup. They are
+        copied, so that a response need not stay in memory."""
+        values_of_all, starts = self._values
+        layout = self._columns.parts[part]
+        own = values_of_all[starts[part] : starts[part + 1]].reshape(len(values), -1)
+        if values.dtype != np.float32:
+            values = to_float32(values.copy())  # torch takes no read-only view of a response
+        layout.copy_padded(values, own)
 
-        Args:
-            values: values of each of ``lookups``, float32 or float16, in that order and shape.
-        """
-        columns = self._columns
-        shape = (self._examples, columns.chunks * columns.width)
-        if not values:
-            return np.zeros(shape, np.float32)
-        flat = to_float32(np.concatenate([one.reshape(-1) for one in values]))
+    def merge(self) -> np.ndarray:
+        """Returns the sums of the batch, float32 [examples, sum of dims]. Parts that have added
+        nothing count as zeros."""
+        columns, (values, _) = self._columns, self._values
+        shape = (self._examples, columns.whole.chunks * columns.width)
+        if not values.size:
+            return columns.whole.without_padding(np.zeros(shape, np.float32))
         indices, offsets = self._sum
         summed = torch.nn.functional.embedding_bag(
-            indices, torch.from_numpy(flat).view(-1, columns.width), offsets, mode="sum"
+            indices, torch.from_numpy(values).view(-1, columns.width), offsets, mode="sum"
         )
-        result: np.ndarray = summed.numpy().reshape(shape)
-        return result
+        return columns.whole.without_padding(summed.numpy().reshape(shape))
 
     def count_ids_on(self, part: int) -> np.ndarray:
         """Returns the numbers of ids on ``part``, int [features, examples]."""

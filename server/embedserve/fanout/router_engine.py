@@ -36,6 +36,7 @@ from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
 from embedserve.fanout.partition import Partition, PartLookup
 from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
 from embedserve.fanout.unpooled_batch import UnpooledBatch
+from embedserve.fanout.values_budget import BATCHES_MAX
 from embedserve.lookup_types import Batch
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.on_missing import MissingPolicy
@@ -59,8 +60,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BATCHES_MAX = 8
-"""Batches in flight of one version. More would be smaller, and each costs a call to every part."""
+INLINE_SHARE = 16
+"""A router's work on a byte of ids or results, in bytes of a lookup in an engine."""
+ID_BYTES = 24
+"""Bytes of an id as it is received, divided over the parts and sent."""
 GOLDENS_S_MAX = 30.0
 """Seconds for one lookup of the goldens of a version, before it serves."""
 LOOP_POLL_S = 0.5
@@ -118,6 +121,7 @@ class RouterEngine:
         partial_dtype: str = "float32",
         on_missing: MissingPolicy = FAIL_ALL,
         local: LocalPart | None = None,
+        inline_bytes_max: int = 0,
     ) -> None:
         """
         Args:
@@ -128,6 +132,8 @@ class RouterEngine:
             on_missing: tables whose rows batches may lack. Values of ``lookup``, and so of the
                 goldens, lack none.
             local: the tables of ``version`` that are looked up in this process; None for none.
+            inline_bytes_max: bytes read and written by the largest lookup of an engine that runs
+                on the event loop. Batches of a router cost INLINE_SHARE times as much.
         """
         manifest, hosts = version.manifest, version.plan.hosts
         assert hosts is not None  # a store opened for a router has checked it
@@ -144,6 +150,10 @@ class RouterEngine:
             hosts = with_local_part(hosts, local.tables)
         self._partition = Partition(manifest, hosts)
         self._columns = PooledColumns(self._partition) if manifest.is_pooled else None
+        widths = [sum(part.length_per_key) for part in self._partition.parts]
+        self._columns_of_parts, self._columns_of_part_max = sum(widths), max(widths)
+        self._result_columns = sum(manifest.length_per_key)
+        self._work_bytes_max = inline_bytes_max // INLINE_SHARE
         self._means = [one for one in manifest.columns if one.table.pooling == "mean"]
         self.parts = served_parts(version)
         self._exact = self._messages_of("float32")
@@ -189,29 +199,52 @@ class RouterEngine:
         messages: Sequence[PartMessages],
         required: np.ndarray,
     ) -> None:
-        pending = self._divide(batch)
-        lookups = pending.lookups()
-        fanout = BatchFanout(self, batch, pending, lookups, messages, required, finish)
-        if not lookups:
-            asyncio.get_running_loop().call_soon(fanout.end)
-            return
+        """Begins the lookup of ``batch`` once there is room for the values of its parts."""
         until_s = monotonic() + deadline_s - perf_counter()
-        last = lookups[-1]
-        local = self._local if last.part == len(self.parts) else None
-        for i, lookup in enumerate(lookups[:-1] if local else lookups):
-            message = messages[lookup.part].encode(lookup)
-            on_reply = partial(fanout.on_reply, i)
-            served = self.parts[lookup.part]
-            self._shards.look_up(served, message, until_s, on_reply, batch.calls)
-        pending.prepare()
-        if local:
-            local.look_up(last, partial(fanout.take, len(lookups) - 1))
+        nbytes, budget = self._values_bytes(batch), self._shards.budget
 
-    def _divide(self, batch: Batch) -> PooledBatch | UnpooledBatch:
+        def end(values: np.ndarray | EmbedServeError) -> None:
+            try:
+                finish(values)
+            finally:
+                budget.end(nbytes)
+
+        fanout = BatchFanout(self, batch, messages, required, until_s, end)
+        budget.begin(nbytes, fanout.begin)
+
+    def _values_bytes(self, batch: Batch) -> int:
+        """Returns the bytes of float32 values that the parts of a batch return, at most."""
+        if self._columns is None:
+            return 4 * self._columns_of_part_max * batch.ids.size
+        by_ids = batch.ids.size * self._columns_of_part_max  # a bag on a part has an id
+        return 4 * min(by_ids, batch.batch_size * self._columns_of_parts)
+
+    def is_large(self, batch: Batch) -> bool:
+        """Returns whether threads divide ``batch`` and add its values, not the event loop."""
+        per_id = ID_BYTES + (0 if self._columns else 4 * self._columns_of_part_max)
+        work_bytes = per_id * batch.ids.size + 4 * self._result_columns * batch.batch_size
+        return work_bytes > self._work_bytes_max
+
+    def divide(self, batch: Batch) -> PooledBatch | UnpooledBatch:
+        """Divides the ids of ``batch`` over the parts."""
         if self._columns is None:
             return UnpooledBatch(self._partition, batch.ids, batch.lengths, batch.skipped)
         divided = self._partition.divide(batch.ids, batch.lengths, batch.weights)
         return PooledBatch(self._partition, self._columns, divided)
+
+    def look_up(
+        self, lookups: Sequence[PartLookup], fanout: BatchFanout, until_s: float, batch: Batch
+    ) -> None:
+        """Begins ``lookups``, at least one, whose replies ``fanout`` takes."""
+        last = lookups[-1]
+        local = self._local if last.part == len(self.parts) else None
+        for i, lookup in enumerate(lookups[:-1] if local else lookups):
+            message = fanout.messages[lookup.part].encode(lookup)
+            on_reply = partial(fanout.on_reply, i)
+            served = self.parts[lookup.part]
+            self._shards.look_up(served, message, until_s, on_reply, batch.calls)
+        if local:
+            local.look_up(last, partial(fanout.take, len(lookups) - 1))
 
     def read_reply(
         self, lookup: PartLookup, messages: PartMessages, reply: Reply
@@ -244,7 +277,7 @@ class RouterEngine:
 
     def log_failure(self, batch: Batch) -> None:
         """Logs the unexpected error that is being handled, with a rate limit."""
-        kind = f"adding what the parts of {self.manifest.model!r} returned fails"
+        kind = f"a lookup in the parts of {self.manifest.model!r} fails"
         self._log.log(logging.ERROR, kind, f"{batch.ids.size} ids", with_traceback=True)
 
     def finish_values(self, values: np.ndarray, lengths: np.ndarray) -> np.ndarray:

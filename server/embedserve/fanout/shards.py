@@ -23,6 +23,7 @@ from embedserve.config import ServeSettings
 from embedserve.fanout.credentials import ShardCredentials
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
+from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.file_reloader import poll_all
 from embedserve.metrics.part_stats import PartStats, VersionKey
 from embedserve.on_missing import MissingPolicy
@@ -58,6 +59,7 @@ class Shards:
     Attributes:
         loop: event loop that the clients run on; None before the first one.
         traces_calls: whether calls are recorded for traces.
+        budget: bound of the values of batches in flight.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -69,6 +71,7 @@ class Shards:
         """
         self.loop: asyncio.AbstractEventLoop | None = None
         self.traces_calls = bool(settings.otlp_endpoint)
+        self.budget = ValuesBudget()
         source = parse_shards(settings.shards)
         assert not isinstance(source, RayShards)  # processes.serve replaces them by a file
         self._source = source
@@ -78,7 +81,8 @@ class Shards:
         self._credentials = ShardCredentials(settings)
         self._partial_dtype = settings.partial_dtype
         self._local_bytes = settings.local_bytes
-        self._local = LocalParts(settings.limits.inline_bytes_max)
+        self._inline_bytes_max = settings.limits.inline_bytes_max
+        self._local = LocalParts(self._inline_bytes_max)
         self._on_missing = MissingPolicy.parse(settings.on_missing)
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
         self._tasks: list[asyncio.Task[None]] = []
@@ -135,7 +139,9 @@ class Shards:
 
     def _engine(self, version: ModelVersion) -> RouterEngine:
         local = self._local.open(version)
-        return RouterEngine(version, self, self._partial_dtype, self._on_missing, local)
+        return RouterEngine(
+            version, self, self._partial_dtype, self._on_missing, local, self._inline_bytes_max
+        )
 
     async def _check(self, engines: Sequence[RouterEngine], *, is_shown: bool) -> None:
         async with self._running():

@@ -4,7 +4,6 @@ over the ids."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,6 +38,7 @@ class UnpooledBatch:
         self._divided = partition.divide(np.concatenate(distinct), counts)
         # int32 [parts, features], the number of distinct rows.
         self._counts = self._divided.lengths[:, :, 0]
+        self._values: dict[int, np.ndarray] = {}
 
     def lookups(self) -> list[PartLookup]:
         """Returns the lookups of the parts that have ids of the batch, one example for each."""
@@ -58,21 +58,26 @@ class UnpooledBatch:
     def prepare(self) -> None:
         """Does nothing: there is nothing to prepare while the parts look up."""
 
-    def merge(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the rows of the batch, float32 [n, dim]: for each key one row for each id.
+    def add(self, part: int, values: np.ndarray) -> None:
+        """Takes the values of ``part``, float32 or float16, in the shape of its lookup."""
+        self._values[part] = values
 
-        Args:
-            values: values of each of ``lookups``, float32 or float16, in that order and shape.
-        """
+    def merge(self) -> np.ndarray:
+        """Returns the rows of the batch, float32 [n, dim]: for each key one row for each id. Rows
+        of parts that have added nothing are zeros."""
         manifest = self._partition.manifest
-        nothing = np.empty((0, manifest.length_per_key[0]), np.float16)  # as small as can be
+        dim = manifest.length_per_key[0]
+        nothing = np.empty((0, dim), np.float16)  # as small as can be
         # Distinct rows by feature and table: ascending, and so part by part.
         pieces: defaultdict[tuple[int, str], list[np.ndarray]] = defaultdict(lambda: [nothing])
-        for part, rows in zip(self._asked(), values, strict=True):
-            start = 0
+        for part in self._asked():
+            rows, start = self._values.get(part), 0
             for feature, table in self._partition.columns[part]:
                 end = start + int(self._counts[part, feature])
-                pieces[feature, table].append(rows[start:end])
+                piece = (
+                    np.zeros((end - start, dim), np.float16) if rows is None else rows[start:end]
+                )
+                pieces[feature, table].append(piece)
                 start = end
         of_keys = [
             np.concatenate(pieces[one.feature, one.table.name])[self._inverse[one.feature]]

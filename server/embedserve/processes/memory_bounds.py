@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from embedserve.batching.batcher import AT_ONCE
 from embedserve.config import Limits, ServeSettings
+from embedserve.fanout.values_budget import BATCHES_MAX, VALUES_BYTES_MAX
 from embedserve.pipeline.codec_executor import WAITING_BYTES_MAX
 from embedserve.wire.wire_server import CHECK_BYTES
 
@@ -37,18 +38,26 @@ DECOMPRESSED_COPIES = 2
 """Copies of a compressed body once it is decompressed: the pieces, which are then joined."""
 
 
-def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[str, int]:
+def memory_parts(
+    limits: Limits, has_tls: bool = False, gpus: int = 0, parts: int = 0
+) -> dict[str, int]:
     """Returns bytes by purpose, in addition to the tables and an idle server.
 
     Args:
         gpus: number of GPUs, each with a replica that has batches of its own; 0: lookups run on the
             CPU. Pinned memory that PyTorch caches beyond one batch is not counted.
+        parts: parts of the model that a router serves; each may return almost a whole result. 0 for
+            a server that is no router.
     """
     values_max = limits.request_output_bytes_max // 4
     lone_ids = 2 * ID_BYTES * limits.request_ids_max  # as received, and joined to a batch
     lone = lone_ids + 2 * limits.request_output_bytes_max
     batch = 2 * ID_BYTES * limits.batch_ids_max + 2 * limits.batch_output_bytes_max
-    parts = {
+    batches = gpus * AT_ONCE * max(lone, batch) if gpus else lone + batch
+    if parts:
+        batches += max(VALUES_BYTES_MAX, parts * limits.request_output_bytes_max)
+        batches += (BATCHES_MAX - 1) * batch
+    bytes_by_purpose = {
         "connections": CONNECTION_BYTES * limits.connections_max,
         "incomplete requests, cached headers, and responses that clients have not read": (
             limits.connection_bytes_max + CHECK_BYTES
@@ -63,20 +72,17 @@ def memory_parts(limits: Limits, has_tls: bool = False, gpus: int = 0) -> dict[s
         # a queue for small requests and a queue for large ones
         "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,
         # on GPUs each batch may be one large request
-        "its batches that are looked up": gpus * AT_ONCE * max(lone, batch)
-        if gpus
-        else lone + batch,
+        "its batches that are looked up": batches,
     }
     if has_tls:
-        parts["TLS of connections"] = CONNECTION_TLS_BYTES * limits.connections_max
-    return parts | {
-        "free memory between blocks in use (fragmentation)": int(FREED_SHARE * sum(parts.values()))
-    }
+        bytes_by_purpose["TLS of connections"] = CONNECTION_TLS_BYTES * limits.connections_max
+    freed = int(FREED_SHARE * sum(bytes_by_purpose.values()))
+    return bytes_by_purpose | {"free memory between blocks in use (fragmentation)": freed}
 
 
-def memory_bytes_max(limits: Limits, has_tls: bool = False, gpus: int = 0) -> int:
+def memory_bytes_max(limits: Limits, has_tls: bool = False, gpus: int = 0, parts: int = 0) -> int:
     """Returns the sum of memory_parts, for one model."""
-    return sum(memory_parts(limits, has_tls, gpus).values())
+    return sum(memory_parts(limits, has_tls, gpus, parts).values())
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class ServerMemory:
 
 
 def server_memory(
-    rows: Rows, settings: ServeSettings, hot: float = 1.0, gpus: int = 0
+    rows: Rows, settings: ServeSettings, hot: float = 1.0, gpus: int = 0, parts: int = 0
 ) -> ServerMemory:
     """Returns the memory that a server of one model needs. With follow=none it has no room for a
     second version, which an administrator's load or a reload brings. A shard that follows holds
@@ -127,7 +133,7 @@ def server_memory(
 
     Args:
         hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.
-        gpus: number of GPUs, as in memory_parts.
+        gpus, parts: as in memory_parts.
     """
     part = 1.0 if settings.tables == "resident" else hot
     versions = settings.versions_held if settings.part else 2  # the next beside the current
@@ -138,5 +144,6 @@ def server_memory(
         rows=versions * held,
         processes=settings.workers * PROCESS_BYTES,
         work=WORK_BYTES,
-        clients=settings.workers * memory_bytes_max(settings.limits, bool(settings.tls_cert), gpus),
+        clients=settings.workers
+        * memory_bytes_max(settings.limits, bool(settings.tls_cert), gpus, parts),
     )

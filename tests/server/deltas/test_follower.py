@@ -64,11 +64,14 @@ def test_a_step_has_a_bounded_number_of_deltas(
 ) -> None:
     """Else a server that is 100,000 small deltas behind would merge them without a heartbeat."""
     monkeypatch.setattr(follower, "STEP_DELTAS_MAX", 2)
+    followed.follower.look()  # later looks list nothing
     for row in range(5):
         followed.push(row)
+    states = []
     while followed.follower.look():
-        pass
-    assert (followed.state, followed.rows.steps) == ("following", [2, 4, 5])
+        states.append(followed.state)
+    assert (states, followed.state) == (["catching up"] * 2, "following")
+    assert followed.rows.steps == [2, 4, 5]
 
 
 def test_a_damaged_delta_stalls_and_is_logged_once(

@@ -65,7 +65,7 @@ def shard_manifests(parts: int, rows: PodRows, options: PodOptions) -> str:
         for one in _of_part(Part(number, parts), rows, options, figures)
     ]
     rows = replace(rows, name=f"{rows.name}, the largest of {parts} parts")
-    lines = [*head_lines(rows, options), *_router_lines(rows), *ids_lines(rows)]
+    lines = [*head_lines(rows, options), *_router_lines(rows, parts), *ids_lines(rows)]
     return "\n".join(lines) + "\n" + yaml.safe_dump_all(manifests, sort_keys=False)
 
 
@@ -79,12 +79,13 @@ def _raised(figures: Figures, manifests: Figures) -> Figures:
     }
 
 
-def _router_lines(rows: PodRows) -> list[str]:
-    memory = server_memory(Rows(rows.ids), ServeSettings("", follow="latest"))
+def _router_lines(rows: PodRows, parts: int) -> list[str]:
+    memory = server_memory(Rows(rows.ids), ServeSettings("", follow="latest"), parts=parts)
     lines = [
         "# Needs deploy/kubernetes/overlays/parts, which has the routers. A router takes",
         f"# {human_bytes(memory.common)} of memory, of which {human_bytes(memory.rows)} are ids of"
-        " two versions.",
+        " two versions. With the largest requests that its limits allow it takes"
+        f" {human_bytes(memory.most)}.",
     ]
     if rows.is_pulled:
         lines.append(f"# Its cache takes {human_bytes(rows.cached_bytes(rows.ids))} of the disk.")

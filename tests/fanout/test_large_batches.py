@@ -1,0 +1,165 @@
+"""Large batches of a router: threads divide and add them, and few are in flight at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import pytest
+from fanout.local_shards import LocalShards, batch_of, routed
+from lookup_cases import pooled_source, unpooled_source
+
+from embedserve.errors import EmbedServeError, EngineError
+from embedserve.fanout import values_budget
+from embedserve.fanout.partition import Partition
+from embedserve.fanout.pooled_batch import PooledBatch
+from embedserve.fanout.router_engine import RouterEngine
+from embedserve.fanout.unpooled_batch import UnpooledBatch
+from embedserve.fanout.values_budget import ValuesBudget
+from embedserve.lookup_types import Batch
+from embedserve_store import publish
+
+PARTS = 4
+EXAMPLES = 5
+
+
+def ids_of(engine: RouterEngine) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.repeat(engine.manifest.rows_per_feature, 3 * EXAMPLES)
+    return np.arange(rows.size) * 7 % rows, np.full(rows.size // 3, 3, np.int32)
+
+
+def set_thread(future: Future[int]) -> None:
+    future.set_result(threading.get_ident())
+
+
+def array(values: np.ndarray | EmbedServeError) -> np.ndarray:
+    assert isinstance(values, np.ndarray)
+    return values
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_threads_divide_and_add_a_large_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pooled: bool
+) -> None:
+    publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
+    threads: dict[str, int] = {}
+
+    def note(kind: type, name: str) -> None:
+        method = getattr(kind, name)
+
+        def noted(*arguments: object) -> object:
+            threads[name] = threading.get_ident()
+            return method(*arguments)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    note(Partition, "divide")
+    note(PooledBatch if is_pooled else UnpooledBatch, "merge")
+    found, used = [], []
+    for inline_bytes_max in (1 << 30, 0):
+        shards = LocalShards(tmp_path, "m", PARTS)
+        with routed(shards, tmp_path, "m", inline_bytes_max=inline_bytes_max) as engine:
+            assert shards.loop is not None
+            of_loop: Future[int] = Future()
+            shards.loop.call_soon_threadsafe(set_thread, of_loop)
+            found.append(array(batch_of(engine, *ids_of(engine))[1]))
+            used.append([thread == of_loop.result(60) for thread in threads.values()])
+    assert np.array_equal(found[0], found[1])
+    assert used == [[True, True], [False, False]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    publish(pooled_source(), tmp_path, model="m", hosts=PARTS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0])
+@pytest.mark.parametrize("step", ["lookups", "prepare", "merge"])
+def test_a_step_that_fails_fails_the_batch_once_and_keeps_no_room(
+    store: Path, monkeypatch: pytest.MonkeyPatch, step: str, inline_bytes_max: int
+) -> None:
+    def fail(self: object) -> None:
+        raise RuntimeError("step")
+
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
+        expected = array(batch_of(engine, *ids_of(engine))[1])
+        with monkeypatch.context() as patched:
+            patched.setattr(PooledBatch, step, fail)
+            assert isinstance(batch_of(engine, *ids_of(engine))[1], EngineError)
+        assert np.array_equal(array(batch_of(engine, *ids_of(engine))[1]), expected)
+        assert shards.budget._used == 0
+
+
+def test_batches_wait_for_room_for_the_values_of_their_parts(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part may return almost a whole result, so eight batches could take gigabytes."""
+    monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 1)
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m") as engine:
+        ids, lengths = ids_of(engine)
+        expected = engine.lookup(ids, lengths)
+        shards.asked.clear()
+        ends: list[np.ndarray | EmbedServeError] = []
+        asked: list[list[int]] = []
+        is_done = threading.Event()
+
+        def end(values: np.ndarray | EmbedServeError) -> None:
+            asked.append([*shards.asked])
+            ends.append(values)
+            if len(ends) == 3:
+                is_done.set()
+
+        def begin() -> None:
+            for _ in range(3):
+                batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
+                engine.begin(batch, perf_counter() + 60, end)
+
+        assert shards.loop is not None
+        shards.loop.call_soon_threadsafe(begin)
+        assert is_done.wait(60)
+        assert all(np.array_equal(array(values), expected) for values in ends)
+        parts = len(set(shards.asked))
+        assert [len(one) for one in asked] == [parts, 2 * parts, 3 * parts]
+
+
+def test_a_batch_of_any_size_begins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 10)
+    budget = ValuesBudget()
+    begun: list[int] = []
+    for nbytes in (6, 4, 1, 99, 1):
+        budget.begin(nbytes, partial(begun.append, nbytes))
+    assert begun == [6, 4]
+    budget.end(6)
+    assert begun == [6, 4, 1]
+    budget.end(4)
+    assert begun == [6, 4, 1]  # in their order
+    budget.end(1)
+    assert begun == [6, 4, 1, 99]
+    budget.end(99)
+    assert begun == [6, 4, 1, 99, 1]
+
+
+def test_the_event_loop_is_free_while_a_large_batch_is_divided(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread waits for the event loop, which it could not do on it."""
+    divide = Partition.divide
+    shards = LocalShards(store, "m", PARTS)
+
+    def divide_slowly(self: Partition, *arguments: np.ndarray) -> object:
+        assert shards.loop is not None
+        turned = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), shards.loop)
+        turned.result(60)
+        return divide(self, *arguments)
+
+    with routed(shards, store, "m", inline_bytes_max=0) as engine:
+        monkeypatch.setattr(Partition, "divide", divide_slowly)
+        assert isinstance(batch_of(engine, *ids_of(engine))[1], np.ndarray)
