@@ -2,8 +2,8 @@
 
 The files are downloaded into a hidden folder, checked to the last byte, synced, loaded and made
 read-only. Then the folder is renamed. Other processes that need the same version wait for a lock.
-A pull continues with what a killed one has left, or one that lost the store. After a pull that
-found damage the next one waits (damage_record.py). Never imports torch.
+A pull continues with what one has left that was stopped or killed, or that lost the store. After a
+pull that found damage the next one waits (damage_record.py). Never imports torch.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 STAT_BLOCK_BYTES = 512
 """Unit of st_blocks, in bytes."""
+_KEPT_AFTER = (*UNDAMAGED, KeyboardInterrupt)
+"""Exceptions after which the next pull continues. KeyboardInterrupt is Ctrl-C, or SIGTERM while a
+server starts."""
 
 
 def pull(
@@ -70,7 +73,7 @@ def _staging(folder: Path, *, is_locked: bool) -> AbstractContextManager[Path]:
     damaged, which may take no space."""
     if not is_locked:
         return staging_folder(folder.parent)
-    return copy_folder(folder.parent, folder.name, UNDAMAGED, others_kept_s=0)
+    return copy_folder(folder.parent, folder.name, _KEPT_AFTER, others_kept_s=0)
 
 
 def _used_bytes(staging: Path) -> int:

@@ -16,6 +16,7 @@ from store.remote.s3_server import environment, serve_s3
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from embedserve_store.publishing.publish import publish
+from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.remote_store import RemoteStore
 from embedserve_store.remote.upload import upload_version
 
@@ -88,6 +89,22 @@ def place(tmp_path: Path, url: str) -> Place:
 @pytest.fixture
 def store(url: str, tmp_path: Path) -> RemoteStore:
     return RemoteStore(url, tmp_path / "cache")
+
+
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes that came from the remote store, by name of the file."""
+    read: dict[str, int] = {}
+    call = RemoteFolder._part
+
+    def part(self: RemoteFolder, name: str, start: int, stop: int, max_s: float) -> bytes:
+        data = call(self, name, start, stop, max_s)
+        file = name.rpartition("/")[2]
+        read[file] = read.get(file, 0) + len(data)
+        return data
+
+    monkeypatch.setattr(RemoteFolder, "_part", part)
+    return read
 
 
 def publish_rows(store: Path, value: float, rows: int, **options: Any) -> Path:

@@ -18,7 +18,10 @@ import s3fs
 
 import embedserve_store
 from embedserve_store.errors import StoreError, UnreachableError
+from embedserve_store.remote import remote_files
 from embedserve_store.remote.remote_store import RemoteStore
+from embedserve_store.terminal.sigterm import Terminated, sigterm_interrupts
+from embedserve_store.transfer import receive
 
 PULL = """
 import logging, os, sys
@@ -101,14 +104,28 @@ def test_two_processes_at_once_pull_once(url: str, uploaded: Path, tmp_path: Pat
     assert files(cache) == files(uploaded)
 
 
-def test_an_interrupt_leaves_nothing(url: str, uploaded: Path, tmp_path: Path) -> None:
-    def interrupt(file: str, bytes_done: int, bytes_total: int) -> None:
-        if file == "tables.safetensors":
-            raise KeyboardInterrupt
+def test_a_stopped_pull_continues(
+    url: str,
+    uploaded: Path,
+    tmp_path: Path,
+    read_bytes: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_files, "PART_BYTES", 10_000)
+    monkeypatch.setattr(receive, "BUFFER_BYTES", 10_000)
 
-    with pytest.raises(KeyboardInterrupt):
-        RemoteStore(url, tmp_path / "cache", interrupt).load("m")
-    assert files(tmp_path / "cache") == []
+    def stop(file: str, bytes_done: int, bytes_total: int) -> None:
+        if file == "tables.safetensors" and bytes_done >= bytes_total // 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    cache = tmp_path / "cache"
+    with pytest.raises(Terminated), sigterm_interrupts():
+        RemoteStore(url, cache, stop).load("m")
+    read_bytes.clear()
+    loaded = RemoteStore(url, cache).load("m")
+    nbytes = (uploaded / "tables.safetensors").stat().st_size
+    assert 0 < read_bytes["tables.safetensors"] <= nbytes // 2
+    assert files(cache) == files(loaded.path) == files(uploaded)
 
 
 def test_without_locks_nothing_of_a_pull_is_kept(

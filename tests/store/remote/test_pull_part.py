@@ -21,7 +21,6 @@ import embedserve_store
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish, verify
 from embedserve_store.errors import UnreachableError
 from embedserve_store.parts.part import NO_ROWS, Holding, Part
-from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.upload import upload_version
 from embedserve_store.transfer import sparse_file
 
@@ -66,22 +65,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def source(published: Path, tmp_path: Path) -> Path:
     """A copy of ``published`` that a test may damage."""
     return writable(shutil.copytree(published, tmp_path / "source"))
-
-
-@pytest.fixture
-def read_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Bytes that came from the remote store, by name of the file."""
-    read: dict[str, int] = {}
-    call = RemoteFolder._part
-
-    def part(self: RemoteFolder, name: str, start: int, stop: int, max_s: float) -> bytes:
-        data = call(self, name, start, stop, max_s)
-        file = name.rpartition("/")[2]
-        read[file] = read.get(file, 0) + len(data)
-        return data
-
-    monkeypatch.setattr(RemoteFolder, "_part", part)
-    return read
 
 
 def pull(where: str | Path, cache: Path, holds: Holding = PART) -> ModelVersion:
@@ -285,16 +268,17 @@ def test_what_a_killed_pull_left_is_not_trusted(
     verify(version)
 
 
-def test_a_pull_that_lost_the_store_continues(
-    source: Path, tmp_path: Path, read_bytes: dict[str, int]
+@pytest.mark.parametrize("error", [UnreachableError("the store is gone"), KeyboardInterrupt()])
+def test_a_pull_that_lost_the_store_or_was_interrupted_continues(
+    source: Path, tmp_path: Path, read_bytes: dict[str, int], error: BaseException
 ) -> None:
-    def lose(file: str, bytes_done: int, bytes_total: int) -> None:
+    def fail(file: str, bytes_done: int, bytes_total: int) -> None:
         if file == TABLES and bytes_done == bytes_total:
-            raise UnreachableError("the store is gone")
+            raise error
 
     cache = tmp_path / "cache"
-    with pytest.raises(UnreachableError):
-        ModelStore(f"file://{source}", cache, lose, holds=PART).load("m")
+    with pytest.raises(type(error)):
+        ModelStore(f"file://{source}", cache, fail, holds=PART).load("m")
     read_bytes.clear()
     version = pull(source, cache)
     assert TABLES not in read_bytes
@@ -312,17 +296,6 @@ def test_a_pull_of_another_version_removes_what_a_killed_one_left(
     assert version.manifest.version == 2
     assert not left.exists()
     assert files(cache) == files(version.path)
-
-
-def test_an_interrupted_pull_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    def interrupt(file: str, bytes_done: int, bytes_total: int) -> None:
-        if file == TABLES:
-            raise KeyboardInterrupt
-
-    cache = tmp_path / "cache"
-    with pytest.raises(KeyboardInterrupt):
-        ModelStore(f"file://{source}", cache, interrupt, holds=Part(1, PARTS)).load("m")
-    assert files(cache) == []
 
 
 def test_only_the_part_needs_room(
