@@ -1,9 +1,10 @@
 """Removes versions of a model. Never imports torch.
 
 A version disappears in one step. In a folder, the version is moved aside before its files are
-deleted; behind a URL, its manifest is deleted first. A version that a process has open in a folder
-is kept (version_lock.py). The newest version is always kept, so that no number is reused. Behind a
-URL no process has a version open, because processes open pulled copies.
+deleted; behind a URL, its manifest is deleted first. If an alias was set meanwhile, the version
+comes back. A version that a process has open in a folder is kept (version_lock.py). The newest
+version is always kept, so that no number is reused. Behind a URL no process has a version open,
+because processes open pulled copies.
 
 The history has a removal as soon as readers do not see the version any more. If the store stops
 responding then, files without a manifest are left behind, and remove_version removes them.
@@ -68,23 +69,21 @@ def _remove(
         raise missing_version(where, version, versions)
     if version == versions[-1]:
         raise StoreError(f"{where}: version {version} is the newest, which stays")
-    if named := _names(models, model, version):
-        raise _named(models, model, version, named)
+    _check_unnamed(models, model, version)
     if remote is not None:
-        _remove_remote(remote, path, on_gone)
+        _remove_remote(models, remote, model, version, on_gone)
     else:
         _remove_local(models, Path(models.where) / model, version)
         on_gone()
 
 
-def _names(models: ModelStore, model: str, version: int) -> list[str]:
-    return [name for name, one in models.aliases(model).items() if one.version == version]
-
-
-def _named(models: ModelStore, model: str, version: int, names: Sequence[str]) -> StoreError:
-    return StoreError(
-        f"{models.where}/{model}: version {version} is what alias {', '.join(names)} names"
-    )
+def _check_unnamed(models: ModelStore, model: str, version: int) -> None:
+    """Raises StoreError if an alias names the version."""
+    names = [name for name, one in models.aliases(model).items() if one.version == version]
+    if names:
+        raise StoreError(
+            f"{models.where}/{model}: version {version} is what alias {', '.join(names)} names"
+        )
 
 
 def prune(
@@ -140,15 +139,10 @@ def prune(
 
 
 def _remove_local(models: ModelStore, folder: Path, version: int) -> None:
-    def check() -> None:
-        named = _names(models, folder.name, version)
-        # The alias was set after the first check.
-        if named:
-            raise _named(models, folder.name, version, named)
-
     path = folder / str(version)
     try:
-        remove_unheld(path, check)
+        # The check is repeated, because an alias may have been set after the first one.
+        remove_unheld(path, partial(_check_unnamed, models, folder.name, version))
     except OSError as error:
         raise StoreError(f"{path}: cannot be removed: {error.strerror}") from error
 
@@ -161,19 +155,36 @@ def _check_unheld(path: Path) -> None:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _remove_remote(remote: RemoteFolder, path: str, on_gone: Callable[[], None]) -> None:
-    names = list(remote.sizes(path))
-    if MANIFEST in names:
+def _remove_remote(
+    models: ModelStore, remote: RemoteFolder, model: str, version: int, on_gone: Callable[[], None]
+) -> None:
+    path = f"{model}/{version}"
+    sizes = remote.sizes(path)
+    nbytes = sizes.pop(MANIFEST, None)
+    if nbytes is not None:
+        manifest = remote.read(f"{path}/{MANIFEST}", nbytes)
         remote.remove(f"{path}/{MANIFEST}")
-        names.remove(MANIFEST)
+        try:
+            # The check is repeated, because an alias may have been set after the first one.
+            _check_unnamed(models, model, version)
+        except BaseException:
+            try:
+                remote.write(f"{path}/{MANIFEST}", manifest)
+            except UnreachableError as error:
+                on_gone()
+                raise _half_removed(model, version, error) from error
+            raise
     on_gone()
     try:
-        for name in sorted(names):
+        for name in sorted(sizes):
             remote.remove(f"{path}/{name}")
     except UnreachableError as error:
-        model, _, version = path.partition("/")
-        raise UnreachableError(
-            f"{error}; version {version} of {model} is removed, but some of its files are left: "
-            "delete it again"
-        ) from error
+        raise _half_removed(model, version, error) from error
     remote.remove_folder(path)
+
+
+def _half_removed(model: str, version: int, error: UnreachableError) -> UnreachableError:
+    return UnreachableError(
+        f"{error}; version {version} of {model} is removed, but some of its files are left: "
+        "delete it again"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,14 @@ import torch
 from store.listing import everything_under
 
 from embedserve_store.errors import StoreError, UnreachableError
+from embedserve_store.format.alias import Alias
 from embedserve_store.format.table_spec import TableSpec
 from embedserve_store.model_store import ModelStore
 from embedserve_store.publishing.publish import publish
 from embedserve_store.publishing.remove_versions import prune, remove_version
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote.remote_files import RemoteFolder
+from embedserve_store.verification import verify
 
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 VERSIONS = 5
@@ -204,6 +206,67 @@ def test_a_removal_that_never_began_is_not_in_the_history(
     with pytest.raises(UnreachableError, match=r"cut off$"):
         remove_version(url, "m", 2)
     assert (left(url), removals(url)) == ([1, 2, 3], [])
+
+
+def name_before_removal(url: str, patch: pytest.MonkeyPatch) -> None:
+    """Names version 1 "stable" once a removal has found that it has no alias."""
+    sizes = RemoteFolder.sizes
+    named: list[int] = []
+
+    def sizes_once_named(remote: RemoteFolder, folder: str) -> dict[str, int]:
+        if folder == "m/1" and not named:
+            named.append(set_alias(url, "m", "stable", 1).change_number)
+        return sizes(remote, folder)
+
+    patch.setattr(RemoteFolder, "sizes", sizes_once_named)
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [lambda url: remove_version(url, "m", 1), lambda url: prune(url, "m", 2)],
+    ids=["delete", "prune"],
+)
+def test_one_behind_a_url_that_gets_a_name_meanwhile_comes_back(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remove: Callable[[str], object]
+) -> None:
+    name_before_removal(url, monkeypatch)
+    with pytest.raises(StoreError, match="m: version 1 is what alias stable names"):
+        remove(url)
+    verify(ModelStore(tmp_path).load("m", "stable"))
+    assert (left(url), removals(url)) == ([1, 2, 3], [])
+
+
+def test_one_whose_names_cannot_be_read_any_more_comes_back(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aliases = ModelStore.aliases
+    calls: list[str] = []
+
+    def read_once(models: ModelStore, model: str) -> dict[str, Alias]:
+        calls.append(model)
+        if len(calls) > 1:
+            raise UnreachableError("cut off")
+        return aliases(models, model)
+
+    monkeypatch.setattr(ModelStore, "aliases", read_once)
+    with pytest.raises(UnreachableError, match=r"^cut off$"):
+        remove_version(url, "m", 1)
+    verify(ModelStore(tmp_path).load("m", 1))
+    assert removals(url) == []
+
+
+def test_one_that_cannot_come_back_is_in_the_history(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(remote: RemoteFolder, name: str, data: bytes) -> None:
+        raise UnreachableError(f"{name}: refused")
+
+    name_before_removal(url, monkeypatch)
+    monkeypatch.setattr(RemoteFolder, "write", refuse)
+    with pytest.raises(UnreachableError, match="refused; version 1 of m is removed, but some"):
+        remove_version(url, "m", 1, who="ann")
+    assert (left(url), removals(url)) == ([2, 3], [("delete", [1], "ann")])
+    assert (tmp_path / "m" / "1" / "tables.safetensors").exists()
 
 
 def test_an_upload_above_the_newest_version_is_not_removed(url: str, tmp_path: Path) -> None:
