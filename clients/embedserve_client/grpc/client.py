@@ -30,7 +30,7 @@ DEFAULT_RECEIVE_BYTES_MAX = 64 * 2**20
 
 
 class GrpcEmbedClient(BaseClient):
-    """Client for lookups over gRPC. Threads may share it.
+    """Client for lookups over gRPC. Threads may share it; create it after a fork.
 
     Use it as a context manager, or call `close`.
 

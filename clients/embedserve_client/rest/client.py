@@ -1,7 +1,9 @@
 """REST clients: protobuf messages over HTTP, through a pool of keep-alive connections."""
 
+import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import httpx
 
@@ -20,7 +22,7 @@ DEFAULT_CONNECTIONS_MAX = 64
 
 
 class EmbedClient(BaseClient):
-    """Client for lookups over REST. Threads may share it.
+    """Client for lookups over REST. Threads and forked processes may share it.
 
     Use it as a context manager, or call `close`.
 
@@ -35,7 +37,8 @@ class EmbedClient(BaseClient):
             timeout.
         connections_max: open connections at the same time; further calls wait for a connection
             within their timeout.
-        transport: custom httpx transport, which then handles TLS itself.
+        transport: custom httpx transport, which then handles TLS itself. Calls in a forked process
+            fail with RuntimeError.
         token: bearer token that authenticates the caller, if the server requires authentication.
         ca: PEM file of the certificate authorities to trust with https://, instead of the system's.
         certificate: (certificate, key) PEM files of the client, if the server requires mutual TLS.
@@ -60,7 +63,7 @@ class EmbedClient(BaseClient):
     ) -> None:
         self._operations = RestRequests(timeout_s, shared_memory)
         self._retries = check_retries(retries)
-        self._http = _open(
+        self._connections = _Connections(
             httpx.Client,
             httpx.HTTPTransport,
             base_url,
@@ -73,11 +76,11 @@ class EmbedClient(BaseClient):
 
     def _send(self, call: Call[T]) -> T:
         with httpx_errors():
-            response = self._http.request(**call.arguments())
+            response = self._connections.http().request(**call.arguments())
         return call.result(response)
 
     def _disconnect(self) -> None:
-        self._http.close()
+        self._connections.http().close()
 
 
 class AsyncEmbedClient(AsyncBaseClient):
@@ -98,7 +101,7 @@ class AsyncEmbedClient(AsyncBaseClient):
     ) -> None:
         self._operations = RestRequests(timeout_s, shared_memory)
         self._retries = check_retries(retries)
-        self._http = _open(
+        self._connections = _Connections(
             httpx.AsyncClient,
             httpx.AsyncHTTPTransport,
             base_url,
@@ -111,31 +114,64 @@ class AsyncEmbedClient(AsyncBaseClient):
 
     async def _send(self, call: Call[T]) -> T:
         with httpx_errors():
-            response = await self._http.request(**call.arguments())
+            response = await self._connections.http().request(**call.arguments())
         return call.result(response)
 
     async def _disconnect(self) -> None:
-        await self._http.aclose()
+        await self._connections.http().aclose()
 
 
-def _open(
-    make_client: Callable[..., C],
-    make_transport: Callable[..., Any],
-    base_url: str,
-    connections_max: int,
-    transport: Any,
-    token: str | None,
-    ca: File | None,
-    certificate: Files | None,
-) -> C:
-    """Makes a client of httpx, sync or async, with a transport of that kind for a Unix socket."""
-    limits = httpx.Limits(
-        max_connections=connections_max, max_keepalive_connections=connections_max
-    )
-    path, url = unix_path_of(base_url), base_url_of(base_url)
-    tls = tls_context(url, ca, certificate)
-    if path is not None and transport is None:
-        transport = make_transport(uds=path, limits=limits, verify=tls)
-    return make_client(
-        base_url=url, limits=limits, transport=transport, headers=headers_of(token), verify=tls
-    )
+class _Connections(Generic[C]):
+    """Client of httpx, sync or async, of the process that uses it.
+
+    A forked process opens its own. If two processes sent requests over one connection, each would
+    read responses to the other's.
+    """
+
+    def __init__(
+        self,
+        make_client: Callable[..., C],
+        make_transport: Callable[..., Any],
+        base_url: str,
+        connections_max: int,
+        transport: Any,
+        token: str | None,
+        ca: File | None,
+        certificate: Files | None,
+    ) -> None:
+        """Opens the client, with a transport of ``make_transport`` for a Unix socket."""
+        limits = httpx.Limits(
+            max_connections=connections_max, max_keepalive_connections=connections_max
+        )
+        path, url = unix_path_of(base_url), base_url_of(base_url)
+        tls = tls_context(url, ca, certificate)
+        self._make_client: Callable[..., C] = partial(
+            make_client, base_url=url, limits=limits, headers=headers_of(token), verify=tls
+        )
+        self._make_transport: Callable[[], Any] = lambda: None
+        if transport is not None:
+            self._make_transport = _InheritedTransport
+        elif path is not None:
+            self._make_transport = partial(make_transport, uds=path, limits=limits, verify=tls)
+            transport = self._make_transport()
+        self._pid = os.getpid()
+        self._http: C = self._make_client(transport=transport)
+
+    def http(self) -> C:
+        """Returns the client. Does not close one that a fork left here, whose connections belong to
+        the parent process."""
+        if os.getpid() != self._pid and not self._http.is_closed:
+            self._http = self._make_client(transport=self._make_transport())
+            self._pid = os.getpid()  # last, for threads that do not see it yet
+        return self._http
+
+
+class _InheritedTransport(httpx.BaseTransport, httpx.AsyncBaseTransport):
+    """Rejects the requests of a forked process, in place of a custom transport, which cannot be
+    opened again."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        raise RuntimeError("a client with a custom transport cannot be used after a fork")
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return self.handle_request(request)

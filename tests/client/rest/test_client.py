@@ -1,6 +1,10 @@
 """What only REST has: the deadline header, Retry-After, kept-alive connections."""
 
 import asyncio
+import os
+import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -63,3 +67,91 @@ async def test_an_async_client_answers_calls_side_by_side(rest_url: str) -> None
         results = await asyncio.gather(*(client.embed({"user": [n]}) for n in range(20)))
 
     assert [result["user"][0, 0] for result in results] == [2 * n for n in range(20)]
+
+
+CALLS = 50
+SLOW_S = 0.005
+"""Of each answer, so that the calls of two processes overlap."""
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
+def forked(act: Callable[[], object]) -> int:
+    """The pid of a forked process that acts, and fails if that raises."""
+    child = os.fork()
+    if not child:
+        try:
+            act()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def has_failed(child: int) -> bool:
+    return os.waitpid(child, 0)[1] != 0
+
+
+def ask(client: EmbedClient, first: int) -> None:
+    for n in range(first, first + CALLS):
+        assert client.embed({"user": [n]})["user"][0, 0] == 2 * n
+
+
+async def ask_async(client: AsyncEmbedClient, first: int) -> None:
+    for n in range(first, first + CALLS):
+        assert (await client.embed({"user": [n]}))["user"][0, 0] == 2 * n
+
+
+@forks
+def test_forked_processes_get_answers_of_their_own(rest_url: str, model: FakeModel) -> None:
+    model.slow_s = SLOW_S
+    with EmbedClient(rest_url) as client:
+        client.embed({"user": [1]})
+        children = [forked(partial(ask, client, first)) for first in (0, CALLS)]
+
+        assert [has_failed(child) for child in children] == [False, False]
+        ask(client, 0)
+
+
+@forks
+async def test_forked_processes_get_answers_of_their_own_async(
+    rest_url: str, model: FakeModel
+) -> None:
+    model.slow_s = SLOW_S
+    async with AsyncEmbedClient(rest_url) as client:
+        await client.embed({"user": [1]})
+
+        def ask_in_a_loop(first: int) -> None:
+            asyncio.run(ask_async(client, first))
+
+        children = [forked(partial(ask_in_a_loop, first)) for first in (0, CALLS)]
+
+        assert [has_failed(child) for child in children] == [False, False]
+        await ask_async(client, 0)
+
+
+@forks
+def test_a_forked_process_does_not_use_a_custom_transport(rest_url: str) -> None:
+    transport = CountingTransport()
+    with EmbedClient(rest_url, transport=transport) as client:
+        client.embed({"user": [1]})
+
+        def use() -> None:
+            with client, pytest.raises(RuntimeError, match="custom transport"):
+                client.embed({"user": [1]})
+
+        assert not has_failed(forked(use))
+        client.embed({"user": [1]})
+    assert transport.opened == 1
+
+
+@forks
+def test_a_client_stays_closed_in_a_forked_process(rest_url: str) -> None:
+    client = EmbedClient(rest_url)
+    client.close()
+
+    def use() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            client.embed({"user": [1]})
+
+    assert not has_failed(forked(use))
