@@ -21,6 +21,10 @@ Status: TypeAlias = tuple[grpc.StatusCode, str | None, Any]
 """Code, details and trailing metadata of a call that has ended."""
 RECONNECT_MS = 100
 RECONNECT_MS_MAX = 5000
+KEEPALIVE_MS = 20_000
+"""Milliseconds without data, while calls are in flight, after which the server is pinged."""
+KEEPALIVE_MS_MAX = 10_000
+"""Milliseconds that a server may take to acknowledge a ping, and its host to acknowledge data."""
 ROUND_ROBIN = '{"loadBalancingConfig": [{"round_robin": {}}]}'
 """gRPC service config that spreads calls over all servers that respond. By default gRPC uses one
 server only."""
@@ -34,12 +38,15 @@ def channel_options(receive_bytes_max: int, target: str) -> list[tuple[str, int 
     """Returns the channel options.
 
     By default grpc rejects responses over 4 MiB, which 512 examples may exceed. By default it also
-    waits a second or more before it reconnects, and all calls fail in between.
+    waits a second or more before it reconnects, and all calls fail in between. Without a keepalive
+    it uses the connection to a host that vanished until TCP gives up, for about 15 minutes.
     """
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", receive_bytes_max),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MS_MAX),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS_MAX),
     ]
     if names_several(target):
         options.append(("grpc.service_config", ROUND_ROBIN))

@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 _PEER = re.compile(r"ipv[46]:(.*):[0-9]+")
 TIMEOUT_S_MAX = 1e9
 """Seconds above which a remaining time means no deadline; grpcio then reports a huge number."""
+PING_INTERVAL_MS_MIN = 10_000
+"""Milliseconds between two pings of a client with an idle stream. grpcio's default of 300 s would
+end the streams of clients that send keepalives."""
 OTHER_CALLS_S = 1.0
 """Seconds after which a drain cancels the other calls, if no embed call is in flight."""
 
@@ -125,6 +128,7 @@ class GrpcioServer:
             ("grpc.max_receive_message_length", pipeline.limits.body_bytes_max),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", int(shares_port)),
+            ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS_MIN),
         ]
         if age_s := pipeline.limits.connection_age_s_max:
             options.append(("grpc.max_connection_age_ms", round(1000 * age_s)))

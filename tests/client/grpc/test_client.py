@@ -1,11 +1,13 @@
 """What only gRPC has: message sizes and channels."""
 
 import asyncio
+import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import grpc
 import numpy as np
@@ -19,6 +21,7 @@ from embedserve_client import (
     TooLarge,
     Unavailable,
 )
+from embedserve_client.grpc.calls import KEEPALIVE_MS_MAX
 from embedserve_proto import embedding_pb2 as pb
 
 # 6 floats an example: just over the 4 MiB that grpc takes by itself.
@@ -145,3 +148,23 @@ def ask_until_all_were_asked(client: GrpcEmbedClient, models: Sequence[FakeModel
 def test_a_name_is_asked_for_its_addresses(grpc_target: str) -> None:
     with GrpcEmbedClient(f"dns:///{grpc_target}") as client:
         assert client.embed({"user": [1]}).batch_size == 1
+
+
+def user_timeouts_ms(port: int) -> list[int]:
+    """TCP_USER_TIMEOUT of this process's connections to a port."""
+    timeouts = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as one:
+            if one.getpeername()[1:2] == (port,):
+                timeouts.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return timeouts
+
+
+async def test_a_host_that_acknowledges_nothing_is_given_up(grpc_target: str) -> None:
+    port = int(grpc_target.rpartition(":")[2])
+    with GrpcEmbedClient(grpc_target) as client:
+        client.models()
+        assert set(user_timeouts_ms(port)) == {KEEPALIVE_MS_MAX}
+    async with AsyncGrpcEmbedClient(grpc_target, receive_bytes_max=1 << 20) as own_connection:
+        await own_connection.models()
+        assert set(user_timeouts_ms(port)) == {KEEPALIVE_MS_MAX}

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hostile import frames as f
 from running_servers import free_port
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
@@ -23,6 +24,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.wire import grpcio_server
 from embedserve.wire.grpc.service import SERVICE_NAME
 from embedserve.wire.grpcio_server import GrpcioServer
+from embedserve_client.grpc.calls import KEEPALIVE_MS
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
@@ -107,3 +109,22 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
             await call.read()
     gc.collect()  # an error that nobody looked at is told when its task is collected
     assert errors == []
+
+
+async def test_an_idle_stream_outlives_the_pings_of_its_client(
+    pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which come at once here, and so faster than any interval allows."""
+    assert grpcio_server.PING_INTERVAL_MS_MIN < KEEPALIVE_MS
+    monkeypatch.setattr(grpcio_server, "PING_INTERVAL_MS_MIN", 0)
+    async with started(pipeline) as (server, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        opened = f.headers(1, f.grpc_head(b"EmbedStream"), end=False)
+        writer.write(f.PREFACE + f.settings() + opened + b"".join(map(f.ping, range(10))))
+        buffer, kinds = bytearray(), list[int]()
+        while kinds.count(f.PING) < 10 and f.GOAWAY not in kinds:
+            buffer += await reader.read(1 << 16)
+            kinds += [frame.type for frame in f.take_frames(buffer)]
+        assert f.GOAWAY not in kinds
+        writer.close()
+        await (await server.begin_drain(0))
