@@ -25,6 +25,7 @@ from google.protobuf import json_format
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import embedding_pb2_grpc as pb_grpc
 
+ASKED_S_MAX = 30
 ROWS = 100
 DIMS = {"user": 2, "movie": 4}
 KEYS = ("user", "movie")
@@ -161,6 +162,19 @@ class FakeModel:
             length_per_key=[2, 4],
             tables=[table],
         )
+
+
+class Silent(FakeModel):
+    """Answers nothing until it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
+        self.asked.set()
+        self.released.wait(ASKED_S_MAX)
+        return super().embed(request)
 
 
 def rest_app(current: Callable[[], FakeModel]) -> Callable[..., Awaitable[None]]:

@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import grpc
 
 from embedserve_client.core.addresses import names_several
-from embedserve_client.errors import EmbedServeClientError, error_from
+from embedserve_client.core.retry_loop import CLOSED
+from embedserve_client.errors import EmbedServeClientError, Unavailable, error_from
 
 T = TypeVar("T")
 ErrorOf = Callable[[Any], EmbedServeClientError]
@@ -103,6 +104,19 @@ def grpc_errors(read: ErrorOf = error_of) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise read(error) from error
+
+
+@contextmanager
+def closed_errors(is_closed: Callable[[], bool]) -> Iterator[None]:
+    """Raises Unavailable where a block awaits a call of a closed client. grpc.aio cancels such
+    calls as if their tasks were cancelled."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if not is_closed() or (task is not None and task.cancelling()):
+            raise
+        raise Unavailable(CLOSED) from error
 
 
 class Ending:

@@ -1,6 +1,5 @@
 """gRPC clients: one channel, for unary calls and streams; `stream` implements the streams."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -11,10 +10,8 @@ from embedserve_client.client import AsyncBaseClient, BaseClient
 from embedserve_client.core.addresses import target_of
 from embedserve_client.core.deadline import check_timeout
 from embedserve_client.core.retries import check_retries
-from embedserve_client.core.retry_loop import CLOSED
 from embedserve_client.core.security import File, Files, channel_credentials, headers_of
-from embedserve_client.errors import Unavailable
-from embedserve_client.grpc.calls import Rpc, channel_options, grpc_errors
+from embedserve_client.grpc.calls import Rpc, channel_options, closed_errors, grpc_errors
 from embedserve_client.grpc.requests import GrpcRequests
 from embedserve_client.grpc.stream import (
     StreamAnswer,
@@ -144,18 +141,13 @@ class AsyncGrpcEmbedClient(AsyncBaseClient):
             timeout=check_timeout(timeout_s),
             metadata=self._metadata,
         )
-        return stream_answers_async(open_call, items, self._operations.answers)
+        return stream_answers_async(
+            open_call, items, self._operations.answers, lambda: self._is_closed
+        )
 
     async def _send(self, call: Rpc[T]) -> T:
-        with grpc_errors(call.read_error):
-            try:
-                message = await call.begin(self._metadata)
-            except asyncio.CancelledError as error:
-                # grpc.aio cancels the calls of a closed channel as if their tasks were cancelled.
-                task = asyncio.current_task()
-                if not self._is_closed or (task is not None and task.cancelling()):
-                    raise
-                raise Unavailable(CLOSED) from error
+        with grpc_errors(call.read_error), closed_errors(lambda: self._is_closed):
+            message = await call.begin(self._metadata)
         return call.read(message)
 
     async def _disconnect(self) -> None:

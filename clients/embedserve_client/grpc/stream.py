@@ -29,7 +29,7 @@ from embedserve_client.core.batch import Features, Weights, batch_of
 from embedserve_client.core.messages import AnswerReader, request_of
 from embedserve_client.core.result import EmbedResult, OutputDType
 from embedserve_client.errors import EmbedServeClientError, InvalidRequest, ServerError
-from embedserve_client.grpc.calls import Ending, grpc_errors, status_error
+from embedserve_client.grpc.calls import Ending, closed_errors, grpc_errors, status_error
 from embedserve_proto import embedding_pb2 as pb
 
 
@@ -94,17 +94,26 @@ async def stream_answers_async(
     open_call: Callable[[AsyncIterator[pb.EmbedRequest]], Any],
     items: Iterable[StreamItem] | AsyncIterable[StreamItem],
     answers: AnswerReader,
+    is_closed: Callable[[], bool],
 ) -> AsyncGenerator[StreamAnswer, None]:
-    """Yields the results of an async stream; see `stream_answers`."""
+    """Yields the results of an async stream; see `stream_answers`.
+
+    Args:
+        is_closed: returns whether the client was closed.
+    """
     steps: asyncio.Queue[_Step] = asyncio.Queue()
     call = open_call(_outgoing_async(items, steps.put_nowait))
     ending = Ending(call)
     call.add_done_callback(lambda _: steps.put_nowait(_End.CUT))
+
+    async def receive() -> pb.EmbedResponse | None:
+        with closed_errors(is_closed):
+            return await _receive_async(call, ending)
+
     try:
         while not isinstance(step := await steps.get(), _End):
-            answer = await _receive_async(call, ending) if isinstance(step, _Sent) else None
-            yield _outcome(step, answer, answers)
-        _check_end(step, await _receive_async(call, ending))
+            yield _outcome(step, await receive() if isinstance(step, _Sent) else None, answers)
+        _check_end(step, await receive())
     finally:
         call.cancel()
 

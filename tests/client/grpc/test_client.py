@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from contextlib import ExitStack, suppress
 import grpc
 import numpy as np
 import pytest
-from client.fake import FakeModel, grpc_server, pooled
+from client.fake import ASKED_S_MAX, FakeModel, Silent, grpc_server, pooled
 
 from embedserve_client import (
     AsyncGrpcEmbedClient,
@@ -22,11 +21,9 @@ from embedserve_client import (
     Unavailable,
 )
 from embedserve_client.grpc.calls import KEEPALIVE_MS_MAX
-from embedserve_proto import embedding_pb2 as pb
 
 # 6 floats an example: just over the 4 MiB that grpc takes by itself.
 LARGE_BATCH = 4 * 2**20 // (6 * 4) + 1
-ASKED_S_MAX = 30
 
 
 def test_answers_over_grpcs_own_limit_are_taken(grpc_target: str) -> None:
@@ -68,19 +65,6 @@ def test_a_closed_channel_takes_no_call(grpc_target: str) -> None:
 
     with pytest.raises(ValueError, match="closed channel"):
         client.embed({"user": [1]})
-
-
-class Silent(FakeModel):
-    """Answers nothing until it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.released = threading.Event(), threading.Event()
-
-    def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
-        self.asked.set()
-        self.released.wait(ASKED_S_MAX)
-        return super().embed(request)
 
 
 def test_a_call_in_flight_ends_when_another_thread_closes_the_client() -> None:

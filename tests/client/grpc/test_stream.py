@@ -3,12 +3,13 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from client.fake import FakeModel, pooled
+from client.fake import ASKED_S_MAX, FakeModel, Silent, grpc_server, pooled
 
 from embedserve_client import (
     AsyncGrpcEmbedClient,
@@ -215,3 +216,40 @@ async def test_an_async_stream_to_no_server_is_unavailable() -> None:
     async with AsyncGrpcEmbedClient("127.0.0.1:1") as client, asyncio.timeout(5):
         with pytest.raises(Unavailable):
             await anext(client.embed_stream(items()))
+
+
+def test_a_stream_ends_when_another_thread_closes_the_client() -> None:
+    model = Silent()
+    with grpc_server(model) as target, ThreadPoolExecutor(max_workers=1) as pool:
+        client = GrpcEmbedClient(target)
+        read = pool.submit(lambda: list(client.embed_stream([{"user": [1]}])))
+        assert model.asked.wait(ASKED_S_MAX)
+        client.close()
+        error = read.exception(ASKED_S_MAX)
+        model.released.set()
+    assert isinstance(error, Unavailable)
+
+
+async def test_a_stream_ends_when_another_task_closes_the_client() -> None:
+    """With an error, not as if the task that reads it had been cancelled; also one that waits for
+    the caller's next item."""
+
+    async def waiting() -> AsyncIterator[Any]:
+        await asyncio.sleep(ASKED_S_MAX)
+        yield {"user": [1]}
+
+    async def read(client: AsyncGrpcEmbedClient, items: Any) -> None:
+        async for answer in client.embed_stream(items):
+            answer.result()
+
+    model = Silent()
+    with grpc_server(model) as target:
+        client = AsyncGrpcEmbedClient(target)
+        sources = waiting(), [{"user": [1]}], [{"user": [1]}]
+        *read_on, cancelled = (asyncio.create_task(read(client, items)) for items in sources)
+        assert await asyncio.to_thread(model.asked.wait, ASKED_S_MAX)
+        cancelled.cancel()
+        await client.close()
+        ended = await asyncio.gather(*read_on, cancelled, return_exceptions=True)
+        model.released.set()
+    assert list(map(type, ended)) == [Unavailable, Unavailable, asyncio.CancelledError]
