@@ -23,11 +23,12 @@ Vectors: TypeAlias = NDArray[np.float32] | NDArray[np.float16]
 
 
 class Layout:
-    """Columns of a result: the keys, the width of each key, and its column range."""
+    """Columns of a result: the keys, the width and position of each key, and its column range."""
 
     def __init__(self, keys: tuple[str, ...], length_per_key: tuple[int, ...]) -> None:
         self.keys = keys
         self.length_per_key = length_per_key
+        self.positions = {key: at for at, key in enumerate(keys)}
         ends = list(accumulate(length_per_key))
         self.width = ends[-1] if ends else 0
         self.columns = {
@@ -92,6 +93,9 @@ class EmbedResult:
     lengths: NDArray[np.int32] | None = None
     seq: int | None = None
     missing_ids: dict[str, int] = field(default_factory=dict)
+    _bounds: list[int] = field(default_factory=list, init=False)
+    """First row of each key and the end of the last, if the model is not pooled; empty until a key
+    is read."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -137,8 +141,10 @@ class EmbedResult:
             raise KeyError(f"{key!r} is no key of {self.model}; it has {', '.join(self.keys)}")
         if self.lengths is None:
             return self.values[:, columns]
-        at = self.keys.index(key)
-        start, end = self.lengths[:at].sum(), self.lengths[: at + 1].sum()
+        if not self._bounds:
+            self._bounds.extend([0, *accumulate(self.lengths.sum(axis=1).tolist())])
+        at = self.layout.positions[key]
+        start, end = self._bounds[at : at + 2]
         return JaggedVectors(self.values[start:end], self.lengths[at])
 
     def to_dict(self) -> dict[str, Any]:

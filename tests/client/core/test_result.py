@@ -1,6 +1,7 @@
 """Views per key, and the way to TorchRec."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,3 +102,36 @@ def test_tensors_of_the_other_kind_are_refused(result: EmbedResult, jagged: Embe
         jagged.to_keyed_tensor()
     with pytest.raises(TypeError, match="model 'shop' is pooled: call to_keyed_tensor"):
         result.to_jagged_tensors()
+
+
+def test_every_key_is_read_in_linear_time() -> None:
+    """No key looks at the lengths of those before it, nor compares itself with them."""
+    keys, compared = 200, 0
+
+    class CountedKey(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    names = tuple(CountedKey(n) for n in range(keys))
+    lengths = np.ones((keys, 3), np.int32).view(CountedLengths)
+    CountedLengths.summed = 0
+    values = np.arange(3 * keys, dtype=np.float32).reshape(-1, 1)
+    one = EmbedResult(values, Layout(names, (1,) * keys), "sequence", 7, {}, lengths)
+
+    assert one.to_dict()[names[-1]].values.tolist() == values[-3:].tolist()
+    assert CountedLengths.summed <= lengths.size
+    assert compared <= keys
+
+
+class CountedLengths(np.ndarray[Any, Any]):
+    """Counts the lengths that are added up."""
+
+    summed = 0
+
+    def sum(self, *args: Any, **options: Any) -> Any:
+        CountedLengths.summed += self.size
+        return super().sum(*args, **options)
