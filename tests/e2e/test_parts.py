@@ -15,12 +15,14 @@ import pytest
 import torch
 from certificates import Authority
 from e2e.parts_cluster import (
+    BOTH_PARTS,
     DIM,
     PARTS,
     ROWS,
     STEP,
     WAIT_S_MAX,
     Cluster,
+    Load,
     cluster,
     publish_next,
     replicas,
@@ -274,6 +276,7 @@ def test_a_request_that_is_too_large_for_a_shard_is_not_called_overload(tmp_path
 
 
 def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> None:
+    """The token is replaced under load, as docs/security.md describes it."""
     store = tmp_path / "store"
     publish_next(store, 1)
     authority = Authority()
@@ -282,8 +285,16 @@ def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> No
     own, own_key = authority.sign("router").write(tmp_path, "router")
     tokens, token = tmp_path / "tokens", tmp_path / "token"
     token.write_text("a-token-of-the-router\n")
-    digest = hashlib.sha256(b"a-token-of-the-router").hexdigest()
-    tokens.write_text(json.dumps({"name": "router", "sha256": digest}))
+    hashes = [
+        hashlib.sha256(text).hexdigest() for text in (b"a-token-of-the-router", b"the-next-token")
+    ]
+
+    def allow(*allowed: str) -> None:
+        written = tokens.with_suffix(".new")
+        written.write_text(json.dumps({"name": "router", "sha256": allowed}))
+        written.replace(tokens)
+
+    allow(hashes[0])
     of_shards = ("--tls-cert", certificate, "--tls-key", key, "--tls-client-ca")
     with cluster(store, tmp_path) as one:
         for part in range(PARTS):
@@ -297,9 +308,22 @@ def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> No
         one.write_addresses()
         tls = ("--shard-ca", tmp_path / "ca.pem", "--shard-cert", own, "--shard-key", own_key)
         router = one.start_router(*tls, "--shard-token", token)
-        body = {"features": {"user": [[3]]}}
-        response = httpx.post(f"{router.http}/embed", json=body, timeout=60)
-        assert response.json()["values"] == [[STEP + 3.0] * DIM]
+
+        def all_have_read(times: int) -> bool:
+            logs = [shard.log.read_text() for shard in one.shards.values()]
+            return all(log.count("tokens: read again") == times for log in logs)
+
+        with Load(router, BOTH_PARTS) as load:
+            load.wait_for_more()
+            allow(*hashes)
+            load.wait_for(lambda: all_have_read(1))
+            token.write_text("the-next-token\n")
+            words = "left m@1: its connection was replaced"
+            load.wait_for(lambda: router.log.read_text().count(words) == PARTS)
+            allow(hashes[1])
+            load.wait_for(lambda: all_have_read(2))
+            load.wait_for_more()
+        assert load.failed == load.wrong == []
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,12 @@ def settings(**files: Path) -> ServeSettings:
     return ServeSettings("store", shards="file:x", **shown)  # type: ignore[arg-type]
 
 
+def read(**files: Path) -> ShardCredentials:
+    return ShardCredentials(settings(**files), lambda: None)
+
+
 def test_without_files_there_is_neither_tls_nor_a_token() -> None:
-    credentials = ShardCredentials(settings())
+    credentials = read()
     assert credentials.options.ssl_context is None
     assert credentials.options.metadata == []
     assert credentials.reloader is None
@@ -27,22 +31,25 @@ def test_without_files_there_is_neither_tls_nor_a_token() -> None:
 async def test_a_token_that_changes_is_read_again(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
-    credentials = ShardCredentials(settings(shard_token=token))
+    changes: list[None] = []
+    credentials = ShardCredentials(settings(shard_token=token), lambda: changes.append(None))
     assert credentials.options.metadata == [(b"authorization", b"Bearer first")]
     token.write_text("two words")
     assert credentials.reloader is not None
     await credentials.reloader.poll()
     assert credentials.options.metadata == [(b"authorization", b"Bearer first")]
+    assert len(changes) == 1
     token.write_text("second")
     await credentials.reloader.poll()
     assert credentials.options.metadata == [(b"authorization", b"Bearer second")]
+    assert len(changes) == 2
 
 
 @pytest.mark.parametrize("text", ["", "\n", "two words", "a\nb", "x" * 4097, "\0"])
 def test_a_file_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(ValueError, match="token holds no token"):
-        ShardCredentials(settings(shard_token=tmp_path / "token"))
+        read(shard_token=tmp_path / "token")
 
 
 def test_damaged_certificates_are_refused(tmp_path: Path) -> None:
@@ -53,10 +60,10 @@ def test_damaged_certificates_are_refused(tmp_path: Path) -> None:
     certificate, key = authority.sign("router").write(tmp_path, "router")
     _, other_key = authority.sign("other").write(tmp_path, "other")
     with pytest.raises(ValueError, match=r"damaged\.pem holds no certificates"):
-        ShardCredentials(settings(shard_ca=damaged))
+        read(shard_ca=damaged)
     with pytest.raises(ValueError, match="are no pair"):
-        ShardCredentials(settings(shard_ca=root, shard_cert=certificate, shard_key=other_key))
+        read(shard_ca=root, shard_cert=certificate, shard_key=other_key)
     with pytest.raises(OSError, match=r"nowhere\.pem"):
-        ShardCredentials(settings(shard_ca=tmp_path / "nowhere.pem"))
-    right = ShardCredentials(settings(shard_ca=root, shard_cert=certificate, shard_key=key))
+        read(shard_ca=tmp_path / "nowhere.pem")
+    right = read(shard_ca=root, shard_cert=certificate, shard_key=key)
     assert right.options.ssl_context is not None

@@ -31,6 +31,8 @@ class FoundShards:
 
     Attributes:
         looks: number of looks for missing parts.
+        token: file with the token that the shards are sent.
+        options: options of the newest connection of each part.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +41,14 @@ class FoundShards:
         addresses = folder / "shards.json"
         addresses.write_text(json.dumps({str(part): [f"a:{part + 1}"] for part in range(PARTS)}))
         monkeypatch.setattr(shards_module, "ShardConnection", self._connect)
-        self.shards = Shards(ServeSettings(str(folder / "store"), shards=f"file:{addresses}"))
+        self.token = folder / "token"
+        self.token.write_text("first")
+        self.options: dict[int, ConnectionOptions] = {}
+        self.shards = Shards(
+            ServeSettings(
+                str(folder / "store"), shards=f"file:{addresses}", shard_token=str(self.token)
+            )
+        )
         self._missing = self.shards._missing
         monkeypatch.setattr(self.shards, "_missing", self._look)
 
@@ -55,6 +64,7 @@ class FoundShards:
         on_end: Callable[[str], None],
     ) -> FakeConnection:
         part = address[1] - 1
+        self.options[part] = options
         self.connections[part] = FakeConnection(FakeTime(), address, on_ready, on_end)
         return self.connections[part]
 
@@ -103,6 +113,26 @@ async def test_it_opens_a_version_once_each_part_has_a_replica(
         engine = await opening
         assert [part.part for part in engine.parts] == [0, 1]
         assert found.shards.replicas("m", 1) == [1, 1]
+
+
+async def test_a_token_that_changes_is_sent_to_the_shards_on_new_connections(
+    found: FoundShards, version: ModelVersion
+) -> None:
+    async with found.shards._running():
+        opening = asyncio.create_task(asyncio.to_thread(found.shards.open, version))
+        await until(lambda: len(found.connections) == PARTS)
+        for part in range(PARTS):
+            found.join(part, version)
+        engine = await opening  # the shards have it as long as somebody does
+        first = dict(found.connections)
+        found.token.write_text("second")
+        await until(lambda: all(found.connections[part] is not first[part] for part in first))
+        for part in range(PARTS):
+            assert found.options[part].metadata == [(b"authorization", b"Bearer second")]
+            found.join(part, version)
+            assert first[part].is_finished
+        assert found.shards.replicas("m", 1) == [1, 1]
+        del engine
 
 
 async def test_it_gives_up_after_a_time_and_says_what_is_missing(

@@ -148,6 +148,7 @@ class FakeConnection:
 
     def finish(self, reason: str) -> None:
         self.is_finished, self.is_ready = True, False
+        self._end(reason)
 
     def ready(self) -> None:
         self.is_ready = True
@@ -162,13 +163,16 @@ class FakeConnection:
     def lose(self, reason: str = "the connection was lost") -> None:
         """Loses the connection: it ends, then its calls fail."""
         self.is_ready = False
-        if not self.has_ended:
-            self.has_ended = True
-            self.on_end(reason)
+        self._end(reason)
         calls, self.calls, self.lists = self.calls + self.lists, [], []
         for call in calls:
             if not call.is_cancelled:
                 call.lose(reason)
+
+    def _end(self, reason: str) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            self.on_end(reason)
 
 
 def model(

@@ -17,8 +17,10 @@ from embedserve.shard_client.part_client import PartOptions
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
     INTERNAL,
+    PERMISSION_DENIED,
     RESOURCE_EXHAUSTED,
     STATUS_MAX,
+    UNAUTHENTICATED,
     UNAVAILABLE,
     Reply,
     lost,
@@ -133,6 +135,132 @@ def test_lost_connections_are_made_again_with_backoff() -> None:
     bench.connections["a"].lose()
     bench.time.advance(0.12)
     assert not bench.connections["a"].has_ended
+
+
+@pytest.mark.parametrize("status", [UNAUTHENTICATED, PERMISSION_DENIED])
+def test_a_replica_that_rejects_the_credentials_is_connected_to_again(status: int) -> None:
+    """They belong to the connection. Those of a new one may be others."""
+    bench = Bench()
+    bench.join("a")
+    first = bench.connections["a"]
+    bench.time.advance(1)
+    bench.look_up()
+    first.lists[0].answer(Reply(status, "unknown token"))
+    assert bench.part.stats.replicas == {KEY: 0}
+    reason = f"ListModels failed with status {status}: unknown token"
+    assert bench.part.reasons(KEY) == {("a", 1): reason}
+    assert first.is_finished
+    first.calls[0].answer()
+    assert bench.replies[0].status == 0
+    bench.time.advance(0.12)
+    assert bench.connections["a"] is not first
+    bench.connections["a"].ready()
+    bench.connections["a"].list(model())
+    assert bench.part.stats.replicas == {KEY: 1}
+
+
+def test_a_replica_that_goes_on_rejecting_is_tried_with_backoff() -> None:
+    bench = Bench()
+    bench.part.set_addresses([("a", 1)])
+    made = 0
+    end_s = bench.time.now_s + 60
+    last = None
+    while bench.time.now_s < end_s:
+        if (newest := bench.connections["a"]) is not last:
+            made, last = made + 1, newest
+            newest.ready()
+            newest.lists[0].answer(Reply(UNAUTHENTICATED, "unknown token"))
+        bench.time.advance(0.05)
+    assert 12 <= made <= 35
+
+
+def test_credentials_that_change_replace_connections_without_a_gap(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench()
+    bench.join("a", "b")
+    before = dict(bench.connections)
+    bench.look_up()
+    bench.part.renew()
+    assert bench.connections["a"] is not before["a"]
+    for host in "ab":
+        assert not before[host].is_finished
+        bench.connections[host].ready()
+        assert not before[host].is_finished  # it may reject the new credentials
+        bench.connections[host].list(model())
+        assert before[host].is_finished
+        assert bench.part.stats.replicas == {KEY: 2}
+    (call,) = [call for one in before.values() for call in one.calls]
+    call.answer()
+    bench.look_up()
+    bench.calls[0].answer()
+    assert [reply.status for reply in bench.replies.values()] == [0, 0]
+    for _ in range(12):
+        bench.time.advance(1)
+        bench.answer_polls()
+    assert not [one for one in caplog.records if one.levelno > logging.INFO]
+
+
+def test_rejected_credentials_leave_the_connections_and_are_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    bench = Bench()
+    bench.join("a")
+    first = bench.connections["a"]
+    bench.part.renew()
+    until_s = bench.time.now_s + 9
+    newest = first
+    while bench.time.now_s < until_s:
+        if bench.connections["a"] is not newest:
+            newest = bench.connections["a"]
+            newest.ready()
+            newest.lists[0].answer(Reply(UNAUTHENTICATED, "unknown token"))
+        bench.time.advance(0.1)
+        if first.lists:
+            first.list(model())
+        assert bench.part.stats.replicas == {KEY: 1}
+    assert newest is not first
+    assert caplog.records == []
+    for _ in range(5):
+        bench.time.advance(1)
+        first.list(model())
+    assert [record.message for record in caplog.records] == [
+        "part 1 of 4: a:1 has not accepted the new credentials yet, connections keep the earlier "
+        "ones: ListModels failed with status 16: unknown token"
+    ]
+    bench.connections["a"].ready()
+    bench.connections["a"].list(model())
+    assert first.is_finished
+    assert bench.part.stats.replicas == {KEY: 1}
+
+
+def test_a_replica_that_is_being_replaced_may_be_lost_removed_or_replaced_again() -> None:
+    bench = Bench()
+    bench.join("a")
+    bench.part.renew()
+    second = bench.connections["a"]
+    bench.part.renew()
+    third = bench.connections["a"]
+    assert third is not second
+    assert second.is_finished
+    third.ready()
+    third.list(model())
+    assert bench.part.stats.replicas == {KEY: 1}
+    bench.part.renew()
+    fourth = bench.connections["a"]
+    third.lose("reset")
+    assert bench.part.stats.replicas == {KEY: 0}
+    fourth.ready()
+    fourth.list(model())
+    assert bench.part.stats.replicas == {KEY: 1}
+    bench.part.renew()
+    bench.part.set_addresses([])
+    assert bench.connections["a"].is_finished
+    assert fourth.is_finished
+    bench.time.advance(20)
+    assert bench.part.stats.replicas == {KEY: 0}
 
 
 def test_addresses_that_stay_keep_their_connections() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ TOKEN_BYTES_MAX = 4096
 
 
 class ShardCredentials:
-    """Options of new connections to shards. Connections that are open keep theirs.
+    """Options of new connections to shards. Connections that are open keep theirs: whoever has some
+    replaces them when the options change.
 
     Attributes:
         options: present options.
@@ -24,14 +26,18 @@ class ShardCredentials:
 
     options: ConnectionOptions
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, on_change: Callable[[], None]) -> None:
         """Reads the files.
+
+        Args:
+            on_change: called after the files were read, also for the first time.
 
         Raises:
             OSError: a file cannot be read.
             ValueError: a certificate is damaged, does not fit its key, or the token is none.
         """
         self._settings = settings
+        self._on_change = on_change
         # The values of a batch, and the fields before them.
         self._response_bytes_max = settings.limits.request_output_bytes_max + MIB
         self.options = ConnectionOptions(response_bytes_max=self._response_bytes_max)
@@ -48,6 +54,7 @@ class ShardCredentials:
 
     def _adopt(self, options: ConnectionOptions) -> None:
         self.options = options
+        self._on_change()
 
     def _read(self) -> ConnectionOptions:
         settings = self._settings

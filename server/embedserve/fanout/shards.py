@@ -78,13 +78,13 @@ class Shards:
         self._options = PartOptions(
             call_timeout_s=settings.shard_timeout_ms / 1000, hedge_share=settings.hedge_share
         )
-        self._credentials = ShardCredentials(settings)
         self._partial_dtype = settings.partial_dtype
         self._local_bytes = settings.local_bytes
         self._inline_bytes_max = settings.limits.inline_bytes_max
         self._local = LocalParts(self._inline_bytes_max)
         self._on_missing = MissingPolicy.parse(settings.on_missing)
         self._clients: dict[int, list[PartClient]] = {}  # by number of parts
+        self._credentials = ShardCredentials(settings, self._renew)
         self._tasks: list[asyncio.Task[None]] = []
         self._engines: list[ref[RouterEngine]] = []
 
@@ -234,6 +234,11 @@ class Shards:
             self._tasks.append(asyncio.ensure_future(discovery.run()))
         for client, served in zip(self._clients[count], parts, strict=True):
             client.expect(VersionKey(served.model, served.version), served.fingerprint)
+
+    def _renew(self) -> None:
+        """Replaces the connections, after the credentials have changed."""
+        for client in self.clients():
+            client.renew()
 
     def _connector(self, part: int) -> Connect:
         """Returns the function that connects to replicas of ``part`` with the present

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import random
 from time import monotonic
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SHARE = 0.1
 """Retries allowed per lookup, beyond a burst."""
+RENEW_S_MAX = 10.0
+"""Seconds after which replicas that have not accepted the present credentials are logged."""
 REASONS_MAX = 4
 """Replicas named in the message of a lookup that no replica can answer."""
 
@@ -96,6 +99,7 @@ class PartClient:
         self._call_later = call_later or asyncio.get_running_loop().call_later
         self.timers = timers or TimerQueue(clock, self._call_later)
         self._replicas: dict[Address, PartReplica] = {}
+        self._successors: dict[Address, PartReplica] = {}  # that have not listed their models yet
         self._expected: dict[VersionKey, Served] = {}
         self._joined: dict[VersionKey, list[PartReplica]] = {}
 
@@ -112,10 +116,46 @@ class PartClient:
             replica = self._replicas.pop(address)
             replica.close("its address is gone")
             self._update(replica)
+            if (successor := self._successors.pop(address, None)) is not None:
+                successor.close("its address is gone")
         for address in wanted:
             if address not in self._replicas:
-                self._replicas[address] = PartReplica(
-                    address, self._connect, self._call_later, self._update
+                self._replicas[address] = self._new_replica(address)
+
+    def renew(self) -> None:
+        """Connects to all replicas again, with the present credentials. A present connection
+        remains in use until the replica has listed its models on the new one."""
+        for address in self._replicas:
+            if (earlier := self._successors.get(address)) is not None:
+                earlier.close("the credentials have changed again")
+            self._successors[address] = self._new_replica(address)
+        self._call_later(RENEW_S_MAX, partial(self._log_unrenewed, list(self._successors.values())))
+
+    def _new_replica(self, address: Address) -> PartReplica:
+        return PartReplica(address, self._connect, self._call_later, self._on_listed)
+
+    def _on_listed(self, replica: PartReplica) -> None:
+        """Lets a replica take the place of the one before, and join or leave for each version."""
+        address = replica.address
+        if self._successors.get(address) is not replica:
+            self._update(replica)
+            return
+        del self._successors[address]
+        before, self._replicas[address] = self._replicas[address], replica
+        self._update(replica)
+        before.close("its connection was replaced")
+        self._update(before)
+
+    def _log_unrenewed(self, successors: Sequence[PartReplica]) -> None:
+        """Logs which of ``successors`` have not taken the place of the ones before."""
+        for replica in successors:
+            if self._successors.get(replica.address) is replica:
+                logger.warning(
+                    "%s: %s has not accepted the new credentials yet, connections keep the "
+                    "earlier ones: %s",
+                    self,
+                    shown(replica.address),
+                    replica.reason,
                 )
 
     def expect(self, key: VersionKey, fingerprint: str) -> None:

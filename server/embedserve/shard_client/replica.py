@@ -10,7 +10,14 @@ from google.protobuf.message import DecodeError
 
 from embedserve.metrics.part_stats import VersionKey
 from embedserve.shard_client.client_stream import OnReply
-from embedserve.shard_client.reply import DEADLINE_EXCEEDED, OK, RESOURCE_EXHAUSTED, Reply
+from embedserve.shard_client.reply import (
+    DEADLINE_EXCEEDED,
+    OK,
+    PERMISSION_DENIED,
+    RESOURCE_EXHAUSTED,
+    UNAUTHENTICATED,
+    Reply,
+)
 from embedserve.shard_client.shard_connection import Address, CallHandle
 from embedserve.shard_client.timer_queue import CallLater, TimerHandle
 from embedserve_proto.embedding_pb2 import ListModelsResponse
@@ -226,7 +233,11 @@ class PartReplica:
             return  # on_end follows, or the shard is overloaded and serves what it served before
         if reply.status != OK:
             self.reason = f"ListModels failed with status {reply.status}: {reply.message}"
-            self._serve(None, {})
+            if reply.status in (UNAUTHENTICATED, PERMISSION_DENIED):
+                assert self.connection is not None
+                self.connection.finish(self.reason)  # the next one has the present credentials
+            else:
+                self._serve(None, {})
             return
         self._backoff_s = BACKOFF_S_MIN
         if reply.payload == self._listed:
