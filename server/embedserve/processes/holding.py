@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,13 +38,16 @@ class WantedVersions(NamedTuple):
     aliased: frozenset[int]
 
 
-def wanted_versions(store: ModelStore, model: str, versions_held: int) -> WantedVersions:
-    """Returns the newest ``versions_held`` versions of ``model`` and those that aliases name.
+def wanted_versions(
+    store: ModelStore, model: str, versions_held: int, unfit: Collection[int] = ()
+) -> WantedVersions:
+    """Returns the newest ``versions_held`` versions of ``model`` and those that aliases name,
+    without those of ``unfit``, which do not have the shard's part.
 
     Raises:
         StoreError: the store or the model cannot be read.
     """
-    numbers = store.versions(model)
+    numbers = [number for number in store.versions(model) if number not in unfit]
     aliased = {one.version for one in store.aliases(model).values() if one.version in numbers}
     named = frozenset(number for number in aliased if number is not None)
     return WantedVersions(named | frozenset(numbers[-versions_held:]), named)

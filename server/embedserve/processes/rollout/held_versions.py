@@ -9,9 +9,9 @@ the last version of a model, until another one is loaded.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from math import inf
 from time import monotonic
 
 from embedserve.config import ServeSettings
@@ -85,6 +85,7 @@ class HeldVersions:
         self._clock = clock
         self._counts: dict[str, tuple[float, float]] = {}  # requests, and since when
         self._retry_at_s: dict[str, float] = {}
+        self._unfit: defaultdict[str, set[int]] = defaultdict(set)  # without this part, by model
         self._waits_for: dict[str, int] = {}
 
     async def update(self) -> None:
@@ -93,7 +94,8 @@ class HeldVersions:
         for model in self._models():
             try:
                 wanted = await run_in_daemon_thread(
-                    "follow", partial(self._resolver.wanted_versions, model)
+                    "follow",
+                    partial(self._resolver.wanted_versions, model, frozenset(self._unfit[model])),
                 )
             except (StoreError, OSError) as error:
                 logger.error("%s cannot be followed: %s", model, error)
@@ -119,7 +121,7 @@ class HeldVersions:
         idle = {number for number, name in held.items() if self._is_idle(name, now_s)}
         may_load = frozenset(
             number
-            for number in wanted.numbers
+            for number in wanted.numbers.difference(self._unfit[model])
             if number in held or now_s >= self._retry_at_s.get(f"{model}@{number}", 0.0)
         )
         step = next_step(
@@ -139,7 +141,7 @@ class HeldVersions:
         except RefusedError as error:
             if isinstance(error.__cause__, NoSuchPartError):
                 logger.warning("%s is not held: %s", name, error.message)
-                self._retry_at_s[name] = inf  # a version never changes
+                self._unfit[model].add(number)  # for good: a version never changes
                 return True
             logger.error("%s: %s fails: %s", name, operation, error.message)
             self._retry_at_s[name] = self._clock() + RETRY_S

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from embedserve.config import ServeSettings
 from embedserve.model_names import split_name
@@ -86,9 +86,11 @@ class VersionResolver:
         elif before and not fault:
             logger.info("%s can be followed again", name)
 
-    def wanted_versions(self, model: str) -> WantedVersions:
-        """Returns the versions of ``model`` that a shard is to hold; raises StoreError."""
-        return wanted_versions(self._opened_store(), model, self._settings.versions_held)
+    def wanted_versions(self, model: str, unfit: Collection[int]) -> WantedVersions:
+        """Returns the versions of ``model`` that a shard is to hold, without those of ``unfit``;
+        raises StoreError."""
+        held_max = self._settings.versions_held
+        return wanted_versions(self._opened_store(), model, held_max, unfit)
 
     def open_current(self, name: str) -> ModelVersion:
         """Opens and keeps the version that ``name`` points to now. From a remote store it is first

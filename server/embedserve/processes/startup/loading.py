@@ -24,7 +24,12 @@ from embedserve.processes.forked import described, end_with
 from embedserve.processes.holding import holding_of, open_folder, wanted_versions
 from embedserve.processes.model_loading import check_names, load_named, restore_one
 from embedserve_store import ModelStore, ModelVersion, StoreError
-from embedserve_store.errors import UnknownAliasError, missing_model
+from embedserve_store.errors import (
+    NoSuchPartError,
+    UnknownAliasError,
+    UnreachableError,
+    missing_model,
+)
 from embedserve_store.remote.remote_store import is_url
 from embedserve_store.terminal.console import console
 from embedserve_store.terminal.stores import opened
@@ -79,7 +84,7 @@ def _loaded_parts(
     a version the newest ones and those that aliases name.
 
     Raises:
-        StoreError: the newest of them, or one that ``wanted`` names, cannot be loaded.
+        StoreError: none of a model's versions, or one that ``wanted`` names, cannot be loaded.
     """
     versions: dict[str, ModelVersion] = {}
     for name in wanted:
@@ -88,14 +93,41 @@ def _loaded_parts(
             version = load_named(store, name)
             versions[f"{model}@{version.manifest.version}"] = version
             continue
-        *others, newest = sorted(wanted_versions(store, model, settings.versions_held).numbers)
-        versions[f"{model}@{newest}"] = store.load(model, newest)
-        for number in others:
-            try:
-                versions[f"{model}@{number}"] = store.load(model, number)
-            except StoreError as error:
-                logger.warning("%s version %d is not held: %s", model, number, error)
+        for number, one in _loaded_numbers(store, model, settings.versions_held).items():
+            versions[f"{model}@{number}"] = one
     return versions
+
+
+def _loaded_numbers(store: ModelStore, model: str, versions_held: int) -> dict[int, ModelVersion]:
+    """Loads the versions of ``model`` that a shard is to hold, without those that cannot be loaded:
+    one that was published by mistake must not stop a shard that starts again. Versions without its
+    part do not count toward ``versions_held``.
+
+    Raises:
+        StoreError: none can be loaded; the reason is that of the newest.
+        UnreachableError: the store cannot be reached before one is loaded.
+    """
+    loaded: dict[int, ModelVersion] = {}
+    failed: dict[int, StoreError] = {}
+    unfit: set[int] = set()
+    while True:
+        wanted = wanted_versions(store, model, versions_held, unfit).numbers
+        for number in sorted(wanted.difference(loaded, failed), reverse=True):
+            try:
+                loaded[number] = store.load(model, number)
+            except StoreError as error:
+                if isinstance(error, UnreachableError) and not loaded:
+                    raise
+                failed[number] = error
+        found = {number for number in failed if isinstance(failed[number], NoSuchPartError)}
+        if found == unfit:
+            break
+        unfit = found
+    if not loaded:
+        raise failed[max(failed)]
+    for number, reason in failed.items():
+        logger.warning("%s version %d is not held: %s", model, number, reason)
+    return loaded
 
 
 def _loaded(store: ModelStore, wanted: Sequence[str], default: str) -> dict[str, ModelVersion]:

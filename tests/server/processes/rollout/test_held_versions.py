@@ -68,6 +68,7 @@ class Alias:
 def test_the_newest_versions_and_those_of_aliases_are_wanted() -> None:
     store: Any = Store([2, 3, 5, 9], {"stable": Alias(3), "gone": Alias(4)})
     assert wanted_versions(store, "shop", 2) == wanted(3, 5, 9, aliased=[3])
+    assert wanted_versions(store, "shop", 2, {3, 9}) == wanted(2, 5)
     assert wanted_versions(store, "shop", 10) == wanted(2, 3, 5, 9, aliased=[3])
 
 
@@ -78,6 +79,7 @@ class Shard:
         wanted: versions that it is to hold.
         refused: versions that cannot be loaded.
         whole: versions without parts.
+        unfit: those of which the shard knows it.
         steps: what was loaded and unloaded.
     """
 
@@ -85,6 +87,7 @@ class Shard:
         self.wanted = wanted
         self.refused: set[int] = set()
         self.whole: set[int] = set()
+        self.unfit: set[int] = set()
         self.now_s = 0.0
         self.steps: list[str] = []
         self.metrics = {f"shop@{number}": ModelMetrics(model_info()) for number in held}
@@ -92,7 +95,8 @@ class Shard:
         parts: Any = self
         self.held = HeldVersions(settings, parts, parts, self.metrics, lambda: self.now_s)
 
-    def wanted_versions(self, model: str) -> WantedVersions:
+    def wanted_versions(self, model: str, unfit: Collection[int]) -> WantedVersions:
+        self.unfit = set(unfit)
         return self.wanted
 
     def ask(self, number: int) -> None:
@@ -159,6 +163,7 @@ async def test_a_version_without_parts_is_tried_once(caplog: pytest.LogCaptureFi
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == "shop@7 is not held: shop@7 has no parts"
+    assert shard.unfit == {7}
     shard.wanted = wanted(8, 9)
     await shard.held.update()
     assert shard.steps == ["load 9"]

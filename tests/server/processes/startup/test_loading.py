@@ -1,9 +1,84 @@
-"""A process that will fork has another one pull its versions, and learns why it cannot."""
+"""Which versions a shard starts with. A process that will fork has another one pull its versions,
+and learns why it cannot."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+from typing import Any
+
 import pytest
 from server.python import run_python
+from server.small_store import publish_small_model
+
+from embedserve.config import ServeSettings
+from embedserve.processes.startup.loading import open_versions
+from embedserve_store import ModelStore, StoreError
+from embedserve_store.errors import NoSuchPartError, UnreachableError
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a store with version 1 in two parts, and versions 2 and 3 without parts."""
+    folder = tmp_path_factory.mktemp("parts")
+    publish_small_model(folder, "--hosts", "2")
+    publish_small_model(folder)
+    return publish_small_model(folder)
+
+
+def test_a_shard_starts_with_older_versions_if_the_newer_ones_are_not_for_it(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    versions = open_versions(ServeSettings(str(store), model=("shop",), part="0/2"))
+    assert list(versions) == ["shop@1"]
+    assert [record.message.partition(" is not held: ")[0] for record in caplog.records] == [
+        "shop version 3",
+        "shop version 2",
+    ]
+
+
+def test_a_shard_does_not_start_without_a_version_for_it(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(NoSuchPartError, match=r"shop/3: was published without --hosts"):
+        open_versions(ServeSettings(str(store), model=("shop",), part="0/3"))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("errors", "loaded"),
+    [
+        ({}, [9, 8]),
+        ({9: StoreError("damaged")}, [8]),  # it counts, as it may be repaired
+        ({8: UnreachableError("away")}, [9]),
+        ({9: NoSuchPartError(), 8: NoSuchPartError(), 7: StoreError("damaged")}, [6]),
+        ({9: UnreachableError("away")}, None),  # the next attempt may load it
+    ],
+)
+def test_versions_that_cannot_be_loaded_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, errors: dict[int, StoreError], loaded: list[int] | None
+) -> None:
+    reads = []
+
+    def load(self: ModelStore, model: str, number: int) -> Any:
+        reads.append(number)
+        if number in errors:
+            raise errors[number]
+        return object()
+
+    monkeypatch.setattr(ModelStore, "models", lambda self: ["shop"])
+    monkeypatch.setattr(ModelStore, "versions", lambda self, model: [5, 6, 7, 8, 9])
+    monkeypatch.setattr(ModelStore, "aliases", lambda self, model: {})
+    monkeypatch.setattr(ModelStore, "load", load)
+    settings = ServeSettings("nowhere", model=("shop",), part="0/2")
+    if loaded is None:
+        with pytest.raises(UnreachableError):
+            open_versions(settings)
+        return
+    assert list(open_versions(settings)) == [f"shop@{number}" for number in loaded]
+    assert len(reads) == len(set(reads)) == len(errors) + len(loaded)
+
 
 PULLED = """
 import sys
