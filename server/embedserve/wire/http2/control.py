@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 STREAMS_MAX = 128
 HEADER_LIST_BYTES_MAX = 16 << 10
 UPDATES_PER_FRAME = 4
-"""WINDOW_UPDATE frames accepted per DATA frame sent. A reader sends two: one for the stream and one
-for the connection."""
+"""WINDOW_UPDATE frames accepted per DATA frame sent, and per response without any. A reader sends
+two: one for the stream and one for the connection. gRPC's clients send one with each call."""
 
 
 class ControlFrames:
@@ -43,7 +43,7 @@ class ControlFrames:
         self._connection = connection
         self._frame_writer = connection.frame_writer
         self._updates = TokenBucket()
-        self._data_frames_seen = 0
+        self._answer_frames_seen = 0
         self._on_frame = {
             PRIORITY: self._on_priority,
             RST_STREAM: self._on_rst_stream,
@@ -150,9 +150,9 @@ class ControlFrames:
             raise violation(f"WINDOW_UPDATE of stream {stream_id}, which was not opened")
         if not self._updates.try_take():
             self._updates.refill(
-                UPDATES_PER_FRAME * (self._frame_writer.data_frames - self._data_frames_seen)
+                UPDATES_PER_FRAME * (self._frame_writer.answer_frames - self._answer_frames_seen)
             )
-            self._data_frames_seen = self._frame_writer.data_frames
+            self._answer_frames_seen = self._frame_writer.answer_frames
             self._connection.spend(self._updates, "updates of windows")
         increment = int.from_bytes(payload, "big") & STREAM_MASK
         stream = self._connection.streams.get(stream_id) if stream_id else None

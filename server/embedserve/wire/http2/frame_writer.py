@@ -49,7 +49,7 @@ class FrameWriter:
         out: bytes to write, in order.
         write: function that writes a response directly while ``out`` is empty.
         unsent_bytes: unsent body bytes of all streams.
-        data_frames: number of DATA frames sent so far.
+        answer_frames: number of DATA frames sent so far, and of responses without any.
         fresh: streams that have written since the last ``detach_small_bodies``.
         ready: streams with unsent data and an open stream window.
         blocked_streams: streams blocked by their flow-control window, by stream identifier.
@@ -60,8 +60,8 @@ class FrameWriter:
         "_given_bytes",
         "_stuck_since_s",
         "_whole_bytes_max",
+        "answer_frames",
         "blocked_streams",
-        "data_frames",
         "frame_bytes_max",
         "fresh",
         "out",
@@ -79,7 +79,7 @@ class FrameWriter:
         self.out: list[bytes | memoryview] = []
         self.write: Callable[[bytes], None] = self.out.append
         self.unsent_bytes = 0
-        self.data_frames = 0
+        self.answer_frames = 0
         self.blocked_streams: dict[int, Stream] = {}
         self.ready: deque[Stream] = deque()
         self.fresh: list[Stream] = []
@@ -110,7 +110,7 @@ class FrameWriter:
             self.end(stream, tail)
             return
         self.window -= nbytes
-        self.data_frames += 1
+        self.answer_frames += 1
         number, pack = stream.id, HEAD.pack
         head_head = pack(0, len(head), HEADERS, END_HEADERS, number)
         if tail:
@@ -139,6 +139,7 @@ class FrameWriter:
         self._block(stream.id, block, flags)
         if is_end:
             stream.is_sent = True
+            self.answer_frames += 1
         stream.connection.sent(stream)
 
     def _block(self, stream_id: int, block: bytes, flags: int) -> None:
@@ -249,7 +250,7 @@ class FrameWriter:
                 out.append(part[start - size : start])
         out.append(frames.head(len(part) - start, DATA, flags, stream.id))
         out.append(part[start:])
-        self.data_frames += 1 + start // size
+        self.answer_frames += 1 + start // size
 
     def _has_sent(self, stream: Stream) -> None:
         """Ends or resumes a stream after all of its queued body was framed."""

@@ -104,6 +104,18 @@ def test_a_reader_of_many_answers_may_send_windows_for_each() -> None:
     assert not peer.connection.is_over
 
 
+def test_a_client_whose_calls_are_rejected_may_send_windows_for_each() -> None:
+    """gRPC's clients send one with each call. Rejections, as of an overloaded server, have no DATA,
+    and their connection may have other calls in flight."""
+    peer = Peer()
+    for i in range(2 * IDLE_WORK_MAX):
+        peer.open(2 * i + 1)
+        peer.handlers[2 * i + 1].stream.send_head(OK, is_end=True)
+        peer.take()
+        peer.send(update(2 * i + 1, 5), update(0, 5))
+    assert not peer.connection.is_over
+
+
 def test_blocks_that_are_new_are_read_a_few_at_a_time() -> None:
     peer = Peer()
     frames = [
