@@ -236,13 +236,13 @@ class LingeringClose(asyncio.Protocol):
 
     @property
     def held_bytes(self) -> int:
-        return self._transport.get_write_buffer_size()
+        return self._connection.held_bytes
 
     def unread(self) -> dict[int, int]:
         return self._connection.unread()
 
     def check_time(self, now_s: float) -> None:
-        unread_bytes = self.held_bytes
+        unread_bytes = self._transport.get_write_buffer_size()
         if unread_bytes:
             self._unread_s = now_s
             is_over = self._progress.has_stalled(unread_bytes, now_s)

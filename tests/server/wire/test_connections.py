@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Any
 
@@ -153,6 +154,8 @@ class UnreadTransport(asyncio.Transport):
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol
 
+    def writelines(self, list_of_data: Iterable[Any]) -> None: ...
+
     def resume_reading(self) -> None: ...
 
     def can_write_eof(self) -> bool:
@@ -189,6 +192,21 @@ async def test_a_last_answer_that_is_read_steadily_is_not_cut(server: OurServer)
     assert server.wire.connections
     connection.check_time(now_s + UNREAD_S_MAX + 1)
     assert not server.wire.connections
+
+
+async def test_a_last_answer_counts_whole_until_its_client_has_read_it(server: OurServer) -> None:
+    """uvloop keeps all pieces of a write until the last is sent."""
+    body = bytes(1 << 20)
+    transport = UnreadTransport(READ_BYTES_MIN)
+    http1 = server.wire.http1(is_local=False)
+    http1.connection_made(transport)
+    http1.write(b"head", [body], len(body))
+    http1.linger()
+    (connection,) = server.wire.connections
+    assert connection.held_bytes == len(body)
+    connection.check_time(perf_counter())
+    transport.unread_bytes = 0
+    assert connection.held_bytes == 0
 
 
 async def test_a_client_may_close_its_side_after_it_has_read_a_last_answer(

@@ -262,6 +262,7 @@ class Http1Connection(asyncio.Protocol):
         if self._has_ended:
             return
         self._held.clear()
+        self._parser.body_bytes = 0
         self._has_ended = True
         LingeringClose(self.transport, self, self._manager)
 
