@@ -213,7 +213,10 @@ class WireServer:
                 )
 
     def _cut_largest(self) -> None:
-        """Aborts the connections that hold most memory, until the total is within the limit."""
+        """Aborts the connections that hold most memory, until the total is within the limit.
+
+        Cached headers are dropped first, as idle connections of ordinary clients hold them, too.
+        """
         self._grown_bytes = 0
         limit = self._limits.connection_bytes_max
         held = [(one.held_bytes, one.unread(), one) for one in self._connections]
@@ -225,6 +228,9 @@ class WireServer:
                 users.update(unread.keys())
         total = sum(nbytes for nbytes, _, _ in held) + sum(sizes.values())
         if total <= limit:
+            return
+        if self._drop_cached_headers():
+            self._cut_largest()
             return
         held.sort(key=lambda one: one[0] + sum(one[1].values()))
         cut: Counter[str] = Counter()  # by address
@@ -242,3 +248,8 @@ class WireServer:
             f"{cut.total()} of them: together they hold more than connection_bytes_max, {limit}",
             fields=lambda: {"address": most},
         )
+
+    def _drop_cached_headers(self) -> bool:
+        """Drops the headers that connections have cached. Returns whether there were any."""
+        caching = [one for one in self._connections if isinstance(one, Http2Protocol)]
+        return sum(one.drop_cached_headers() for one in caching) > 0

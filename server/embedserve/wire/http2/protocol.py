@@ -185,6 +185,13 @@ class Http2Protocol(asyncio.Protocol):
             + connection.blocks.cached_bytes
         )
 
+    def drop_cached_headers(self) -> int:
+        """Clears the cache of header blocks, and returns the bytes that it had."""
+        blocks = self._connection.blocks
+        nbytes = blocks.cached_bytes
+        blocks.forget()
+        return nbytes
+
     def unread(self) -> dict[int, int]:
         connection = self._connection
         if not connection.frame_writer.unsent_bytes:
