@@ -146,8 +146,8 @@ FAMILIES = (
            "Seconds from training's reading of a delta's rows to their being served."),
     Family("embedserve_shard_calls", COUNTER, ("part", "outcome"), "calls",
            "Calls of a router to a part of the tables, by outcome. A call that took several "
-           "replicas counts once. A part that no version had at the start is not "
-           "counted until a restart."),
+           "replicas counts once. A part that no version had at the start is not counted "
+           "until a restart."),
     Family("embedserve_shard_seconds", HISTOGRAM, ("part",), "seconds",
            "Seconds of a call to a part, retries and hedges included, whatever its outcome."),
     Family("embedserve_shard_hedges", COUNTER, ("part",), "calls",
