@@ -69,8 +69,10 @@ class _Load:
 
     def release(self) -> None:
         if self.prepared is not None:
-            held: list[object] = [self.prepared[1], self.prepared[0]]
+            version, engine, _ = self.prepared
+            held: list[object] = [engine, version]
             self.prepared = None
+            del version, engine  # ``held`` has the last references
             _release_in_background(held)
 
 
