@@ -124,13 +124,14 @@ class TrackedRows:
 
         Weights are read as they are, so this is called between two steps, on the thread and CUDA
         stream that train. What was taken does not count as touched any more; ``take_again`` of its
-        numbers reverses that.
+        numbers reverses that. Rows that cannot be copied are set aside, as ``set_aside`` does.
         """
         try:
             pieces = self._read()
             self._ids.mark_taken()
         except Exception as error:  # ``whole_rows`` raises on all ranks: else they would wait
             reason = f"{type(error).__name__}: {error}"
+            self.set_aside()  # each step adds ids, and the next copy would need more memory
             return TakenRows({}, f"touched rows cannot be taken on rank {rank()}: {reason}")
         self._again = {}
         return TakenRows(pieces)

@@ -382,6 +382,19 @@ def test_taken_ids_are_freed() -> None:
         assert all(len(lookups) <= 2 for lookups in kept.values())  # "tag" has one for each step
 
 
+def test_ids_of_rows_that_cannot_be_copied_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    dmp = ranker(tables=USER)
+    tracked = TrackedRows(dmp, Ranks(), overlap_steps=0)
+    for row in (5, 9):
+        record(dmp, "user", [row])
+        with monkeypatch.context() as patched:
+            patched.setattr(tracked_rows, "_rows", out_of_memory)
+            assert "out of memory" in tracked.take().problem
+        assert not any(dmp.get_delta_tracker().store.per_fqn_lookups.values())
+        assert not any(tracked._ids._again.values())
+    assert take(tracked)["user"][0].tolist() == [5, 9]
+
+
 def test_what_cannot_be_set_aside_is_taken_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

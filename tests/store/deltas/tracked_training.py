@@ -208,7 +208,7 @@ def failed_take(dmp: DistributedModelParallel) -> tuple[str, Any]:
     return str(caught.value), again
 
 
-def out_of_memory() -> None:
+def out_of_memory(*_: object) -> None:
     raise RuntimeError("out of memory")
 
 
