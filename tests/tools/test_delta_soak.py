@@ -1,13 +1,19 @@
-"""Ids of the soak of deltas: what the trainer pushes leaves the ids that the comparison expects."""
+"""The soak of deltas: ids that the comparison expects, and undos."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from soak import delta_ids
+import pytest
+from soak import delta_ids, deltas
+from soak.delta_report import Report
+from soak.deltas import UNDONE_MAX, DeltaSoak
+
+from embedserve_store import StoreError
 
 
 class Line:
@@ -52,3 +58,25 @@ def test_pushed_and_removed_ids_leave_those_that_are_expected() -> None:
             for one in delta_ids.ids_of("words", slot)
         }
         assert len(states[-1]) <= delta_ids.ID_ROWS
+
+
+@pytest.mark.parametrize(("last", "undone_max"), [(10 * UNDONE_MAX, UNDONE_MAX), (3, 3)])
+def test_an_undo_counts_the_deltas_that_it_undid(
+    last: int, undone_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soak = DeltaSoak.__new__(DeltaSoak)
+    soak._store, soak._random, soak.report = Path("store"), Random(0), Report()
+    monkeypatch.setattr(soak, "_line", lambda: SimpleNamespace(seqs=lambda: [last]))
+    reverted: list[int] = []
+    monkeypatch.setattr(deltas, "undo_deltas", lambda *_, to, **__: reverted.append(to))
+    for _ in range(20):
+        count = soak._undo()
+        assert 0 < count <= undone_max
+        assert reverted[-1] == last - count
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StoreError("nothing to undo")
+
+    monkeypatch.setattr(deltas, "undo_deltas", refuse)
+    assert soak._undo() == 0
+    assert soak.report.counts["undos"] == 20

@@ -227,11 +227,14 @@ class DeltaSoak:
         return found
 
     def _undo(self) -> int:
-        """Undoes some deltas, and returns their number."""
-        last, count = self._line().seqs()[-1], self._random.randint(1, UNDONE_MAX)
-        with suppress(StoreError):
-            undo_deltas(self._store, MODEL, to=max(0, last - count), why="soak", version=1)
-            self.report.counts["undos"] += 1
+        """Undoes some deltas, and returns their number; 0 if there is no undo."""
+        last = self._line().seqs()[-1]
+        count = min(self._random.randint(1, UNDONE_MAX), last)
+        try:
+            undo_deltas(self._store, MODEL, to=last - count, why="soak", version=1)
+        except StoreError:
+            return 0
+        self.report.counts["undos"] += 1
         return count
 
     def _move_alias(self) -> None:
