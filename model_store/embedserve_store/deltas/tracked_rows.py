@@ -217,8 +217,8 @@ class TrackedRows:
         """Returns ``ids`` (unique, ascending) with the first row of this rank's shards in place of
         those outside.
 
-        FBGEMM looks that row up for them, and so training changes it. It corrects int64 ids before
-        they are recorded, but of other ids only a copy.
+        FBGEMM looks that row up for them, and so training changes it; only for -1 it raises, on the
+        CPU. It corrects int64 ids before they are recorded, but of other ids only a copy.
         """
         import torch
 

@@ -349,6 +349,12 @@ def test_for_an_id_outside_of_the_table_the_row_is_taken_that_training_changed(
     assert f"table 'user': id {id_} was looked up on rank 0, whose shard has 103 rows" in warned[0]
 
 
+def test_fbgemm_raises_for_the_id_minus_one() -> None:
+    step = stepper(ranker(tables=USER))
+    with pytest.raises(RuntimeError, match=r"out of bounds: -1, range 0 to 103"):
+        step(ids_of({"user": [5, -1], "friend": []}))
+
+
 def test_wrong_ids_are_dropped_where_the_shard_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     dmp = ranker(tables=USER)
     tracked = TrackedRows(dmp, Ranks())
