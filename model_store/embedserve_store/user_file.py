@@ -18,6 +18,8 @@ from embedserve_store.errors import InvalidModelError, StoreError
 TEXT_BYTES_MAX = 16 << 20
 _MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key ``<<``, whose mappings the author may override, and which may occur again."""
+_VALUE = "tag:yaml.org,2002:value"
+"""Tag of the key ``=``, which a mapping has as text."""
 
 
 def parse_user_file(path: Path) -> tuple[str, Any]:
@@ -45,7 +47,7 @@ def _read(path: Path) -> str:
         data = file.read(TEXT_BYTES_MAX + 1)
     if len(data) > TEXT_BYTES_MAX:
         raise ValueError(f"over {TEXT_BYTES_MAX} bytes: is it a checkpoint?")
-    return data.decode("utf-8")
+    return data.decode("utf-8-sig")
 
 
 class _Loader(yaml.SafeLoader):
@@ -54,11 +56,15 @@ class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         _check_unique(
-            (key.value, f"line {key.start_mark.line + 1}: ")
+            (self._key(key), f"line {key.start_mark.line + 1}: ")
             for key, _ in node.value
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE
         )
         return node
+
+    def _key(self, node: yaml.ScalarNode) -> Any:
+        """Returns the key that the mapping will have."""
+        return node.value if node.tag == _VALUE else self.construct_object(node, deep=True)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -66,11 +72,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _check_unique(keys: Iterable[tuple[str, str]]) -> None:
-    """Raises ValueError if one of ``keys`` is there twice. The message begins with the line that
-    comes with it."""
-    seen: set[str] = set()
+def _check_unique(keys: Iterable[tuple[Any, str]]) -> None:
+    """Raises ValueError if one of ``keys`` is there twice, or the text of one is another. The
+    message begins with the line that comes with it."""
+    seen: set[Any] = set()
     for key, line in keys:
-        if key in seen:
+        if key in seen or str(key) in seen:
             raise ValueError(f"{line}key {key!r} is there twice")
-        seen.add(key)
+        seen |= {key, str(key)}

@@ -18,6 +18,13 @@ def test_text_is_read(tmp_path: Path) -> None:
     assert parse_user_file(path) == ("tables: [Zürich]", {"tables": ["Zürich"]})
 
 
+@pytest.mark.parametrize("name", ["t.yaml", "t.json"])
+def test_a_byte_order_mark_is_skipped(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('{"x": 1}', encoding="utf-8-sig")
+    assert parse_user_file(path) == ('{"x": 1}', {"x": 1})
+
+
 def test_a_file_larger_than_anyone_writes(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     with path.open("wb") as file:
@@ -65,9 +72,26 @@ JSON = '{"tables": [{"name": "user", "pooling": "sum", "pooling": "mean"}]}'
         ("t.yaml", FLOW, "line 3: key 'pooling' is there twice"),
         ("t.yaml", MERGED, "line 2: key 'y' is there twice"),
         ("t.yaml", "1: a\n'1': b", "line 2: key '1' is there twice"),
+        ("t.yaml", "'1': a\n1: b", "line 2: key 1 is there twice"),
+        ("t.yaml", "1: a\n0x1: b", "line 2: key 1 is there twice"),
+        ("t.yaml", "yes: a\ntrue: b", "line 2: key True is there twice"),
+        ("t.yaml", "'<<': a\n'<<': b", "line 2: key '<<' is there twice"),
+        ("t.yaml", "=: a\n=: b", "line 2: key '=' is there twice"),
         ("t.json", JSON, "key 'pooling' is there twice"),
     ],
-    ids=["block", "joined drafts", "flow", "beside a merge", "quoted", "JSON"],
+    ids=[
+        "block",
+        "joined drafts",
+        "flow",
+        "beside a merge",
+        "quoted",
+        "quoted before",
+        "hexadecimal",
+        "truths",
+        "quoted merge",
+        "value",
+        "JSON",
+    ],
 )
 def test_a_repeated_key_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
     path = tmp_path / name
@@ -89,6 +113,7 @@ def test_a_repeated_key_is_refused(tmp_path: Path, name: str, text: str, message
             {"a": {"x": 1}, "b": {"y": 2}, "c": {"x": 1, "y": 2}},
         ),
         ("[{x: 1}, {x: 2}]", [{"x": 1}, {"x": 2}]),
+        ("{'<<': 1, =: 2, 3: 4}", {"<<": 1, "=": 2, 3: 4}),
     ],
 )
 def test_merged_keys_may_be_overridden(tmp_path: Path, text: str, parsed: Any) -> None:
