@@ -21,6 +21,7 @@ from embedserve_store.format.changed_ids import (
     check_same_ids,
     decode_ids,
     no_ids,
+    united_ids,
 )
 from embedserve_store.format.delta_file import ChangedRows, check_bytes, decode, repeated_row
 from embedserve_store.format.delta_manifest import (
@@ -290,21 +291,20 @@ class DeltaLine:
             StoreError: a file is missing or damaged, or two files have the same id. Or tables that
                 share a feature have different changes.
         """
-        found: dict[str, ChangedIds] = {}
+        pieces: dict[str, list[ChangedIds]] = {}
         for file in delta.files:
             if not file.ids:
                 continue
-            where = self._where(file.name)
-            for change in decode_ids(self._read(file), file, self._tables, where):
-                name = change.table.name
-                before = found.get(name, no_ids(change.table))
-                if (one := repeated_row(before.ids, change.ids)) is not None:
-                    raise StoreError(
-                        f"{where}: table {name!r}: id {one} is in another file of the delta, too"
-                    )
-                found[name] = before.then(change)
+            for change in decode_ids(self._read(file), file, self._tables, self._where(file.name)):
+                pieces.setdefault(change.table.name, []).append(change)
+        where = self._where(manifest_name(delta.seq))
+        found = {}
+        for name, changes in pieces.items():
+            if (one := repeated_row(*(change.ids for change in changes))) is not None:
+                raise StoreError(f"{where}: table {name!r}: id {one} is in two of its files")
+            found[name] = united_ids(changes)
         if found:
-            check_same_ids(found, self._base, self._where(manifest_name(delta.seq)))
+            check_same_ids(found, self._base, where)
         return found
 
     def ids_at(self, seq: int) -> dict[str, ChangedIds]:

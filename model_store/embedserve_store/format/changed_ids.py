@@ -69,6 +69,14 @@ def no_ids(table: TableSpec) -> ChangedIds:
     return ChangedIds(table, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
+def united_ids(changes: Sequence[ChangedIds]) -> ChangedIds:
+    """Returns changes of one table, which have no id in common, as one."""
+    ids = np.concatenate([change.ids for change in changes])
+    order = np.argsort(ids)
+    rows = np.concatenate([change.rows for change in changes])
+    return ChangedIds(changes[0].table, ids[order], rows[order])
+
+
 def split_ids(changes: Sequence[ChangedIds]) -> Iterator[list[ChangedIds]]:
     """Yields the changes of each file of a delta, at most PART_BYTES in a file."""
     part: list[ChangedIds] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from embedserve_store import (
     undo_deltas,
 )
 from embedserve_store.commands.deltas import list_deltas, verify_deltas
-from embedserve_store.deltas import line_appender
+from embedserve_store.deltas import delta_line, line_appender
 from embedserve_store.deltas.append import append
 from embedserve_store.errors import UnreachableError
-from embedserve_store.format import delta_file
+from embedserve_store.format import changed_ids, delta_file
 from embedserve_store.format.changed_ids import REMOVED
+from embedserve_store.format.delta_file import repeated_row
 from embedserve_store.format.delta_manifest import DeltaManifest
 
 COUNTS = {"user": 300, "item": 77, "tag": 16}
@@ -164,6 +166,31 @@ def test_ids_of_a_push_above_the_limits_come_with_its_last_delta(
         with pytest.raises(InvalidModelError, match="the changed ids of a push are 4112 bytes in"):
             writer.push_rows({"user": ([9], rows("user", 1))})
         assert {*(store / "m/deltas/1").iterdir()} == files
+
+
+def test_ids_in_several_files_are_compared_once(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(changed_ids, "_PART_IDS", 1)
+    with DeltaWriter(store, model="m") as writer:
+        writer.push_rows({"user": ([9, 7, 8], rows("user", 3))}, removed={"user": [200]})
+    line, compared = line_of(store), []
+    ((delta, _),) = line.deltas()
+    files = [file for file in delta.files if file.ids]
+    assert len(files) == 4
+
+    def compare(*ids: Any) -> int | None:
+        compared.append(len(ids))
+        return repeated_row(*ids)
+
+    monkeypatch.setattr(delta_line, "repeated_row", compare)
+    user = line.ids(replace(delta, files=tuple(reversed(files))))["user"]
+    assert user.ids.tolist() == [7, 8, 9, 200]
+    assert user.rows.tolist() == [3, 4, 5, REMOVED]
+    assert compared == [4]
+    twice = replace(delta, files=(*files, files[0]))
+    with pytest.raises(StoreError, match=r"0001\.json: table 'user': id 7 is in two of its files"):
+        line.ids(twice)
 
 
 def lose_responses(monkeypatch: pytest.MonkeyPatch) -> None:
