@@ -66,7 +66,8 @@ def upload_next(
 ) -> int:
     """Uploads STORE/MODEL/VERSION to URL/MODEL under the lowest free number, and returns it.
 
-    Other publishers that upload the model at the same time get other numbers.
+    Other publishers that upload the model at the same time get other numbers, unless they upload
+    the same files: then only the first to end succeeds.
 
     Args:
         first: lowest number to try, as RemoteStore.next_version returns it.
@@ -93,7 +94,7 @@ def _claimed_number(version: StoredVersion, remote: RemoteFolder, first: int) ->
     """Yields the lowest free number from ``first`` on, which no other upload gets meanwhile.
 
     A claim that a killed upload left is taken over by an upload of the same files, which continues
-    it, and passed over by any other.
+    it, and passed over by any other. So is the claim of an upload that still runs.
     """
     claim = replace(version.manifest, version=0, source={}).fingerprint.encode()
     for number in itertools.count(first):
@@ -135,7 +136,7 @@ def send(
     right. The store copies the tables that find_unchanged finds in another version, if it can.
     Of two concurrent uploads under one number the second fails. They may mix their files, though,
     and every reader then rejects the version: an object store has no rename that fails for the
-    second upload. upload_next excludes that.
+    second upload. upload_next excludes that, as only uploads of the same files share a number.
     """
     number = version.number if number is None else number
     target = f"{version.model}/{number}"
