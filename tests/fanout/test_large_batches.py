@@ -7,7 +7,7 @@ import threading
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import numpy as np
 import pytest
@@ -80,13 +80,14 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("inline_bytes_max", [1 << 30, 0])
-@pytest.mark.parametrize("step", ["lookups", "prepare", "merge"])
+@pytest.mark.parametrize("step", ["lookups", "add", "merge"])
 def test_a_step_that_fails_fails_the_batch_once_and_keeps_no_room(
     store: Path, monkeypatch: pytest.MonkeyPatch, step: str, inline_bytes_max: int
 ) -> None:
-    def fail(self: object) -> None:
+    def fail(*arguments: object) -> None:
         raise RuntimeError("step")
 
+    monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", inline_bytes_max=inline_bytes_max) as engine:
         expected = array(batch_of(engine, *ids_of(engine))[1])
@@ -94,7 +95,10 @@ def test_a_step_that_fails_fails_the_batch_once_and_keeps_no_room(
             patched.setattr(PooledBatch, step, fail)
             assert isinstance(batch_of(engine, *ids_of(engine))[1], EngineError)
         assert np.array_equal(array(batch_of(engine, *ids_of(engine))[1]), expected)
-        assert shards.budget._used == 0
+        used: Future[int] = Future()
+        assert shards.loop is not None
+        shards.loop.call_soon_threadsafe(lambda: used.set_result(shards.budget._used))
+        assert used.result(60) == 0
 
 
 def test_batches_wait_for_room_for_the_values_of_their_parts(
@@ -102,6 +106,7 @@ def test_batches_wait_for_room_for_the_values_of_their_parts(
 ) -> None:
     """Each part may return almost a whole result, so eight batches could take gigabytes."""
     monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 1)
+    monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m") as engine:
         ids, lengths = ids_of(engine)
@@ -130,21 +135,60 @@ def test_batches_wait_for_room_for_the_values_of_their_parts(
         assert [len(one) for one in asked] == [parts, 2 * parts, 3 * parts]
 
 
-def test_a_batch_of_any_size_begins_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_of_any_size_begins_alone_and_small_ones_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 10)
+    monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 2)
     budget = ValuesBudget()
     begun: list[int] = []
-    for nbytes in (6, 4, 1, 99, 1):
-        budget.begin(nbytes, partial(begun.append, nbytes))
-    assert begun == [6, 4]
-    budget.end(6)
+    for nbytes in (6, 4, 3, 99, 5, 1):
+        budget.begin(nbytes, partial(begun.append, nbytes), monotonic() + 60, never)
     assert begun == [6, 4, 1]
-    budget.end(4)
-    assert begun == [6, 4, 1]  # in their order
+    budget.end(6)
+    assert begun == [6, 4, 1, 3]
     budget.end(1)
-    assert begun == [6, 4, 1, 99]
+    budget.end(4)
+    assert begun == [6, 4, 1, 3]  # in their order
+    budget.end(3)
+    assert begun == [6, 4, 1, 3, 99]
+    budget.begin(2, partial(begun.append, 2), monotonic() + 60, never)
+    assert begun[-1] == 2
     budget.end(99)
-    assert begun == [6, 4, 1, 99, 1]
+    assert begun[-1] == 5
+
+
+async def test_a_batch_waits_no_longer_than_until_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 10)
+    monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
+    budget = ValuesBudget()
+    begun: list[int] = []
+    expired = asyncio.Event()
+    budget.begin(8, partial(begun.append, 8), monotonic() + 60, never)
+    budget.begin(9, never, monotonic() + 0.01, expired.set)
+    budget.begin(2, partial(begun.append, 2), monotonic() + 60, never)
+    assert begun == [8]
+    await asyncio.wait_for(expired.wait(), 60)
+    assert begun == [8, 2]
+
+
+def never() -> None:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_the_values_of_parts_are_estimated_from_above(tmp_path: Path, is_pooled: bool) -> None:
+    """Not much too large, either: batches would wait, and go through threads, without need."""
+    publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
+    shards = LocalShards(tmp_path, "m", PARTS)
+    with routed(shards, tmp_path, "m") as engine:
+        ids, lengths = ids_of(engine)
+        batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
+        lookups = engine.divide(batch).lookups()
+        most = sum(4 * lookup.shape[0] * lookup.shape[1] for lookup in lookups)
+        assert most <= engine._values_bytes(batch) <= 8 * most
 
 
 def test_the_event_loop_is_free_while_a_large_batch_is_divided(

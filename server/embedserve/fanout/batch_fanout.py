@@ -85,8 +85,12 @@ class BatchFanout:
     def _give_up(self) -> None:
         """Finishes the batch with the exception that is being handled; replies are ignored from now
         on."""
+        self._loop.call_soon(self._complete, self._failed())
+
+    def _complete(self, values: np.ndarray | EmbedServeError) -> None:
+        """Finishes the batch, unless it is finished already."""
         finish, self._finish = self._finish, _ignore
-        self._loop.call_soon(finish, self._failed())
+        finish(values)
 
     def _look_up(self) -> None:
         self._left = len(self._lookups)
@@ -103,11 +107,28 @@ class BatchFanout:
     def take(self, index: int, values: np.ndarray | EmbedServeError) -> None:
         """Takes the values of the lookup at ``index``, or why there are none; the last ones end the
         batch."""
-        lookup = self._lookups[index]
-        if isinstance(values, EmbedServeError):
-            self._fail(lookup.part, values)
-        else:
-            self._pending.add(lookup.part, values)
+        part = self._lookups[index].part
+        try:
+            if isinstance(values, EmbedServeError):
+                self._fail(part, values)
+            elif self._is_large:
+                adding = self._loop.run_in_executor(None, self._pending.add, part, values)
+                adding.add_done_callback(self._on_added)
+                return
+            else:
+                self._pending.add(part, values)
+            self._end_if_last()
+        except Exception:
+            self._give_up()
+
+    def _on_added(self, adding: asyncio.Future[None]) -> None:
+        try:
+            adding.result()
+            self._end_if_last()
+        except Exception:
+            self._give_up()
+
+    def _end_if_last(self) -> None:
         self._left -= 1
         if not self._left:
             self._end()
@@ -137,15 +158,11 @@ class BatchFanout:
 
     def _end(self) -> None:
         """Adds what the parts returned, and finishes the batch."""
-        if not self._is_large:
-            self._finish(self._result())
-            return
-        try:
+        if self._is_large:
             adding = self._loop.run_in_executor(None, self._result)
-        except RuntimeError:  # no thread can be started
-            self._finish(self._result())
+            adding.add_done_callback(lambda done: self._complete(done.result()))
         else:
-            adding.add_done_callback(lambda done: self._finish(done.result()))
+            self._complete(self._result())
 
     def _result(self) -> np.ndarray | EmbedServeError:
         try:

@@ -17,6 +17,7 @@ import torch
 
 from embedserve.engine.pooled_values import to_float32
 from embedserve.fanout.partition import DividedIds, Partition, PartLookup
+from embedserve.fanout.values_budget import PADDED_TIMES
 
 CHUNKS_PER_KEY = 4
 """Most chunks of a vector, on average, that are added without padding."""
@@ -30,14 +31,19 @@ def chunk_width(dims: Sequence[int]) -> int:
     It divides all of them, unless the chunks would be very many, as with widths of 64 and 1. Then
     the last chunk of a vector is padded.
     """
-    exact = gcd(*dims)
-    if sum(dims) // exact <= CHUNKS_PER_KEY * len(dims):
+    exact, total = gcd(*dims), sum(dims)
+    if total // exact <= CHUNKS_PER_KEY * len(dims):
         return exact
 
-    def cost(width: int) -> int:
-        return sum(-(-dim // width) for dim in dims) * (width + CHUNK_COLUMNS)
+    def chunks(width: int) -> int:
+        return sum(-(-dim // width) for dim in dims)
 
-    return min(sorted({*dims}), key=cost)
+    widths = [
+        width
+        for width in sorted({exact, 4, 8, 16, 32, 64, *dims})
+        if chunks(width) * width <= PADDED_TIMES * total
+    ]
+    return min(widths, key=lambda width: chunks(width) * (width + CHUNK_COLUMNS))
 
 
 class _Layout:
@@ -85,6 +91,8 @@ class PooledColumns:
         parts: layout of a row of each part.
         widths: columns in a row of each part, without padding.
         part_chunks: int64 [parts], chunks in a row of each part.
+        part_width_max, part_widths_sum: columns in a row of the widest part, and in a row of each,
+            with padding.
         starts: int64 [parts * features + 1]; the chunks of feature f on part p are those from
             starts[p * features + f] on, in ``sources`` and ``targets``.
         sources, targets: int64, positions of a chunk in a row of its part and in a row of the
@@ -98,6 +106,8 @@ class PooledColumns:
         self.parts = [_Layout(part.length_per_key, width) for part in partition.parts]
         self.widths = [sum(part.length_per_key) for part in partition.parts]
         self.part_chunks = np.array([part.chunks for part in self.parts])
+        self.part_width_max = width * int(self.part_chunks.max())
+        self.part_widths_sum = width * int(self.part_chunks.sum())
         columns = zip(manifest.columns, self.whole.first_chunks, strict=True)
         targets = {(one.feature, one.table.name): first for one, first in columns}
         per_feature: list[list[tuple[int, int]]] = []

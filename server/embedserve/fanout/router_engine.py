@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -150,9 +151,11 @@ class RouterEngine:
             hosts = with_local_part(hosts, local.tables)
         self._partition = Partition(manifest, hosts)
         self._columns = PooledColumns(self._partition) if manifest.is_pooled else None
-        widths = [sum(part.length_per_key) for part in self._partition.parts]
-        self._columns_of_parts, self._columns_of_part_max = sum(widths), max(widths)
-        self._result_columns = sum(manifest.length_per_key)
+        # Bytes of the result for an example of a pooled model, and for an id of another.
+        self._example_bytes = 4 * sum(manifest.length_per_key) if manifest.is_pooled else 0
+        keys = Counter(one.feature for one in manifest.columns)
+        most_keys = 0 if manifest.is_pooled else max(keys.values())
+        self._row_bytes = 4 * manifest.length_per_key[0] * most_keys
         self._work_bytes_max = inline_bytes_max // INLINE_SHARE
         self._means = [one for one in manifest.columns if one.table.pooling == "mean"]
         self.parts = served_parts(version)
@@ -210,19 +213,21 @@ class RouterEngine:
                 budget.end(nbytes)
 
         fanout = BatchFanout(self, batch, messages, required, until_s, end)
-        budget.begin(nbytes, fanout.begin)
+        expire = partial(finish, DeadlineExceededError("the deadline passed while it waited"))
+        budget.begin(nbytes, fanout.begin, until_s, expire)
 
     def _values_bytes(self, batch: Batch) -> int:
         """Returns the bytes of float32 values that the parts of a batch return, at most."""
         if self._columns is None:
-            return 4 * self._columns_of_part_max * batch.ids.size
-        by_ids = batch.ids.size * self._columns_of_part_max  # a bag on a part has an id
-        return 4 * min(by_ids, batch.batch_size * self._columns_of_parts)
+            return self._row_bytes * batch.ids.size
+        widest, all_parts = self._columns.part_width_max, self._columns.part_widths_sum
+        by_ids = batch.ids.size * widest  # a bag on a part has an id
+        return 4 * min(by_ids, batch.batch_size * all_parts)
 
     def is_large(self, batch: Batch) -> bool:
         """Returns whether threads divide ``batch`` and add its values, not the event loop."""
-        per_id = ID_BYTES + (0 if self._columns else 4 * self._columns_of_part_max)
-        work_bytes = per_id * batch.ids.size + 4 * self._result_columns * batch.batch_size
+        per_id = ID_BYTES + self._row_bytes
+        work_bytes = per_id * batch.ids.size + self._example_bytes * batch.batch_size
         return work_bytes > self._work_bytes_max
 
     def divide(self, batch: Batch) -> PooledBatch | UnpooledBatch:

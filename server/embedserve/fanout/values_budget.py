@@ -2,40 +2,72 @@
 
 from __future__ import annotations
 
-from collections import deque
+import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
 
 BATCHES_MAX = 8
 """Batches in flight of one version. More would be smaller, and each costs a call to every part."""
+SMALL_BYTES_MAX = 8 << 20
+"""Bytes of the values of a batch that never waits for others; 8 MiB."""
 VALUES_BYTES_MAX = 256 << 20
-"""Bytes of values that batches in flight may get from their parts, unless a single batch gets more;
-256 MiB."""
+"""Bytes of the values of all larger batches in flight, unless a single one has more; 256 MiB."""
+PADDED_TIMES = 2
+"""Most columns with which values are added, in columns of the values: vectors may be padded."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    nbytes: int
+    start: Callable[[], None]
+    timer: asyncio.TimerHandle
 
 
 class ValuesBudget:
-    """Lets batches begin while the values that they may get fit the bound, in their order. Used on
-    one event loop."""
+    """Lets the large batches of a process begin, in their order, while the values that their parts
+    may return fit the bound. Used on one event loop."""
 
     def __init__(self) -> None:
         self._used = 0
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._waiting: list[_Waiting] = []
 
-    def begin(self, nbytes: int, start: Callable[[], None]) -> None:
-        """Calls ``start``, which raises nothing, now or once there is room. ``end`` follows each
-        start."""
-        self._waiting.append((nbytes, start))
-        self._start_waiting()
+    def begin(
+        self, nbytes: int, start: Callable[[], None], until_s: float, expire: Callable[[], None]
+    ) -> None:
+        """Calls ``start``, which raises nothing, now or once there is room. ``end`` follows it.
+
+        Args:
+            nbytes: bytes of the values.
+            until_s: time.monotonic() at which ``expire`` is called in its place.
+        """
+        if nbytes <= SMALL_BYTES_MAX:
+            start()
+        elif not self._waiting and self._has_room(nbytes):
+            self._used += nbytes
+            start()
+        else:
+            loop, left_s = asyncio.get_running_loop(), until_s - monotonic()
+            timer = loop.call_later(max(0.0, left_s), self._expire, start, expire)
+            self._waiting.append(_Waiting(nbytes, start, timer))
 
     def end(self, nbytes: int) -> None:
         """Returns the bytes of a batch."""
-        self._used -= nbytes
-        self._start_waiting()
+        if nbytes > SMALL_BYTES_MAX:
+            self._used -= nbytes
+            self._start_waiting()
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not self._used or self._used + nbytes <= VALUES_BYTES_MAX
+
+    def _expire(self, start: Callable[[], None], expire: Callable[[], None]) -> None:
+        self._waiting = [one for one in self._waiting if one.start is not start]
+        expire()
+        self._start_waiting()  # the next one may be smaller
 
     def _start_waiting(self) -> None:
-        while self._waiting:
-            nbytes, start = self._waiting[0]
-            if self._used and self._used + nbytes > VALUES_BYTES_MAX:
-                return
-            del self._waiting[0]
-            self._used += nbytes
-            start()
+        while self._waiting and self._has_room(self._waiting[0].nbytes):
+            waiting = self._waiting.pop(0)
+            waiting.timer.cancel()
+            self._used += waiting.nbytes
+            waiting.start()

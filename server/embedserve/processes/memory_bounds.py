@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from embedserve.batching.batcher import AT_ONCE
 from embedserve.config import Limits, ServeSettings
-from embedserve.fanout.values_budget import BATCHES_MAX, VALUES_BYTES_MAX
+from embedserve.fanout.values_budget import (
+    BATCHES_MAX,
+    PADDED_TIMES,
+    SMALL_BYTES_MAX,
+    VALUES_BYTES_MAX,
+)
 from embedserve.pipeline.codec_executor import WAITING_BYTES_MAX
 from embedserve.wire.wire_server import CHECK_BYTES
 
@@ -55,8 +60,9 @@ def memory_parts(
     batch = 2 * ID_BYTES * limits.batch_ids_max + 2 * limits.batch_output_bytes_max
     batches = gpus * AT_ONCE * max(lone, batch) if gpus else lone + batch
     if parts:
-        batches += max(VALUES_BYTES_MAX, parts * limits.request_output_bytes_max)
-        batches += (BATCHES_MAX - 1) * batch
+        largest = PADDED_TIMES * parts * limits.request_output_bytes_max
+        batches += max(VALUES_BYTES_MAX, largest) + BATCHES_MAX * SMALL_BYTES_MAX
+        batches += (BATCHES_MAX - 1) * max(lone, batch)
     bytes_by_purpose = {
         "connections": CONNECTION_BYTES * limits.connections_max,
         "incomplete requests, cached headers, and responses that clients have not read": (
@@ -71,7 +77,7 @@ def memory_parts(
         ),
         # a queue for small requests and a queue for large ones
         "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,
-        # on GPUs each batch may be one large request
+        # on GPUs, and in a router, each batch may be one large request
         "its batches that are looked up": batches,
     }
     if has_tls:
