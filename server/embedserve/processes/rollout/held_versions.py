@@ -3,7 +3,8 @@
 Routers change versions after their shards: a router serves a version once each part has a replica
 of it. So a shard holds the newest versions side by side, and those that aliases name, each under
 its number. A version that requests still name stays, and newer ones wait for its memory. So does
-the last version of a model, until another one is loaded.
+the last version of a model, until another one is loaded. Names without a number, which only
+administrators load, stay until they are unloaded.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class HeldVersions:
             int(version): name
             for name in self._metrics
             for one, version in [split_name(name)]
-            if one == model
+            if one == model and version.isdecimal()  # others were loaded by an administrator
         }
         now_s = self._clock()
         idle = {number for number, name in held.items() if self._is_idle(name, now_s)}

@@ -188,3 +188,14 @@ async def test_versions_that_the_settings_name_do_not_change() -> None:
     settings = ServeSettings("store", model=("shop@7",), part="0/2")
     await HeldVersions(settings, parts, parts, shard.metrics).update()
     assert shard.steps == []
+
+
+@pytest.mark.parametrize("name", ["shop", "shop@stable"])
+async def test_names_without_a_number_stay(name: str) -> None:
+    shard = Shard(7, wanted=wanted(8))
+    shard.metrics[name] = ModelMetrics(model_info())
+    for _ in range(2):
+        await shard.held.update()
+        shard.now_s += IDLE_S
+    assert shard.steps == ["load 8", "unload 7"]
+    assert sorted(shard.metrics) == sorted([name, "shop@8"])
