@@ -104,8 +104,7 @@ class StoreWatcher:
         self._send(StoreReport(entries))
         for name, entry in entries.items():
             if self._is_to_be_opened(name, entry.wanted):
-                opened = await self._open(name, entry)
-                self._send(StoreReport({name: opened}))
+                await self._open(name, entry.wanted)
             elif not self._is_loading(name):
                 self._resolver.forget(name)
         if is_all:
@@ -133,21 +132,38 @@ class StoreWatcher:
         target = self._version_manager.target(name)
         return target is not None and target.version != self._version_manager.number(name)
 
-    async def _open(self, name: str, entry: StoreEntry) -> StoreEntry:
-        """Returns ``entry`` with the folder of its version, or with the reason why it cannot be
+    async def _open(self, name: str, number: int) -> None:
+        """Opens the version that the store names, and reports its folder, or why it cannot be
+        opened. The store is read again afterwards, because a pull may take minutes: a version that
+        it no longer names is released, and the one that it names is opened instead."""
+        while self._is_to_be_opened(name, number):
+            opened = await self._try_open(name, number)
+            read = partial(self._resolver.resolve, (name,), is_all=True)
+            entry = (await run_in_daemon_thread("follow", read)).get(name)
+            if entry is None:  # the next poll tries again
+                return
+            if entry.wanted == number:
+                self._send(StoreReport({name: replace(opened, shares=entry.shares)}))
+                return
+            self._resolver.forget(name)
+            self._send(StoreReport({name: entry}))
+            number = entry.wanted
+
+    async def _try_open(self, name: str, number: int) -> StoreEntry:
+        """Returns an entry with the folder of the version, or with the reason why it cannot be
         opened."""
-        open_number = partial(self._resolver.open_number, name, entry.wanted)
+        open_number = partial(self._resolver.open_number, name, number)
         try:
             version = await run_in_daemon_thread("follow", open_number)
         except StoreError as error:
             is_final = not isinstance(error, UnopenedError)
             reason = str(error)
         except Exception as error:
-            logger.exception("%s version %d cannot be opened", name, entry.wanted)
+            logger.exception("%s version %d cannot be opened", name, number)
             is_final, reason = True, f"{type(error).__name__}: {error}"
         else:
-            return replace(entry, path=str(version.path))
-        return replace(entry, reason=reason[:REASON_CHARACTERS_MAX], is_final=is_final)
+            return StoreEntry(number, path=str(version.path))
+        return StoreEntry(number, reason=reason[:REASON_CHARACTERS_MAX], is_final=is_final)
 
 
 async def apply_initial_shares(settings: ServeSettings, version_manager: VersionManager) -> None:

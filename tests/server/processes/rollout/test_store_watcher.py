@@ -89,6 +89,17 @@ def move(one: Path, other: Path) -> Path:
     return one.rename(other)
 
 
+def before_open(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], object]) -> None:
+    """Calls ``change`` with the name before the watcher opens a version for it."""
+    open_number = VersionResolver.open_number
+
+    def change_and_open(self: VersionResolver, name: str, number: int) -> ModelVersion:
+        change(name)
+        return open_number(self, name, number)
+
+    monkeypatch.setattr(VersionResolver, "open_number", change_and_open)
+
+
 class Serving:
     """A process that answers from a store with fake engines, and looks at it when told to."""
 
@@ -403,6 +414,41 @@ async def test_of_several_that_appear_at_once_only_the_last_is_loaded(
         appear(later, store, number)
     assert await serving.look() == 3
     assert serving.attempts == [3]
+
+
+@pytest.mark.parametrize(("moved_to", "loaded"), [(1, []), (3, [3])])
+async def test_a_version_that_the_alias_leaves_while_it_is_opened_is_not_loaded(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    moved_to: int,
+    loaded: list[int],
+) -> None:
+    """As where a pull takes minutes, and an operator rolls back meanwhile."""
+    for number in (2, 3):
+        appear(later, store, number)
+    set_alias(store, "shop", "stable", 1)
+    serving = Serving(store, executor, "shop@stable", "alias")
+    assert await serving.look() == 1
+    set_alias(store, "shop", "stable", 2)
+    before_open(monkeypatch, lambda name: set_alias(store, "shop", "stable", moved_to))
+    assert await serving.look() == moved_to
+    assert serving.attempts == loaded
+
+
+async def test_a_version_begins_with_the_share_that_it_has_once_it_is_opened(
+    store: Path, later: Path, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    appear(later, store, 2)
+    set_alias(store, "shop", "canary", 1)
+    serving = Serving(store, executor, "shop@canary", "alias")
+    assert await serving.look() == 1
+    set_alias(store, "shop", "canary", 2, shadow=20)
+    before_open(monkeypatch, lambda name: set_alias(store, "shop", "canary", 2, shadow=0))
+    assert await serving.look() == 2
+    models = serving.pipeline.models
+    assert models.status(models.model("shop@canary"))["shadow"] == 0
 
 
 async def test_a_remote_store_is_followed(
