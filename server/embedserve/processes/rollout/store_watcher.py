@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +37,11 @@ NOTHING_NEW = "polled the store on request: nothing new%s"
 
 class StoreWatcher:
     """Polls the store every ``follow_s``, in the process that watches it, and reports the desired
-    versions to the coordinator."""
+    versions to the coordinator.
+
+    A poll does not wait for the versions that it finds, because a pull may take minutes. One at a
+    time is opened for each name.
+    """
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class StoreWatcher:
         Args:
             send: sends a report to the coordinator.
             stop: event that ends the watching of the store.
-            held: versions that a shard holds, which are updated at each poll; None in others.
+            held: versions that a shard holds, which are updated after each poll; None in others.
         """
         self._held = held
         self._stop = stop
@@ -60,9 +64,13 @@ class StoreWatcher:
         self._resolver = resolver
         self._version_manager = version_manager
         self._send = send
-        self._polls = 0
+        self._polls = self._unanswered = 0
         self._poll_requested = asyncio.Event()
+        self._reading = asyncio.Lock()  # reports go out in the order in which the store was read
         self._watching: asyncio.Task[None] | None = None
+        self._openings: dict[str, asyncio.Task[None]] = {}
+        self._is_update_due = False
+        self._updating: asyncio.Task[None] | None = None
 
     def apply(self, desired: Desired) -> None:
         """Begins to watch the store if this process is to, or polls it now if that is requested."""
@@ -77,17 +85,16 @@ class StoreWatcher:
     async def _watch(self) -> None:
         polling = asyncio.create_task(self._poll_periodically())
         await self._stop.wait()
-        polling.cancel()
+        for task in (polling, self._updating, *self._openings.values()):
+            if task is not None:
+                task.cancel()
 
     async def _poll_periodically(self) -> None:
         while True:
             is_requested = self._poll_requested.is_set()
             self._poll_requested.clear()
-            try:
-                if is_requested or self._every_s is not None:
-                    await self.poll(is_all=is_requested)
-            except Exception:
-                logger.exception("following the store failed; it is tried again")
+            if is_requested or self._every_s is not None:
+                await _log_fault(self.poll(is_all=is_requested))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poll_requested.wait(), self._every_s)
 
@@ -95,22 +102,36 @@ class StoreWatcher:
         """Polls the store for the followed names, or for all served names if ``is_all``. In that
         case it logs when there is nothing new."""
         names, request = tuple(self._version_manager.versions), self._polls
-        entries = await run_in_daemon_thread(
-            "follow", partial(self._resolver.resolve, names, is_all=is_all)
-        )
-        if is_all and not any(self._is_new(name, entry) for name, entry in entries.items()):
-            unknown = ", ".join(name for name in names if name not in entries)
-            logger.info(NOTHING_NEW, f"; it cannot tell of {unknown}" if unknown else "")
-        self._send(StoreReport(entries))
+        async with self._reading:
+            entries = await self._resolve(names, is_all=is_all)
+            if is_all and not any(self._is_new(name, entry) for name, entry in entries.items()):
+                unknown = ", ".join(name for name in names if name not in entries)
+                logger.info(NOTHING_NEW, f"; it cannot tell of {unknown}" if unknown else "")
+            self._send(StoreReport(entries))
         for name, entry in entries.items():
+            if name in self._openings:
+                continue
             if self._is_to_be_opened(name, entry.wanted):
-                await self._open(name, entry.wanted)
+                self._openings[name] = asyncio.create_task(self._open(name, entry.wanted))
             elif not self._is_loading(name):
                 self._resolver.forget(name)
         if is_all:
-            self._send(StoreReport({}, request))
+            self._unanswered = request
+        self._answer()
         if self._held is not None:
-            await self._held.update()
+            self._is_update_due = True
+            if self._updating is None or self._updating.done():
+                self._updating = asyncio.create_task(self._update(self._held))
+
+    async def _resolve(self, names: Iterable[str], *, is_all: bool) -> dict[str, StoreEntry]:
+        resolve = partial(self._resolver.resolve, names, is_all=is_all)
+        return await run_in_daemon_thread("follow", resolve)
+
+    def _answer(self) -> None:
+        """Reports the end of a requested poll, once the versions that it found were opened."""
+        if self._unanswered and not self._openings:
+            self._send(StoreReport({}, self._unanswered))
+            self._unanswered = 0
 
     def _is_new(self, name: str, entry: StoreEntry) -> bool:
         if entry.wanted not in (0, self._version_manager.number(name)):
@@ -132,21 +153,31 @@ class StoreWatcher:
         target = self._version_manager.target(name)
         return target is not None and target.version != self._version_manager.number(name)
 
+    async def _update(self, held: HeldVersions) -> None:
+        while self._is_update_due:
+            self._is_update_due = False
+            await _log_fault(held.update())
+
     async def _open(self, name: str, number: int) -> None:
+        await _log_fault(self._open_wanted(name, number))
+        del self._openings[name]
+        self._answer()
+
+    async def _open_wanted(self, name: str, number: int) -> None:
         """Opens the version that the store names, and reports its folder, or why it cannot be
         opened. The store is read again afterwards, because a pull may take minutes: a version that
         it no longer names is released, and the one that it names is opened instead."""
         while self._is_to_be_opened(name, number):
             opened = await self._try_open(name, number)
-            read = partial(self._resolver.resolve, (name,), is_all=True)
-            entry = (await run_in_daemon_thread("follow", read)).get(name)
-            if entry is None:  # the next poll tries again
-                return
-            if entry.wanted == number:
-                self._send(StoreReport({name: replace(opened, shares=entry.shares)}))
-                return
-            self._resolver.forget(name)
-            self._send(StoreReport({name: entry}))
+            async with self._reading:
+                entry = (await self._resolve((name,), is_all=True)).get(name)
+                if entry is None:  # the next poll tries again
+                    return
+                if entry.wanted == number:
+                    self._send(StoreReport({name: replace(opened, shares=entry.shares)}))
+                    return
+                self._resolver.forget(name)
+                self._send(StoreReport({name: entry}))
             number = entry.wanted
 
     async def _try_open(self, name: str, number: int) -> StoreEntry:
@@ -164,6 +195,14 @@ class StoreWatcher:
         else:
             return StoreEntry(number, path=str(version.path))
         return StoreEntry(number, reason=reason[:REASON_CHARACTERS_MAX], is_final=is_final)
+
+
+async def _log_fault(work: Awaitable[None]) -> None:
+    """Runs ``work``, and logs an error that it raises."""
+    try:
+        await work
+    except Exception:
+        logger.exception("following the store failed; it is tried again")
 
 
 async def apply_initial_shares(settings: ServeSettings, version_manager: VersionManager) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
+from threading import Lock
 
 from embedserve.config import ServeSettings
 from embedserve.model_names import split_name
@@ -26,6 +27,7 @@ class VersionResolver:
     A single process serves the opened version itself (``take_opened``). Workers open its folder
     again. What is kept then only holds the version's lock, so that it is not dropped from the cache
     of a remote store before they do. Methods are called in threads, because a remote store is slow.
+    Several names may be opened at once.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class VersionResolver:
         self._store: ModelStore | None = None
         self._faults: dict[str, str] = {}
         self._opened: dict[str, ModelVersion] = {}
+        self._one_at_a_time = Lock()  # for versions that are checked against the free memory
 
     def resolve(self, names: Iterable[str], *, is_all: bool = False) -> dict[str, StoreEntry]:
         """Returns the state in the store of each followed name, or of all ``names`` if ``is_all``.
@@ -143,7 +146,8 @@ class VersionResolver:
         self._opened.pop(name, None)
 
     def _keep(self, name: str, version: ModelVersion) -> ModelVersion:
-        served = make_resident_and_verify(self._settings, {name: version}, is_shown=False)[name]
+        with self._one_at_a_time:
+            served = make_resident_and_verify(self._settings, {name: version}, is_shown=False)[name]
         self._opened[name] = served
         return served
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from server.fake_engine import FakeEngine, make_request
 from server.fake_models import served_of
+from server.gate import Gate
 from server.live import make_pipeline
 from server.pending_requests import submit_to
 from server.python import run_warm_python
@@ -26,7 +27,7 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
 from embedserve.processes import single_process
-from embedserve.processes.rollout import store_watcher
+from embedserve.processes.rollout import store_watcher, version_resolver
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
     AliasSettings,
@@ -39,7 +40,7 @@ from embedserve.processes.rollout.messages import (
     Target,
     TargetPhase,
 )
-from embedserve.processes.rollout.store_watcher import apply_initial_shares
+from embedserve.processes.rollout.store_watcher import StoreWatcher, apply_initial_shares
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.single_process import run_single_process, start_rollouts
@@ -175,7 +176,8 @@ class Serving:
                 await asyncio.sleep(0)
             await until(
                 lambda: (
-                    not is_any_running()
+                    not self.agent._watcher._openings
+                    and not is_any_running()
                     and all(one.state is LoadState.ACTIVE for one in self._names())
                 )
             )
@@ -500,6 +502,97 @@ async def test_one_that_takes_over_repeats_the_look_that_was_asked_for(
     await until(lambda: sent[-1] == StoreReport({}, answers=1))
     assert sent[-2] == StoreReport({"shop": StoreEntry(1, AliasSettings(1))})
     serving.stop.set()
+
+
+class Manager:
+    """Serves version 1 of names, and loads nothing."""
+
+    def __init__(self, *names: str) -> None:
+        self.versions = dict.fromkeys(names)
+
+    def number(self, name: str) -> int:
+        return 1
+
+    def target(self, name: str) -> Target:
+        return Target(1, "", 0, TargetPhase.SERVE)
+
+
+def opened_for(name: str, sent: list[Report]) -> list[str]:
+    """Folders of the versions that were opened for ``name``."""
+    reports = [one.names for one in sent if isinstance(one, StoreReport)]
+    return [names[name].path for names in reports if name in names and names[name].path]
+
+
+async def test_no_name_waits_for_the_version_of_another(
+    store: Path, later: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
+) -> None:
+    """As where the version of a canary is pulled for minutes."""
+    appear(later, store, 2)
+    for alias, number in (("canary", 2), ("stable", 1)):
+        set_alias(store, "shop", alias, number)
+    manager: Any = Manager("shop@canary", "shop@stable")
+    settings, sent, stop = ServeSettings(str(store), follow="none"), list[Report](), asyncio.Event()
+    watcher = StoreWatcher(settings, VersionResolver(settings), manager, sent.append, stop)
+    wait = gate.before(lambda: None)
+    before_open(monkeypatch, lambda name: wait() if name == "shop@canary" else None)
+    watcher.apply(Desired(watches_store=True, polls=1))
+    await until(lambda: gate.threads)
+    set_alias(store, "shop", "stable", 2)
+    watcher.apply(Desired(watches_store=True, polls=2))
+    await until(lambda: opened_for("shop@stable", sent))
+    assert not opened_for("shop@canary", sent)
+    assert not any(isinstance(one, StoreReport) and one.answers for one in sent)
+    gate.opened.set()
+    await until(lambda: sent[-1] == StoreReport({}, answers=2))
+    assert len(opened_for("shop@canary", sent)) == len(gate.threads) == 1
+    stop.set()
+
+
+async def test_versions_that_are_opened_at_once_are_read_into_memory_one_by_one(
+    store: Path, later: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would find the same memory free."""
+    appear(later, store, 2)
+    inside, most, meets = list[str](), list[int](), threading.Event()
+
+    def make(settings: object, versions: dict[str, ModelVersion], **_: object) -> object:
+        inside.extend(versions)
+        most.append(len(inside))
+        if len(inside) > 1:
+            meets.set()
+        meets.wait(0.1)
+        for name in versions:
+            inside.remove(name)
+        return versions
+
+    monkeypatch.setattr(version_resolver, "make_resident_and_verify", make)
+    resolver = VersionResolver(ServeSettings(str(store), tables="resident"))
+    names = ("shop@canary", "shop@stable")
+    await asyncio.gather(*(asyncio.to_thread(resolver.open_number, name, 2) for name in names))
+    assert most == [1, 1]
+
+
+async def test_a_shard_is_polled_while_it_loads_a_version(store: Path) -> None:
+    """A poll meanwhile has it look again for what it is to hold."""
+    updates, loaded = list[int](), asyncio.Event()
+
+    class Held:
+        async def update(self) -> None:
+            updates.append(len(updates))
+            await loaded.wait()
+
+    held: Any = Held()
+    manager: Any = Manager("shop@1")
+    settings, sent, stop = ServeSettings(str(store), follow="none"), list[Report](), asyncio.Event()
+    resolver = VersionResolver(settings)
+    watcher = StoreWatcher(settings, resolver, manager, sent.append, stop, held)
+    for polls in (1, 2):
+        watcher.apply(Desired(watches_store=True, polls=polls))
+        await until(lambda: sent and sent[-1] == StoreReport({}, answers=polls))  # noqa: B023
+    assert updates == [0]
+    loaded.set()
+    await until(lambda: updates == [0, 1])
+    stop.set()
 
 
 async def test_shares_begin_before_the_first_look(
