@@ -238,13 +238,18 @@ class RolloutCoordinator:
         if one.wanted == number:
             return
         one.wanted = number
-        if self._rollout is not None and self._rollout.name == name:
-            self._rollout = self._rollout if self._is_being_rolled_out(name, number) else None
-        if one.candidate is not None and one.candidate.number != number:
-            one.candidate = None
+        self._call_off_others(name, one, number)
         one.retried = None
         if one.failure is not None and one.failure.version != number:
             one.failure = None
+
+    def _call_off_others(self, name: str, one: ServedName, number: int) -> None:
+        """Ends a rollout of ``name`` to another version than ``number``, begun or not."""
+        rollout = self._rollout
+        if rollout is not None and rollout.name == name and rollout.version.number != number:
+            self._rollout = None
+        if one.candidate is not None and one.candidate.number != number:
+            one.candidate = None
 
     def _on_command(self, command: AdminCommand) -> None:
         if command.operation is Operation.RELOAD:
@@ -257,7 +262,11 @@ class RolloutCoordinator:
             self._followed.set_at_seq(command.name, command.version, command.at_seq)
             if one.wanted:  # the store names the version that is loaded
                 one.wanted = command.version
-            if not self._is_being_rolled_out(command.name, command.version):
+            if command.version == one.number:
+                self._call_off_others(command.name, one, command.version)
+            elif self._is_being_rolled_out(command.name, command.version):
+                one.candidate = None
+            else:
                 one.candidate = RolloutVersion(command.version, command.path)
 
     def _is_being_rolled_out(self, name: str, number: int) -> bool:
@@ -326,7 +335,7 @@ class RolloutCoordinator:
     def _begin_next(self) -> None:
         for name, one in self._names.items():
             candidate, one.candidate = one.candidate, None
-            if candidate is None or candidate.number == one.number:
+            if candidate is None:
                 continue
             if self._followed.is_held(name):
                 self._fail(name, candidate.number, HELD_REASON, is_final=False)

@@ -552,6 +552,30 @@ def test_a_move_that_takes_for_ever_is_given_up(
     assert workers.failures() == [(9, "no worker has run to load it in -1 s")]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_load_of_what_serves_calls_a_rollout_off(workers: Workers, waits: bool) -> None:
+    if waits:
+        workers.command(Operation.LOAD, "films", 2)
+    workers.command(Operation.LOAD, "shop", 8)
+    workers.load(0, name="films" if waits else "shop")
+    workers.told()
+    workers.command(Operation.LOAD, "shop", 7)
+    assert workers.told() == ([] if waits else activate(0, 1, version=7))
+    workers.load(1, name="films" if waits else "shop")
+    assert workers.told() == (activate(0, 1, version=2) if waits else [])
+    assert workers.serving() == [7, 7]
+    assert workers.failures() == [None, None]
+    workers.command(Operation.LOAD, "shop", 8)
+    assert workers.told() == prepare(0, 1)
+
+
+def test_of_several_loads_the_last_one_stays(workers: Workers) -> None:
+    for version in (8, 9, 8):
+        workers.command(Operation.LOAD, "shop", version)
+    workers.load(0, 1)
+    assert workers.told() == prepare(0, 1) + activate(0, 1)
+
+
 def test_a_name_is_loaded_and_removed_by_all(workers: Workers) -> None:
     name = "shop@canary"
     workers.find(StoreEntry(9, path="/store/shop/9"), name)  # of a name that was removed meanwhile
