@@ -41,7 +41,7 @@ class AdminService:
         are not affected.
 
         Raises:
-            RefusedError: there is no such version, it cannot be served, or another one is requested
+            RefusedError: there is no such version, it cannot be served, another one is requested
                 meanwhile, by the store or an administrator, or the name is unloaded meanwhile.
         """
         try:
@@ -62,6 +62,8 @@ class AdminService:
                     if now is not None:
                         was_known = True
                         _check_load(name, number, before, now)
+                        if number in (now.version, now.queued):  # the load has begun
+                            before = now
                     await self._version_manager.wait_for_change()
         except TimeoutError:
             raise RefusedError(f"{name} version {number} is not loaded yet", "model") from None
@@ -97,17 +99,22 @@ class AdminService:
 
 
 def _check_load(name: str, number: int, before: Target | None, now: Target) -> None:
-    """Raises RefusedError if the load of a version, requested in the state ``before``, has
-    failed."""
+    """Raises RefusedError if the load of a version has failed, or was called off.
+
+    Args:
+        before: desired state when the load was requested; once it has begun, the last one that
+            named its version.
+    """
     failure = now.failure
     if failure is not None and failure.version == number and failure != (before and before.failure):
         raise RefusedError(f"{name} version {number} stays out: {failure.reason}", "model")
+    has_begun = before is not None and number in (before.version, before.queued)
     if now.wanted not in (0, number, 0 if before is None else before.wanted):
-        raise RefusedError(
-            f"{name} version {number} is not loaded: the store names {now.wanted} meanwhile",
-            "model",
-        )
-    if now.version not in (0, number, 0 if before is None else before.version):
-        raise RefusedError(
-            f"{name} version {number} is not loaded: {now.version} was requested meanwhile", "model"
-        )
+        why = f"the store names {now.wanted} meanwhile"
+    elif now.version not in (0, number, 0 if before is None else before.version):
+        why = f"{now.version} was requested meanwhile"
+    elif has_begun and number not in (now.version, now.queued):
+        why = "it was called off meanwhile"
+    else:
+        return
+    raise RefusedError(f"{name} version {number} is not loaded: {why}", "model")

@@ -103,6 +103,7 @@ class Target:
         generation: number of the rollout; a repeated attempt has a new one.
         wanted: version that the store points to; 0 if that is not known.
         memory: path of the memory of its changed rows; "" if it follows no deltas.
+        queued: version that is prepared after the present rollout; 0 for none.
     """
 
     version: int
@@ -113,6 +114,7 @@ class Target:
     failure: Failure | None = None
     shares: AliasSettings | None = None
     memory: str = ""
+    queued: int = 0
 
 
 @dataclass(frozen=True)

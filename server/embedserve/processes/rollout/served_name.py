@@ -81,6 +81,7 @@ class ServedName:
             self.failure,
             self.shares,
             version.memory,
+            0 if self.candidate is None else self.candidate.number,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,58 @@ async def test_a_load_that_the_store_overtakes_is_refused(
         await loading
     gate.opened.set()
     await until(lambda: operated.served() == {"shop": 3})
+
+
+async def test_a_load_that_a_rollback_calls_off_is_refused(
+    store: Path, later: Path, executor: ThreadPoolExecutor, gate: Gate
+) -> None:
+    operated = Operated(store, executor)
+    operated.admin.reload()
+    await until(lambda: wanted(operated) == 1)
+    appear(later, store, 2)
+    operated.before_restore = gate.before(lambda: None)
+    loading = asyncio.create_task(operated.admin.load("shop"))
+    await until(lambda: gate.threads)
+    shutil.rmtree(store / "shop" / "2")
+    operated.admin.reload()
+    await until(loading.done)
+    with pytest.raises(RefusedError, match=r"^shop version 2 is not loaded: the store names 1 "):
+        await loading
+    gate.opened.set()
+    assert operated.served() == {"shop": 1}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_load_that_another_administrator_calls_off_is_refused(
+    store: Path, later: Path, executor: ThreadPoolExecutor, gate: Gate, waits: bool
+) -> None:
+    """Also one that waits for the version of another name."""
+    operated = Operated(store, executor)
+    appear(later, store, 2)
+    operated.before_restore = gate.before(lambda: None)
+    other = asyncio.create_task(operated.admin.load("shop@2")) if waits else None
+    await until(lambda: gate.threads or not waits)
+    loading = asyncio.create_task(operated.admin.load("shop"))
+    await until(lambda: queued(operated) == 2 if waits else gate.threads)
+    shutil.rmtree(store / "shop" / "2")
+    assert await operated.admin.load("shop") == 1
+    await until(loading.done)
+    why = "it was called off" if waits else "1 was requested"
+    with pytest.raises(RefusedError, match=f"^shop version 2 is not loaded: {why} meanwhile$"):
+        await loading
+    gate.opened.set()
+    assert other is None or await other == 2
+    assert operated.served() == ({"shop": 1, "shop@2": 2} if waits else {"shop": 1})
+
+
+def wanted(operated: Operated) -> int:
+    target = operated.rollout.target("shop")
+    return 0 if target is None else target.wanted
+
+
+def queued(operated: Operated) -> int:
+    target = operated.rollout.target("shop")
+    return 0 if target is None else target.queued
 
 
 async def test_a_load_waits_for_the_one_before_it(
