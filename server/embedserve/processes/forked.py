@@ -112,9 +112,13 @@ def end_with(parent: int) -> None:
 
 
 def described(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # most real-time signals have no name
+        name = f"signal {-exit_code}"
+    return f"was ended by {name}"
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A process that cannot be forked leaves nothing behind."""
+"""A process that cannot be forked leaves nothing behind, and how one ended is said."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from embedserve.processes.forked import fork
+from embedserve.processes.forked import described, fork
 
 
 def test_a_fork_that_fails_leaves_no_descriptor_and_no_blocked_signal(
@@ -27,3 +27,17 @@ def test_a_fork_that_fails_leaves_no_descriptor_and_no_blocked_signal(
         fork(lambda channel: 0, lambda: None)
     assert [one.fileno() for one in pair] == [-1, -1]
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "how"),
+    [
+        (3, "ended with exit code 3"),
+        (-signal.SIGKILL, "was ended by SIGKILL"),
+        (-35, "was ended by signal 35"),
+    ],
+)
+def test_how_a_process_ended_is_said_also_for_signals_without_a_name(
+    exit_code: int, how: str
+) -> None:
+    assert described(exit_code) == how
