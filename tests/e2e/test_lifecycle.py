@@ -234,7 +234,7 @@ def test_missing_things_are_named(store: Path, tmp_path: Path) -> None:
     )
     assert "nowhere" in nowhere
     assert "no-such" in model
-    assert "default_model is 'other'" in default
+    assert "there is no model 'other'; models are m" in default
     assert "there is no model 'dlmr'; models are m" in misspelt
     assert "devices is 'tpu'" in devices
 

@@ -61,8 +61,9 @@ def open_versions(settings: ServeSettings) -> dict[str, ModelVersion]:
         # A model with a named version is served from the cache even if its remote store cannot be
         # reached. The store's list of models is therefore requested only where it is needed.
         if not all(split_name(name)[1] for name in wanted) or not wanted:
-            _check_published(store.models(), wanted, settings)
-            wanted = wanted or store.models()
+            published = store.models()
+            _check_published(published, wanted, settings)
+            wanted = wanted or published
         default = settings.default_model
         if default and not any(default in (name, split_name(name)[0]) for name in wanted):
             raise ValueError(
@@ -185,7 +186,9 @@ def opened_in_time(
 
 
 def _check_published(published: list[str], wanted: list[str], settings: ServeSettings) -> None:
-    for name in wanted:
+    """Raises StoreError if a wanted model has not been published. Where all models of the store are
+    wanted, the default one is."""
+    for name in wanted or filter(None, [settings.default_model]):
         model = split_name(name)[0]
         if model not in published:
             raise missing_model(settings.store, model, published)

@@ -4,7 +4,10 @@ and learns why it cannot."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from server.python import run_python
 from server.small_store import publish_small_model
 
 from embedserve.config import ServeSettings
+from embedserve.processes.startup import loading
 from embedserve.processes.startup.loading import open_versions
 from embedserve_store import ModelStore, StoreError
 from embedserve_store.errors import NoSuchPartError, UnreachableError
@@ -162,3 +166,30 @@ def test_the_process_that_pulls_ends_and_how_is_said(what: str, how: str, shown:
     assert first.startswith(how)
     assert last == "no process is left"
     assert shown in done.stderr
+
+
+@pytest.mark.parametrize("default", ["m", "m@3"])
+def test_a_default_model_that_is_not_published_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, default: str
+) -> None:
+    """Without --model, where the store has another model already."""
+    published = [["n"], ["m", "n"]]
+
+    @contextmanager
+    def opened(*_: object) -> Iterator[SimpleNamespace]:
+        def load(model: str, tag: str | None) -> SimpleNamespace:
+            return SimpleNamespace(manifest=SimpleNamespace(tables=[]))
+
+        yield SimpleNamespace(models=lambda: published.pop(0), load=load)
+
+    monkeypatch.setattr(loading, "opened", opened)
+    monkeypatch.setattr(loading, "WAIT_S", 0.0)
+    settings = ServeSettings("store", default_model=default, wait=True)
+    if default == "m":
+        assert list(loading.opened_in_time(settings, loading.open_versions)) == ["m", "n"]
+    else:  # a version that would not be served beside the newest one
+        with pytest.raises(ValueError, match="default_model is 'm@3', but what is served is m, n"):
+            loading.opened_in_time(settings, loading.open_versions)
+    assert caplog.messages == [
+        "waiting for what is to be served: store: there is no model 'm'; models are n"
+    ]
