@@ -69,6 +69,10 @@ class RevertedError(StoreError):
         return str(self.args[0])
 
 
+TRANSIENT = (UnopenedError, UnreachableError)
+"""Errors after which the same version may be served later."""
+
+
 def described(error: Exception) -> str:
     """Returns the message of ``error``, which for a store that cannot be reached says so first."""
     return f"{NO_ACCESS}: {error}" if isinstance(error, UnreachableError) else str(error)
@@ -78,6 +82,21 @@ def failed_write(what: str, error: OSError) -> StoreError:
     """Returns the error for ``what`` failed, with the reason and the file if it is known."""
     file = f" ({error.filename})" if error.filename else ""
     return StoreError(f"{what}: {error.strerror or error}{file}")
+
+
+def unreadable(
+    path: object, problem: str, error: OSError, missing: type[StoreError] = MissingFileError
+) -> StoreError:
+    """Returns the error for a path whose use failed.
+
+    Args:
+        missing: kind of the error if the path does not exist.
+    """
+    message = f"{path}: {problem}: {error.strerror}"
+    if isinstance(error, FileNotFoundError):
+        return missing(message)
+    is_there = isinstance(error, IsADirectoryError | NotADirectoryError)
+    return StoreError(message) if is_there else UnreachableError(message)
 
 
 def missing_model(where: object, model: str, models: Iterable[str]) -> StoreError:

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from embedserve_store.errors import (
-    MissingFileError,
     StoreError,
-    UnreachableError,
     missing_model,
     missing_version,
+    unreadable,
 )
 from embedserve_store.format.json_fields import parse_json
 from embedserve_store.format.manifest import CHECKED_FILES, Manifest, parse_manifest
@@ -125,7 +124,7 @@ class LocalStore:
         except FileNotFoundError:
             self.versions(model)  # raises if the store or the model does not exist
         except OSError as error:
-            raise _unreadable(folder, f"the folder {path} cannot be read", error) from error
+            raise unreadable(folder, f"the folder {path} cannot be read", error) from error
 
     def read_beside(self, model: str, what: str, path: str, bytes_max: int) -> bytes:
         """Reads a file, such as files_beside returns, of up to ``bytes_max`` bytes.
@@ -143,7 +142,7 @@ class LocalStore:
         try:
             return file.stat().st_mtime
         except OSError as error:
-            raise _unreadable(file, "cannot be read", error) from error
+            raise unreadable(file, "cannot be read", error) from error
 
     def folders(self, path: str) -> list[str]:
         """Returns the names of the folders at ``path`` in the store; empty if there are none."""
@@ -176,7 +175,7 @@ def _listed(folder: Path, what: str) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError as error:
-        raise _unreadable(folder, f"the {what} cannot be read", error, StoreError) from error
+        raise unreadable(folder, f"the {what} cannot be read", error, StoreError) from error
 
 
 def _load(path: Path, model: str, version: int, holding: Holding) -> ModelVersion:
@@ -267,20 +266,5 @@ def _read(path: Path, bytes_max: int = SMALL_FILE_BYTES_MAX) -> bytes:
             with path.open("rb") as file:
                 return file.read(size)
     except OSError as error:
-        raise _unreadable(path, "cannot be read", error) from error
+        raise unreadable(path, "cannot be read", error) from error
     raise StoreError(f"{path}: {size} bytes, the limit is {bytes_max}")
-
-
-def _unreadable(
-    path: Path, problem: str, error: OSError, missing: type[StoreError] = MissingFileError
-) -> StoreError:
-    """Returns the error for a path whose use failed.
-
-    Args:
-        missing: kind of the error if the path does not exist.
-    """
-    message = f"{path}: {problem}: {error.strerror}"
-    if isinstance(error, FileNotFoundError):
-        return missing(message)
-    is_there = isinstance(error, IsADirectoryError | NotADirectoryError)
-    return StoreError(message) if is_there else UnreachableError(message)

@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, unreadable
 from embedserve_store.format.regular_file import stat_regular
 
 PAGE_BYTES = 4096
@@ -85,6 +85,7 @@ def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> ND
             alone.
 
     Raises:
+        UnreachableError: the file cannot be read now.
         StoreError: the file is missing or truncated, or its header differs from ``expected``.
     """
     try:
@@ -92,7 +93,7 @@ def map_tensors(path: Path, expected: Tensors, *, few_reads: bool = False) -> ND
         with open(path, "rb") as file:
             return _map(file, path, expected, few_reads)
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+        raise unreadable(path, "cannot be read", error, StoreError) from error
 
 
 def _map(file: IO[bytes], path: Path, expected: Tensors, few_reads: bool) -> NDArray[np.uint8]:

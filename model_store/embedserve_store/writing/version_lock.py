@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from embedserve_store.errors import StoreError
+from embedserve_store.errors import StoreError, unreadable
 from embedserve_store.format.regular_file import stat_regular
 from embedserve_store.writing.staging import staging_folder, sync
 
@@ -50,7 +50,8 @@ def hold(folder: Path) -> VersionLock:
     """Takes the lock that keeps the version in ``folder`` from being removed.
 
     Raises:
-        StoreError: the version does not exist, cannot be read, or is being removed.
+        UnreachableError: the version cannot be read now.
+        StoreError: the version does not exist, or is being removed.
     """
     path = folder / HELD_FILE
     try:
@@ -62,7 +63,7 @@ def hold(folder: Path) -> VersionLock:
         if not os.path.samestat(os.fstat(descriptor), path.stat()):
             raise StoreError(f"{folder}: was removed meanwhile")
     except OSError as error:
-        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+        raise unreadable(path, "cannot be read", error, StoreError) from error
     return held
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from embedserve.config import ServeSettings
 from embedserve_store import ModelStore, ModelVersion
+from embedserve_store.errors import UnreachableError
 from embedserve_store.parts.part import Holding, LocalTables, Part
 
 
@@ -25,10 +26,18 @@ def open_store(settings: ServeSettings) -> ModelStore:
 
 
 def open_folder(path: str, holding: Holding = None) -> ModelVersion:
-    """Returns the version in the folder ``path``; raises StoreError."""
+    """Returns the version in the folder ``path``.
+
+    Raises:
+        UnreachableError: it cannot be read now.
+        StoreError: it is damaged or was removed.
+    """
     folder = Path(path)
     store = ModelStore(folder.parent.parent, holds=holding)
-    return store.load(folder.parent.name, int(folder.name))
+    try:
+        return store.load(folder.parent.name, int(folder.name))
+    except OSError as error:
+        raise UnreachableError(f"{path}: {error}") from error
 
 
 class WantedVersions(NamedTuple):

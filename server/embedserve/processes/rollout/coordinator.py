@@ -34,6 +34,7 @@ from embedserve.processes.rollout.messages import (
 )
 from embedserve.processes.rollout.served_name import Rollout, RolloutVersion, ServedName
 from embedserve_store import StoreError
+from embedserve_store.errors import TRANSIENT
 
 logger = logging.getLogger(__name__)
 
@@ -346,7 +347,8 @@ class RolloutCoordinator:
                 version = self._followed.prepare(name, version)
             except Exception as error:  # any error: the workers keep serving
                 reason = str(error) if isinstance(error, StoreError) else repr(error)
-                self._fail(name, version.number, reason, is_final=True)
+                is_final = not isinstance(error, TRANSIENT)
+                self._fail(name, version.number, reason, is_final=is_final)
                 continue
             self._rollout = Rollout(name, version, monotonic() + ROLLOUT_S_MAX)
             return

@@ -25,7 +25,7 @@ from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import StoreError
-from embedserve_store.errors import UnopenedError
+from embedserve_store.errors import TRANSIENT
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class StoreWatcher:
         try:
             version = await run_in_daemon_thread("follow", open_number)
         except StoreError as error:
-            is_final = not isinstance(error, UnopenedError)
+            is_final = not isinstance(error, TRANSIENT)
             reason = str(error)
         except Exception as error:
             logger.exception("%s version %d cannot be opened", name, number)

@@ -35,7 +35,7 @@ from embedserve.processes.rollout.messages import (
 )
 from embedserve.processes.threads import run_in_daemon_thread
 from embedserve_store import ModelVersion, StoreError
-from embedserve_store.errors import UnopenedError
+from embedserve_store.errors import TRANSIENT
 from embedserve_store.memory.mapped_tables import drop_version_pages
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class VersionManager:
             load.state = LoadState.PREPARED
         except (StoreError, OSError, ValueError) as error:
             load.state, load.reason = LoadState.FAILED, str(error)[:REASON_CHARACTERS_MAX]
-            load.is_final = not isinstance(error, UnopenedError)
+            load.is_final = not isinstance(error, TRANSIENT)
         except Exception as error:  # any error: the coordinator waits for the result
             logger.exception("%s version %d cannot be loaded", name, load.target.version)
             reason = f"{type(error).__name__}: {error}"

@@ -34,8 +34,8 @@ from embedserve.processes.rollout.messages import (
     report_to_bytes,
 )
 from embedserve.processes.rollout.served_name import RolloutVersion
-from embedserve_store import compact_deltas
-from embedserve_store.errors import NO_ACCESS
+from embedserve_store import ModelVersion, StoreError, compact_deltas
+from embedserve_store.errors import NO_ACCESS, UnreachableError
 
 
 class Server:
@@ -113,6 +113,24 @@ def mapped() -> int:
 
 def _maps() -> list[str]:
     return Path("/proc/self/maps").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"), [(UnreachableError("no file left"), False), (StoreError("cut"), True)]
+)
+def test_a_version_that_cannot_be_opened_now_is_tried_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch, error: StoreError, is_final: bool
+) -> None:
+    def fail(path: str) -> ModelVersion:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(delta_versions, "open_folder", fail)
+        server.find(2)
+    assert server.failure is not None
+    assert (server.failure.reason, server.failure.is_final) == (str(error), is_final)
+    server.find(2)
+    assert server.target.version == (1 if is_final else 2)
 
 
 def test_all_switch_once_the_version_has_its_deltas(server: Server) -> None:

@@ -40,6 +40,7 @@ from embedserve.processes.rollout.messages import (
 )
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve_store import Manifest, ModelVersion, StoreError
+from embedserve_store.errors import UnreachableError
 from embedserve_store.format.tables_file import TablesFile
 from embedserve_store.memory.mapped_tables import populate
 
@@ -275,6 +276,27 @@ async def test_a_version_that_cannot_be_loaded_stays_out(
     await moving.prepared(8)
     moving.activate()
     await moving.check(8)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (UnreachableError("manifest.json: cannot be read: Stale file handle"), False),
+        (StoreError("plan.json: damaged"), True),
+    ],
+)
+async def test_a_version_that_cannot_be_opened_now_may_be_loaded_later(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch, error: StoreError, is_final: bool
+) -> None:
+    def fail(name: str, target: Target) -> ModelVersion:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(moving.rollout, "open_version", fail)
+        moving.prepare(8)
+        await until(lambda: moving.state().state is LoadState.FAILED)
+    assert moving.state() == NameStatus(7, 1, LoadState.FAILED, str(error), is_final)
+    await moving.prepared(8)
 
 
 async def test_a_failure_that_is_told_anew_is_shown_since_its_beginning(moving: Moving) -> None:

@@ -1,0 +1,64 @@
+"""A folder that cannot be read now is told from one that is damaged."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.small_store import publish_small_model
+
+from embedserve.processes.holding import open_folder
+from embedserve_store import StoreError
+from embedserve_store.errors import UnreachableError
+from embedserve_store.local_store import LocalStore
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return publish_small_model(tmp_path) / "shop" / "1"
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "plan.json", "tables.safetensors"])
+def test_a_file_that_cannot_be_read_now_is_not_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    stat = Path.stat
+
+    def fail(path: Path, **kwargs: Any) -> os.stat_result:
+        if path.name == name:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return stat(path, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", fail)
+        with pytest.raises(UnreachableError, match=f"{name}: cannot be read"):
+            open_folder(str(folder))
+    assert open_folder(str(folder)).manifest.version == 1
+
+
+def test_any_other_error_of_the_file_system_is_one_of_the_store(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(LocalStore, "load", fail)
+    with pytest.raises(UnreachableError, match=r"shop/1: .*Too many open files"):
+        open_folder(str(folder))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "tables.safetensors"])
+def test_a_damaged_or_missing_file_is_damage(folder: Path, name: str) -> None:
+    folder.chmod(0o755)
+    (folder / name).chmod(0o644)
+    (folder / name).write_bytes(b"damaged")
+    with pytest.raises(StoreError, match=name) as damaged:
+        open_folder(str(folder))
+    (folder / name).unlink()
+    with pytest.raises(StoreError, match=name) as missing:
+        open_folder(str(folder))
+    for caught in (damaged, missing):
+        assert not isinstance(caught.value, UnreachableError)
