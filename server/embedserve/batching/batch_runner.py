@@ -26,7 +26,7 @@ from embedserve.batching.lookup_engine import (
 from embedserve.batching.lookup_executor import FAILED, Joined, LookedUp, LookupExecutor
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.batching.request_queue import RequestQueue
-from embedserve.batching.shadow import Shadow
+from embedserve.batching.shadow import Shadow, ShadowExecutor
 from embedserve.batching.split import errors_by_request
 from embedserve.errors import DeadlineExceededError, EmbedServeError, EngineError
 from embedserve.lookup_types import Batch, LookupResult
@@ -255,7 +255,7 @@ class BatchRunner:
         if self.shadow is not None and pieces[0].dtype == np.float32 and batch.is_whole:
             self.shadow.offer(requests, pieces, batch.unknown_counts, self._model)
 
-    def shadow_of(self, served: ModelInfo, percent: float, executor: Executor) -> Shadow:
+    def shadow_of(self, served: ModelInfo, percent: float, executor: ShadowExecutor) -> Shadow:
         """Returns a Shadow that compares results of version ``served`` with this version's.
 
         It compares ``percent`` of the batches of ``served``.

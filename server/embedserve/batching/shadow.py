@@ -9,8 +9,8 @@ while it holds the interpreter's lock, and the event loop would wait tens of mil
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from random import random
 
@@ -38,6 +38,25 @@ TINY = 1e-30
 A pair of zero vectors has distance 0; a zero and a non-zero vector have distance 1."""
 
 
+class ShadowExecutor:
+    """Runs comparisons one after another in one thread, which it starts for the first of them."""
+
+    def __init__(self) -> None:
+        self._executor = _one_thread()
+
+    def submit(self, comparison: Callable[[], None]) -> None:
+        """Raises RuntimeError if no thread can be started."""
+        try:
+            self._executor.submit(comparison)
+        except RuntimeError:
+            self._executor = _one_thread()  # the former one keeps the comparison, and its batch
+            raise
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "shadow")
+
+
 class Shadow:
     """Compares the results of a version with those of ``engine``, which serves another version."""
 
@@ -47,13 +66,13 @@ class Shadow:
         model: ModelInfo,
         percent: float,
         metrics: ShadowMetrics,
-        executor: Executor,
+        executor: ShadowExecutor,
     ) -> None:
         """
         Args:
             model: model of ``engine``.
             percent: percentage of the batches that are compared.
-            executor: executor with one thread, shared by all shadows of a process.
+            executor: executor shared by all shadows of a process.
         """
         self._engine = engine
         self._model = model
@@ -83,7 +102,12 @@ class Shadow:
             self._metrics.count("skipped")
             return
         self._is_busy = True
-        self._executor.submit(self._compare, requests, answer, unknown_counts, served)
+        try:
+            self._executor.submit(partial(self._compare, requests, answer, unknown_counts, served))
+        except RuntimeError as error:
+            self._is_busy = False
+            self._log_failure(served, error)
+            self._metrics.count("failed")
 
     def _compare(
         self,
@@ -100,10 +124,13 @@ class Shadow:
             count = partial(self._metrics.add, differences)
         except Exception as error:
             count = partial(self._metrics.count, "failed")
-            kind = f"{self._model.served_as} cannot be compared with version {served.version}"
-            self._log.log(logging.WARNING, kind, f"{type(error).__name__}: {error}")
+            self._log_failure(served, error)
         self._is_busy = False
         count()  # last, so that a reader of the metric can expect the next batch to be compared
+
+    def _log_failure(self, served: ModelInfo, error: Exception) -> None:
+        kind = f"{self._model.served_as} cannot be compared with version {served.version}"
+        self._log.log(logging.WARNING, kind, f"{type(error).__name__}: {error}")
 
 
 def compare(

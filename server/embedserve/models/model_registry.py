@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, NoReturn, Protocol
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.pending_request import PendingRequest
+from embedserve.batching.shadow import ShadowExecutor
 from embedserve.config import Limits
 from embedserve.errors import (
     EmbedServeError,
@@ -76,7 +76,7 @@ class ModelRegistry:
         self._routes = TrafficSplit([], {})
         self._shares: dict[str, float] = {}
         self._shadows: dict[str, float] = {}
-        self._shadow_thread = ThreadPoolExecutor(1, "shadow")
+        self._shadow_executor = ShadowExecutor()
         self._only: Batcher | None = None
         self.default_model = default_model
         self.limits = limits
@@ -159,7 +159,7 @@ class ModelRegistry:
                 continue
             if served.runner.shadow is None:
                 served.runner.shadow = candidate.runner.shadow_of(
-                    served.model, percent, self._shadow_thread
+                    served.model, percent, self._shadow_executor
                 )
 
     def status(self, model: ModelInfo) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from server.waiting import until
 
 from embedserve.batching.batcher import AT_ONCE, Batcher
 from embedserve.batching.lookup_engine import RemoteLookups
+from embedserve.batching.shadow import ShadowExecutor
 from embedserve.config import Limits
 from embedserve.engine.replicas import Replicas
 from embedserve.metrics.model_metrics import ModelMetrics
@@ -123,9 +124,9 @@ async def test_it_rounds_to_float16_where_nobody_wants_more(
 
 
 async def test_it_is_compared_with_a_shadow_as_float32(
-    engine: FakeEngine, batcher: Batcher, executor: ThreadPoolExecutor
+    engine: FakeEngine, batcher: Batcher
 ) -> None:
-    batcher.runner.shadow = batcher.runner.shadow_of(engine.model, 100, executor)
+    batcher.runner.shadow = batcher.runner.shadow_of(engine.model, 100, ShadowExecutor())
     request = engine.request(USER)
     request.output_dtype = "float16"
     assert (await submit(batcher, request)).values.dtype == np.float16

@@ -12,6 +12,7 @@ from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.live import make_pipeline
 from server.pending_requests import submit_to
+from server.thread_limit import refuse_thread
 from server.waiting import until
 
 from embedserve.batching.join import adapt_to_model, join
@@ -243,6 +244,21 @@ async def test_one_that_fails_is_counted_and_said_once(
         await ask(pipeline)
         await until_counted(pipeline, count, "failed")
     (said,) = [one.getMessage() for one in caplog.records if one.name.startswith("embedserve")]
+    assert said.startswith("shop@canary cannot be compared with version 7")
+
+
+async def test_one_without_a_thread_fails_and_the_next_is_compared(
+    pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    pipeline.models.set_shadow("shop@canary", 100.0)
+    refuse_thread(monkeypatch, "shadow")
+    await ask(pipeline)
+    assert counted(pipeline, "failed") == 1
+    for count in (1, 2):  # the one that failed is not compared later
+        await ask(pipeline)
+        await until_counted(pipeline, count)
+    (said,) = caplog.messages
     assert said.startswith("shop@canary cannot be compared with version 7")
 
 
