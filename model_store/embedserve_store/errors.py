@@ -69,8 +69,9 @@ class RevertedError(StoreError):
         return str(self.args[0])
 
 
-TRANSIENT = (UnopenedError, UnreachableError)
-"""Errors after which the same version may be served later."""
+TRANSIENT = (UnopenedError, UnreachableError, BlockingIOError)
+"""Errors after which the same version may be served later; BlockingIOError is one of a system that
+has no process or thread left."""
 
 
 def described(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,8 +17,11 @@ _running: set[threading.Thread] = set()
 
 
 async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
-    """Returns the result of ``work``, run in a new daemon thread; raises the exception of
-    ``work``."""
+    """Returns the result of ``work``, run in a new daemon thread; raises the exception of ``work``.
+
+    Raises:
+        BlockingIOError: no thread can be started.
+    """
     # No frame that the exception passes through may have a name for the future that holds it. Frame
     # and exception would form a reference cycle, and keep everything that failed alive until Python
     # collects garbage.
@@ -51,7 +55,11 @@ def _begun(name: str, work: Callable[[], T]) -> asyncio.Future[T]:
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     _running.add(thread)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        _running.discard(thread)
+        raise BlockingIOError(errno.EAGAIN, str(error)) from error
     return done
 
 

@@ -186,7 +186,7 @@ class StoreWatcher:
         open_number = partial(self._resolver.open_number, name, number)
         try:
             version = await run_in_daemon_thread("follow", open_number)
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             is_final = not isinstance(error, TRANSIENT)
             reason = str(error)
         except Exception as error:

@@ -336,8 +336,13 @@ def _open_folder(name: str, target: Target) -> ModelVersion:
 
 
 def _release_in_background(held: list[object]) -> None:
-    """Drops the last references in ``held``, in a background thread, because unmapping is slow."""
-    Thread(target=_empty, args=(held,), name="let go", daemon=True).start()
+    """Drops the last references in ``held``, in a background thread, because unmapping is slow.
+    Drops them here if no thread can be started."""
+    thread = Thread(target=_empty, args=(held,), name="let go", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        _empty(held)
 
 
 def _empty(held: list[object]) -> None:

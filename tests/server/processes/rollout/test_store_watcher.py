@@ -20,6 +20,7 @@ from server.gate import Gate
 from server.live import make_pipeline
 from server.pending_requests import submit_to
 from server.python import run_warm_python
+from server.thread_limit import refuse_thread
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
@@ -264,6 +265,30 @@ async def test_one_that_the_shards_do_not_answer_is_tried_at_each_look_and_said_
     serving.failures.clear()
     assert await serving.look() == 2
     assert serving.shown() == (None, False)
+
+
+async def test_one_that_no_thread_is_left_to_open_is_tried_again(
+    store: Path,
+    later: Path,
+    executor: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serving = Serving(store, executor)
+    assert await serving.look() == 1
+    appear(later, store, 2)
+    resolve = VersionResolver.resolve
+
+    def resolve_and_refuse(*args: Any, **kwargs: Any) -> dict[str, StoreEntry]:
+        refuse_thread(monkeypatch, "follow")  # the next one, which opens the version
+        return resolve(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(VersionResolver, "resolve", resolve_and_refuse)
+        assert await serving.look() == 1
+    shown, _ = serving.shown()
+    assert shown is not None
+    assert "can't start new thread" in shown["reason"]
+    assert await serving.look() == 2
 
 
 async def test_one_that_has_not_come_whole_is_waited_for(

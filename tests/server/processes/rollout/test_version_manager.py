@@ -20,6 +20,7 @@ from server.fake_engine import Bags, FakeEngine, make_request, model_info
 from server.gate import Gate
 from server.live import make_pipeline
 from server.pending_requests import submit_to
+from server.thread_limit import refuse_thread
 from server.waiting import until
 
 from embedserve.batching.batcher import Batcher
@@ -220,6 +221,35 @@ async def test_what_it_leaves_is_let_go(moving: Moving) -> None:
     gc.collect()  # of asyncio's futures
     await until(lambda: engine() is None)
     await moving.check(8)
+
+
+async def test_what_it_leaves_is_let_go_where_no_thread_is_left(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = weakref.ref(moving.engines[7])
+    await moving.prepared(8)
+    refuse_thread(monkeypatch, "let go")
+    moving.activate()
+    assert moving.state() == NameStatus(8)
+    await moving.prepared(9)
+    refuse_thread(monkeypatch, "let go")
+    moving.desire(version=8, generation=0, phase=TargetPhase.SERVE)  # 9 is wanted no more
+    assert moving.state() == NameStatus(8)
+    del moving.engines[7]
+    gc.collect()  # of asyncio's futures
+    assert engine() is None
+    await moving.check(8)
+
+
+async def test_a_version_is_loaded_later_where_no_thread_is_left(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_thread(monkeypatch, "load")
+    moving.prepare(8)
+    await until(lambda: moving.state().state is LoadState.FAILED)
+    assert not moving.state().is_final
+    assert "can't start new thread" in moving.state().reason
+    await moving.prepared(8)
 
 
 async def test_what_is_restored_numbersand_not_wanted_is_let_go(moving: Moving) -> None:
