@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 HANG_S_MAX = 20.0
+ENDLESS_BYTES = 100 << 20
 
 
 class Collector(ThreadingHTTPServer):
@@ -21,6 +22,7 @@ class Collector(ThreadingHTTPServer):
         posts: how many requests came.
         status: that they are answered with.
         may_answer: cleared, it answers none.
+        is_endless: whether its answers have more bytes than anybody reads.
     """
 
     daemon_threads = True
@@ -32,6 +34,7 @@ class Collector(ThreadingHTTPServer):
         self.status = 200
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.is_endless = False
 
     @property
     def url(self) -> str:
@@ -50,8 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
                 for of_scope in of_resource.scope_spans:
                     self.server.spans.extend(of_scope.spans)
         self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", f"{ENDLESS_BYTES if self.server.is_endless else 0}")
         self.end_headers()
+        if self.server.is_endless:
+            with suppress(ConnectionError):
+                for _ in range(ENDLESS_BYTES >> 20):
+                    self.wfile.write(bytes(1 << 20))
 
     def log_message(self, *args: object) -> None:
         """Tests say what is wrong."""

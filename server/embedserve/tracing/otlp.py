@@ -25,6 +25,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from embedserve import __version__
 from embedserve.call_trace import TracedCall
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve.tracing.bounded_session import BoundedSession
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.trace_context import TraceContext, read_traceparent
 
@@ -75,7 +76,9 @@ class OtlpTraces:
         self._exporters_log = logging.getLogger(trace_exporter.__name__)
         self._exporters_log.addFilter(self._reason)
         # Created here, because its slow imports must finish before the first request.
-        self._exporter = trace_exporter.OTLPSpanExporter(self._endpoint, timeout=SEND_S_MAX)
+        self._exporter = trace_exporter.OTLPSpanExporter(
+            self._endpoint, timeout=SEND_S_MAX, session=BoundedSession()
+        )
         service = os.environ.get("OTEL_SERVICE_NAME") or "embedserve"
         self._resource = Resource.create({SERVICE_NAME: service, SERVICE_VERSION: __version__})
 

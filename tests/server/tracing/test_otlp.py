@@ -48,7 +48,12 @@ async def traced(
         yield live
 
 
-REASONS = {"hangs": "timeout", "fails": "400", "is not there": "Connection refused"}
+REASONS = {
+    "hangs": "timeout",
+    "fails": "400",
+    "is not there": "Connection refused",
+    "does not end": "the response exceeds 65536 bytes",
+}
 
 
 def has_ended(goes_on: Callable[[], bool]) -> bool:
@@ -159,7 +164,7 @@ async def test_a_malformed_traceparent_begins_no_trace_and_is_named_once(
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("fault", ["hangs", "fails", "is not there"])
+@pytest.mark.parametrize("fault", REASONS)
 async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
     engine: FakeEngine,
     executor: ThreadPoolExecutor,
@@ -176,6 +181,8 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
         collector.may_answer.clear()
     elif fault == "fails":
         collector.status = 400
+    elif fault == "does not end":
+        collector.is_endless = True
     else:
         url = "http://127.0.0.1:1"
     headers = {"traceparent": SAMPLED}
@@ -189,7 +196,7 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
             assert json.loads(answer.content)["version"] == 7
         await until(lambda: said("traces do not reach"))
         if fault != "is not there":
-            collector.status = 200
+            collector.status, collector.is_endless = 200, False
             collector.may_answer.set()
             await live.http.post("/embed", content=BODY, headers=headers)
             await until(lambda: said("again"))

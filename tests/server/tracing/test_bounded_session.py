@@ -1,0 +1,156 @@
+"""A collector that answers at length, or without end, is cut off."""
+
+from __future__ import annotations
+
+import gzip
+import socket
+import ssl
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from certificates import Authority
+from requests.exceptions import RequestException
+from urllib3.exceptions import HTTPError
+
+from embedserve.tracing.bounded_session import RESPONSE_BYTES_MAX, BoundedSession
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+BODY = b"spans"
+PAUSE_S = 0.02
+WAIT_S_MAX = 60.0
+
+
+class Answering:
+    """A server that answers each request with the same pieces, with a pause before each.
+
+    Attributes:
+        connections: accepted so far.
+        requests: received so far.
+    """
+
+    def __init__(self, listening: socket.socket, pieces: Iterable[bytes], scheme: str) -> None:
+        self.url = f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
+        self.connections = self.requests = 0
+        self._open = [listening]
+        self._pieces = pieces
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        with suppress(OSError):  # it was told to stop
+            while True:
+                connection, _ = self._open[0].accept()
+                self._open.append(connection)
+                self.connections += 1
+                with connection, suppress(ConnectionError):
+                    while self._is_asked(connection):
+                        for piece in self._pieces:
+                            if self._stopped.wait(PAUSE_S):
+                                return
+                            connection.sendall(piece)
+
+    def _is_asked(self, connection: socket.socket) -> bool:
+        """False once the client has closed the connection."""
+        received = b""
+        while not received.endswith(BODY):
+            if not (more := connection.recv(1 << 16)):
+                return False
+            received += more
+        self.requests += 1
+        return True
+
+    def stop(self) -> None:
+        self._stopped.set()
+        for one in self._open:
+            with suppress(OSError):  # it is closed already
+                one.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def answering(
+    pieces: Iterable[bytes], context: ssl.SSLContext | None = None
+) -> Iterator[Answering]:
+    """With TLS if there is a ``context``."""
+    with socket.create_server(("127.0.0.1", 0)) as plain, ExitStack() as opened:
+        listening = plain
+        if context is not None:
+            listening = opened.enter_context(context.wrap_socket(plain, server_side=True))
+        server = Answering(listening, pieces, "http" if context is None else "https")
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+            thread.join()
+
+
+class Repeated:
+    """``first``, then ``rest`` without end."""
+
+    def __init__(self, first: bytes, rest: bytes) -> None:
+        self._first, self._rest = first, rest
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._first
+        while True:
+            yield self._rest
+
+
+SLOW = {
+    "headers": Repeated(HEAD + b"x: ", b"y"),
+    "body": Repeated(HEAD + b"content-length: 1000000\r\n\r\n", b"y"),
+    "chunk": Repeated(HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"y"),
+    "without a length": Repeated(HEAD + b"\r\n", b"y"),
+}
+LONG = {
+    "body": Repeated(HEAD + b"content-length: 1000000000000000000\r\n\r\n", bytes(1 << 14)),
+    "chunks": Repeated(HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\ny\r\n" * 4000),
+    "headers": Repeated(HEAD, b"x: " + b"y" * 2000 + b"\r\n"),
+}
+
+
+@pytest.mark.parametrize("where", SLOW)
+def test_an_answer_that_trickles_is_not_waited_for(where: str) -> None:
+    """Each of its bytes comes in time."""
+    with (
+        answering(SLOW[where]) as server,
+        BoundedSession() as session,
+        pytest.raises((RequestException, HTTPError), match="timed out"),
+    ):
+        session.post(server.url, BODY, timeout=50 * PAUSE_S)
+
+
+@pytest.mark.parametrize("where", LONG)
+def test_an_answer_of_more_bytes_is_not_read(where: str) -> None:
+    with (
+        answering(LONG[where]) as server,
+        BoundedSession() as session,
+        pytest.raises((RequestException, HTTPError), match=f"exceeds {RESPONSE_BYTES_MAX} bytes"),
+    ):
+        session.post(server.url, BODY, timeout=WAIT_S_MAX)
+
+
+def test_the_limits_apply_over_tls(tmp_path: Path) -> None:
+    authority = Authority()
+    (tmp_path / "root.pem").write_bytes(authority.root)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*authority.sign("collector").write(tmp_path, "collector"))
+    with (
+        answering(LONG["body"], context) as server,
+        BoundedSession() as session,
+        pytest.raises((RequestException, HTTPError), match=f"exceeds {RESPONSE_BYTES_MAX} bytes"),
+    ):
+        session.post(server.url, BODY, timeout=WAIT_S_MAX, verify=str(tmp_path / "root.pem"))
+
+
+@pytest.mark.parametrize("body", [b"", b"y" * 1000, gzip.compress(bytes(1 << 20))])
+def test_a_short_answer_leaves_its_connection_for_the_next(body: bytes) -> None:
+    head = HEAD + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with answering([head, body]) as server, BoundedSession() as session:
+        for _ in range(3):
+            response = session.post(server.url, BODY, timeout=WAIT_S_MAX)
+            assert (response.status_code, response.content) == (200, b"")
+        assert (server.connections, server.requests) == (1, 3)
