@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from embedserve.shard_client.reply import Reply
 if TYPE_CHECKING:
     from embedserve.fanout.router_engine import RouterEngine
 
+T = TypeVar("T")
 Finish = Callable[[np.ndarray | EmbedServeError], None]
 """Takes the values of a batch, or the error that fails all of it."""
 
@@ -58,12 +61,27 @@ class BatchFanout:
         """Divides the batch, and begins its lookups."""
         try:
             if self._is_large:
-                dividing = self._loop.run_in_executor(None, self._divide_and_prepare)
-                dividing.add_done_callback(self._on_divided)
+                self._run(self._divide_and_prepare, lambda _: self._look_up())
                 return
             self._divide()
             self._look_up()
             self._pending.prepare()  # while the parts look up
+        except Exception:
+            self._give_up()
+
+    def _run(self, step: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Calls ``step``, in a thread for a large batch, and ``then`` with its result on the event
+        loop."""
+        if self._is_large:
+            with suppress(RuntimeError):  # no thread can be started
+                running = self._loop.run_in_executor(None, step)
+                running.add_done_callback(partial(self._on_run, then))
+                return
+        then(step())
+
+    def _on_run(self, then: Callable[[T], None], running: asyncio.Future[T]) -> None:
+        try:
+            then(running.result())
         except Exception:
             self._give_up()
 
@@ -74,13 +92,6 @@ class BatchFanout:
     def _divide_and_prepare(self) -> None:
         self._divide()
         self._pending.prepare()
-
-    def _on_divided(self, dividing: asyncio.Future[None]) -> None:
-        try:
-            dividing.result()
-            self._look_up()
-        except Exception:
-            self._give_up()
 
     def _give_up(self) -> None:
         """Finishes the batch with the exception that is being handled; replies are ignored from now
@@ -111,20 +122,10 @@ class BatchFanout:
         try:
             if isinstance(values, EmbedServeError):
                 self._fail(part, values)
-            elif self._is_large:
-                adding = self._loop.run_in_executor(None, self._pending.add, part, values)
-                adding.add_done_callback(self._on_added)
-                return
+                self._end_if_last()
             else:
-                self._pending.add(part, values)
-            self._end_if_last()
-        except Exception:
-            self._give_up()
-
-    def _on_added(self, adding: asyncio.Future[None]) -> None:
-        try:
-            adding.result()
-            self._end_if_last()
+                add = partial(self._pending.add, part, values)
+                self._run(add, lambda _: self._end_if_last())
         except Exception:
             self._give_up()
 
@@ -158,11 +159,7 @@ class BatchFanout:
 
     def _end(self) -> None:
         """Adds what the parts returned, and finishes the batch."""
-        if self._is_large:
-            adding = self._loop.run_in_executor(None, self._result)
-            adding.add_done_callback(lambda done: self._complete(done.result()))
-        else:
-            self._complete(self._result())
+        self._run(self._result, self._complete)
 
     def _result(self) -> np.ndarray | EmbedServeError:
         try:

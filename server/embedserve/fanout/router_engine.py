@@ -213,7 +213,9 @@ class RouterEngine:
                 budget.end(nbytes)
 
         fanout = BatchFanout(self, batch, messages, required, until_s, end)
-        expire = partial(finish, DeadlineExceededError("the deadline passed while it waited"))
+        expire = partial(
+            finish, DeadlineExceededError("the deadline passed while its batch waited for others")
+        )
         budget.begin(nbytes, fanout.begin, until_s, expire)
 
     def _values_bytes(self, batch: Batch) -> int:

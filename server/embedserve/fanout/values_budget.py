@@ -12,7 +12,8 @@ BATCHES_MAX = 8
 SMALL_BYTES_MAX = 8 << 20
 """Bytes of the values of a batch that never waits for others; 8 MiB."""
 VALUES_BYTES_MAX = 256 << 20
-"""Bytes of the values of all larger batches in flight, unless a single one has more; 256 MiB."""
+"""Bytes of the values of all larger batches in flight, unless a single one has more; 256 MiB. The
+responses that they are copied from come on top."""
 PADDED_TIMES = 2
 """Most columns with which values are added, in columns of the values: vectors may be padded."""
 

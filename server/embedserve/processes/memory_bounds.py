@@ -61,7 +61,8 @@ def memory_parts(
     batches = gpus * AT_ONCE * max(lone, batch) if gpus else lone + batch
     if parts:
         largest = PADDED_TIMES * parts * limits.request_output_bytes_max
-        batches += max(VALUES_BYTES_MAX, largest) + BATCHES_MAX * SMALL_BYTES_MAX
+        # small batches of two versions, during a rollout
+        batches += max(VALUES_BYTES_MAX, largest) + 2 * BATCHES_MAX * SMALL_BYTES_MAX
         batches += (BATCHES_MAX - 1) * max(lone, batch)
     bytes_by_purpose = {
         "connections": CONNECTION_BYTES * limits.connections_max,

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import stat
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -137,8 +138,11 @@ def test_a_name_is_asked_for_its_addresses(grpc_target: str) -> None:
 def user_timeouts_ms(port: int) -> list[int]:
     """TCP_USER_TIMEOUT of this process's connections to a port."""
     timeouts = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as one:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
             if one.getpeername()[1:2] == (port,):
                 timeouts.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
     return timeouts

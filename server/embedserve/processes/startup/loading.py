@@ -27,7 +27,6 @@ from embedserve_store import ModelStore, ModelVersion, StoreError
 from embedserve_store.errors import (
     NoSuchPartError,
     UnknownAliasError,
-    UnreachableError,
     missing_model,
 )
 from embedserve_store.remote.remote_store import is_url
@@ -106,7 +105,6 @@ def _loaded_numbers(store: ModelStore, model: str, versions_held: int) -> dict[i
 
     Raises:
         StoreError: none can be loaded; the reason is that of the newest.
-        UnreachableError: the store cannot be reached before one is loaded.
     """
     loaded: dict[int, ModelVersion] = {}
     failed: dict[int, StoreError] = {}
@@ -117,8 +115,6 @@ def _loaded_numbers(store: ModelStore, model: str, versions_held: int) -> dict[i
             try:
                 loaded[number] = store.load(model, number)
             except StoreError as error:
-                if isinstance(error, UnreachableError) and not loaded:
-                    raise
                 failed[number] = error
         found = {number for number in failed if isinstance(failed[number], NoSuchPartError)}
         if found == unfit:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 STREAMS_MAX = 128
 HEADER_LIST_BYTES_MAX = 16 << 10
 UPDATES_PER_FRAME = 4
-"""WINDOW_UPDATE frames accepted per DATA frame sent, and per response without any. A reader sends
+"""WINDOW_UPDATE frames accepted per DATA frame, or other last frame of a response. A reader sends
 two: one for the stream and one for the connection. gRPC's clients send one with each call."""
 
 

@@ -49,7 +49,7 @@ class FrameWriter:
         out: bytes to write, in order.
         write: function that writes a response directly while ``out`` is empty.
         unsent_bytes: unsent body bytes of all streams.
-        answer_frames: number of DATA frames sent so far, and of responses without any.
+        answer_frames: number of DATA frames sent so far, and of other frames that end a response.
         fresh: streams that have written since the last ``detach_small_bodies``.
         ready: streams with unsent data and an open stream window.
         blocked_streams: streams blocked by their flow-control window, by stream identifier.
@@ -273,6 +273,7 @@ class FrameWriter:
         else:
             self.out.append(frames.head(0, DATA, END_STREAM, stream.id))
         stream.is_sent = True
+        self.answer_frames += 1
 
     def stuck_s(self, now_s: float) -> float:
         """Returns for how many seconds responses have waited for the connection window.

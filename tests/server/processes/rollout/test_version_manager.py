@@ -252,7 +252,7 @@ async def test_a_version_is_loaded_later_where_no_thread_is_left(
     await moving.prepared(8)
 
 
-async def test_what_is_restored_numbersand_not_wanted_is_let_go(moving: Moving) -> None:
+async def test_what_is_restored_and_not_wanted_is_let_go(moving: Moving) -> None:
     engine = weakref.ref(moving.engines[8])
     await moving.prepared(8)
     del moving.engines[8]
