@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ def push(writer: DeltaWriter, seq: int) -> None:
 
 def until(is_true: Callable[[], Any]) -> None:
     ends_s = time.monotonic() + WAIT_S_MAX
-    while not is_true():
+    while True:
+        with suppress(httpx.TransportError):  # of a worker that is killed meanwhile
+            if is_true():
+                return
         assert time.monotonic() < ends_s
         time.sleep(0.02)
 

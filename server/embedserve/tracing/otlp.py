@@ -142,7 +142,7 @@ class OtlpTraces:
         if is_sent:
             logger.info("traces reach %s again", self._endpoint)
         else:
-            said = self._reason.line
+            said = self._reason.line or "the exporter gives no reason"
             logger.warning("traces do not reach %s, and are left out: %s", self._endpoint, said)
 
 
