@@ -124,7 +124,7 @@ class OtlpTraces:
         self._exporter.shutdown()  # type: ignore[no-untyped-call]  # from the SDK
 
     def _send(self) -> None:
-        self._reason.line = ""
+        self._reason.line, self._reason.thread = "", threading.get_ident()
         spans: list[ReadableSpan] = []
         try:
             for _ in range(min(len(self._waiting), SENT_AT_ONCE)):
@@ -152,13 +152,16 @@ class _Reason(logging.Filter):
 
     Attributes:
         line: first message since the last reset, which is the most informative; "" if none.
+        thread: identifier of the thread that exports; lines of other exporters pass.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.line = ""
+        self.line, self.thread = "", 0
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self.thread:
+            return True
         self.line = self.line or ascii(record.getMessage())
         return False
 

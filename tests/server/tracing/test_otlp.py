@@ -208,6 +208,18 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
     assert not any(one.name.startswith("opentelemetry") for one in caplog.records)
 
 
+def test_an_exporter_keeps_its_own_lines_alone() -> None:
+    """One that is still stopping must not take the reason of the next one's outage."""
+    reason = otlp._Reason()
+    record = logging.LogRecord("exporter", logging.ERROR, "", 0, "no access", None, None)
+    reason.thread = 1
+    assert reason.filter(record)
+    assert record.thread is not None
+    reason.thread = record.thread
+    assert not reason.filter(record)
+    assert reason.line == "'no access'"
+
+
 def test_what_waits_is_bounded_and_what_is_left_out_is_named(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
