@@ -73,9 +73,8 @@ class Limits:
     )
     connection_bytes_max: int = limit(
         1024 * MIB,
-        "Bytes held by all connections of a process: incomplete requests, cached headers and "
-        "unread responses. Beyond it the server drops the headers, then closes the connections "
-        "that hold most.",
+        "Bytes held by all connections of a process: incomplete requests, cached headers, unread "
+        "responses. Beyond it the server drops headers, then closes connections that hold most.",
     )
     shared_memory_regions_max: int = limit(
         256, "Registered shared-memory regions; one token may register half, rounded up."

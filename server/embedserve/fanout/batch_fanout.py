@@ -96,7 +96,8 @@ class BatchFanout:
     def _give_up(self) -> None:
         """Finishes the batch with the exception that is being handled; replies are ignored from now
         on."""
-        self._loop.call_soon(self._complete, self._failed())
+        self._engine.log_failure(self._batch)
+        self._loop.call_soon(self._complete, EngineError(FAILED))
 
     def _complete(self, values: np.ndarray | EmbedServeError) -> None:
         """Finishes the batch, unless it is finished already."""
@@ -159,18 +160,13 @@ class BatchFanout:
 
     def _end(self) -> None:
         """Adds what the parts returned, and finishes the batch."""
-        self._run(self._result, self._complete)
-
-    def _result(self) -> np.ndarray | EmbedServeError:
         try:
-            return self._engine.finish_values(self._pending.merge(), self._found_lengths())
+            self._run(self._result, self._complete)
         except Exception:
-            return self._failed()
+            self._give_up()
 
-    def _failed(self) -> EngineError:
-        """Logs the exception that is being handled, and returns the error for the callers."""
-        self._engine.log_failure(self._batch)
-        return EngineError(FAILED)
+    def _result(self) -> np.ndarray:
+        return self._engine.finish_values(self._pending.merge(), self._found_lengths())
 
 
 def _ignore(values: np.ndarray | EmbedServeError) -> None:

@@ -59,18 +59,7 @@ class CodecExecutor:
             OverloadedError: the budget is exhausted, or the share of its source.
         """
         source = context.source
-        held, share = self._bytes[source], int(SOURCE_SHARE * WAITING_BYTES_MAX)
-        if held and held + nbytes > share:
-            raise OverloadedError(
-                f"{what} has {nbytes} bytes, and {held} of other large requests and answers of "
-                f"this caller wait to be read and written; its share is {share}"
-            )
-        total = self._bytes.total()
-        if total and total + nbytes > WAITING_BYTES_MAX:
-            raise OverloadedError(
-                f"{what} has {nbytes} bytes, and {total} of other large requests and "
-                "answers wait to be read and written"
-            )
+        self._check_room(source, what, nbytes)
         self._bytes[source] += nbytes
 
         def work_if_waiting() -> T | None:
@@ -112,6 +101,21 @@ class CodecExecutor:
 
         self._waiting.setdefault(source, deque()).append(start)
         self._start_next()
+
+    def _check_room(self, source: object, what: str, nbytes: int) -> None:
+        """Raises OverloadedError as ``submit`` does."""
+        held, share = self._bytes[source], int(SOURCE_SHARE * WAITING_BYTES_MAX)
+        if held and held + nbytes > share:
+            raise OverloadedError(
+                f"{what} has {nbytes} bytes, and {held} of other large requests and answers of "
+                f"this caller wait to be read and written; its share is {share}"
+            )
+        total = self._bytes.total()
+        if total and total + nbytes > WAITING_BYTES_MAX:
+            raise OverloadedError(
+                f"{what} has {nbytes} bytes, and {total} of other large requests and "
+                "answers wait to be read and written"
+            )
 
     def _start_next(self) -> None:
         """Starts the call whose turn it is, if the thread is idle."""
