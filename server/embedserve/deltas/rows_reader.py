@@ -58,6 +58,7 @@ class RowsReader:
             found |= dict.fromkeys(spare.features, numbers)
         columns = np.array([found[feature] for feature in live.version.manifest.features]).T
         self._row_starts, self._shifts, self._ranks, self._rank_rows = columns.copy()
+        self._features = np.arange(len(self._shifts))
         self._is_row_wise = bool((self._ranks > 1).any())
         self._owners = live.ids.owners_of(live.version.manifest.features)
         self.has_ids = bool(self._owners.any())
@@ -137,7 +138,7 @@ class RowsReader:
             StoreError: too many deltas were committed since ``begin``.
         """
         live = self._live
-        newest = live.newest[ids + np.repeat(self._row_starts, ids_per_feature)]
+        newest = live.newest.take(ids + self._row_starts.repeat(ids_per_feature))
         changed = newest.astype(bool).nonzero()[0]
         if not len(changed):
             return ids
@@ -146,7 +147,7 @@ class RowsReader:
             self._go_back(spares, view)
             are_of_view = spares.astype(bool)
             spares, changed = spares[are_of_view], changed[are_of_view]
-        features = ids_per_feature.cumsum().searchsorted(changed, "right")
+        features = self._features.repeat(ids_per_feature)[changed]
         rows = spares + self._shifts[features]
         if self._is_row_wise:
             # The row is read by the rank that has the published row, so that sums over ranks stay

@@ -60,12 +60,16 @@ async def _kept(url: str) -> list[int]:
 
 
 async def _kept_by_nats(stream: Any) -> list[int]:
-    from nats.js.errors import NotFoundError
+    from nats.js.errors import NotFoundError, ServerError
 
     try:
         subscription = await stream.subscribe(TOPIC.nats_subject, ordered_consumer=True)
     except NotFoundError:
         return []
+    except ServerError as error:
+        if error.err_code == 10012:  # "invalid stream": the writer is creating it
+            return []
+        raise
     seqs = []
     while True:
         try:
