@@ -229,7 +229,9 @@ COMMANDS: Mapping[str, Mapping[str, str]] = {
     "Deltas": {
         "deltas list": "embedserve deltas store dlrm",
         "deltas verify": "embedserve deltas verify store dlrm",
-        "deltas undo": 'embedserve deltas undo store dlrm --to 1230 --why "CTR fell"',
+        "deltas undo": (
+            'embedserve deltas undo store dlrm --version stable --to 1230 --why "CTR fell"'
+        ),
         "deltas compact": "embedserve deltas compact store dlrm --seq 1200",
         "deltas prune": "embedserve deltas prune store dlrm --dry-run",
     },

@@ -125,7 +125,7 @@ def undo(
     say(
         f"{model}: delta {made.seq} of line {made.line} reverts to "
         f"{f'delta {to}' if to else 'the version'}. Servers that follow the line apply it at their "
-        "next look."
+        "next poll."
     )
 
 

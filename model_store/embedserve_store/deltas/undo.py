@@ -41,15 +41,17 @@ def undo_deltas(
         to: seq of the delta to revert to; 0 for the version at which the line begins. A version
             that was compacted begins at a later seq, which is then the smallest.
         why: reason, for people; at most TEXT_MAX characters.
-        version: version or alias whose line is meant. Default: the newest.
+        version: version or alias whose line is meant. Default: the newest, if no alias names a
+            version of another line.
         is_alone: whether no training job appends to the line. Required as in DeltaWriter.
         key: file of the private key, as in DeltaWriter.
         notify: broker over which servers are notified, as in DeltaWriter. If it fails, they find
             the undo by polling.
 
     Raises:
-        StoreError: there is no such version or delta, there is nothing to undo, the key or
-            ``notify`` cannot be used, or a text is too long. Nothing has changed then.
+        StoreError: there is no such version or delta, ``version`` is left out where aliases name
+            other lines, there is nothing to undo, the key or ``notify`` cannot be used, or a text
+            is too long. Nothing has changed then.
         UnreachableError: the store cannot be read or written. The undo is in the store only if its
             response was lost.
     """
@@ -59,6 +61,8 @@ def undo_deltas(
     models = ModelStore(store)
     token = secrets.token_hex(8)
     line = DeltaLine(models, models.manifest(model, version))
+    if version is None:
+        _check_aliases(models, model, line.start.line)
     notifier = make_notifier(notify, model, line.start.line)
     if not is_alone:
         check_no_overwrites(models.where, f"{model}/{FOLDER}/{line.start.line}")
@@ -90,6 +94,21 @@ def undo_deltas(
     detail = f"line {undo.line}, delta {undo.seq} reverts to {to}: {why}"
     record_event(models.where, "undo", model, (base.version,), detail=detail)
     return undo
+
+
+def _check_aliases(models: ModelStore, model: str, newest_line: int) -> None:
+    """Raises StoreError if an alias names a version of another line than the newest version does:
+    its servers would not apply the undo."""
+    others = []
+    for name, alias in models.aliases(model).items():
+        line = DeltaLine(models, models.manifest(model, alias.version)).start.line
+        if line != newest_line:
+            others.append(f"{name} names version {alias.version} of line {line}")
+    if others:
+        raise StoreError(
+            f"{model}: the newest version is of line {newest_line}, but {', '.join(others)}. Name "
+            "the version or alias whose line is meant (--version)"
+        )
 
 
 def _checked_end(

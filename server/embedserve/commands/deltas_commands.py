@@ -78,7 +78,13 @@ def undo(
     model: Model,
     to: Annotated[int, typer.Option(help="Last delta to keep; 0 keeps the version alone.", min=0)],
     why: Annotated[str, typer.Option(help="Reason for the history, the log and the training job.")],
-    version: OfVersion = None,
+    version: Annotated[
+        str | None,
+        typer.Option(
+            help="Number or alias of the version whose line is meant. Default: the newest, if no "
+            "alias names a version of another line."
+        ),
+    ] = None,
     alone: Annotated[
         bool,
         switch(

@@ -103,7 +103,7 @@ def test_an_undo_is_told_and_listed(own: Path) -> None:
     assert (code, out) == (0, "")
     assert said == (
         "shop: delta 26 of line 1 reverts to delta 23. Servers that follow the line apply it at "
-        "their next look.\n"
+        "their next poll.\n"
     )
     last = [line.split() for line in run("deltas", own, "shop")[1].splitlines()[-4:]]
     assert [line[0] for line in last] == ["23", "24", "25", "26"]

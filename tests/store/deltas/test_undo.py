@@ -20,6 +20,7 @@ from embedserve_store import (
     WriterFencedError,
     compact_deltas,
     publish,
+    set_alias,
     undo_deltas,
 )
 from embedserve_store.deltas import undo as undo_module
@@ -109,6 +110,31 @@ def test_what_cannot_be_undone_is_refused(store: Path, writer: DeltaWriter) -> N
         undo_deltas(store, "m", to=0, why="")
     assert line_of(store).seqs() == [1, 2]
     assert undo_deltas(store, "m", to=1, why="").seq == 3
+
+
+def test_without_a_version_no_alias_may_name_another_line(
+    store: Path, writer: DeltaWriter, make_ebc: Callable[..., Any]
+) -> None:
+    """Servers of the alias would keep the bad rows."""
+    push(writer, 1)
+    push(writer, 2)
+    compacted = compact_deltas(store, "m", seq=1).version
+    set_alias(store, "m", "stable", 1)
+    assert undo_deltas(store, "m", to=1, why="").seq == 3  # both versions are of line 1
+    publish(make_ebc(), store, model="m")
+    set_alias(store, "m", "canary", compacted)
+    with pytest.raises(
+        StoreError,
+        match="m: the newest version is of line 3, but canary names version 2 of line 1, stable "
+        r"names version 1 of line 1\. Name the version or alias whose line is meant",
+    ):
+        undo_deltas(store, "m", to=1, why="")
+    assert line_of(store).seqs() == [1, 2, 3]
+    assert undo_deltas(store, "m", to=2, why="", version="stable").line == 1
+    for alias in ("canary", "stable"):
+        set_alias(store, "m", alias, 3)
+    with pytest.raises(StoreError, match="line 3 has no delta after version 3: nothing to undo"):
+        undo_deltas(store, "m", to=0, why="")
 
 
 def test_a_delta_that_was_undone_is_not_compacted(store: Path, writer: DeltaWriter) -> None:
