@@ -54,13 +54,13 @@ class Limits:
     )
     queue_examples_max: int = limit(
         131_072,
-        "Examples in a model's queue; the server rejects requests beyond it. One caller (without "
-        "tokens one connection) may hold half.",
+        "Examples in each of a version's two queues; the server rejects requests beyond it. One "
+        "caller (without tokens one connection) may hold half.",
     )
     queue_ids_max: int = limit(
         2_097_152,
-        "Ids in a model's queue; the server rejects requests beyond it. One caller (without "
-        "tokens one connection) may hold half.",
+        "Ids in each of a version's two queues (of small and of large requests); the server "
+        "rejects requests beyond it. One caller (without tokens one connection) may hold half.",
     )
     connections_max: int = limit(
         16_384, "Open connections of a process; the server closes new ones beyond it."
@@ -83,12 +83,12 @@ class Limits:
         1024 * MIB, "Bytes of all registered regions; one token may register half."
     )
     delay_ms_max: float = limit(
-        0.0, "Milliseconds that a request waits for others to join its batch, for GPUs. 0: none."
+        0.0, "Milliseconds that a request on GPUs waits for others to join its batch. 0: none."
     )
     inline_bytes_max: int = limit(
         8 * MIB,
-        "Bytes read and written by a batch that runs on the event loop's thread, about a "
-        "millisecond of work; a larger batch runs in a lookup thread.",
+        "Bytes that a batch may read and write on the event loop's thread, about a millisecond of "
+        "work; a larger batch runs in a lookup thread.",
     )
 
     def describe(self, name: str) -> str:
