@@ -4,6 +4,7 @@ test_kubernetes.py checks each combination as a whole.
 """
 
 import random
+import textwrap
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -23,7 +24,9 @@ from .conftest import (
     manifests_of,
     render,
 )
+from .test_kubernetes import check_schema_of
 
+ALERTS = DEPLOY.parent / "docs" / "alerts.md"
 NESTED = {"exec-probes"}
 """Components that are only part of others."""
 SHUFFLES = 5
@@ -240,3 +243,36 @@ def test_the_readmes_own_overlay(compose: Compose) -> None:
     assert ours.settings.model == ("dlrm@stable", "dlrm@canary")
     kinds = [one["kind"] for one in ours.manifests]
     assert kinds == [one["kind"] for one in plain.manifests]
+
+
+def test_patches_of_documents_change_what_they_say() -> None:
+    readme = DEPLOY / "README.md"
+    pages = (
+        (readme, "\n## Monitoring\n"),
+        (ALERTS, "\n- **Thresholds**"),
+        (readme, "\n## Deltas\n"),
+    )
+    kustomization: dict[str, Any] = {
+        "resources": ["KUBERNETES/base"],
+        "components": ["KUBERNETES/components/monitoring"],
+        "patches": [],
+    }
+    for page, before in pages:
+        _, _, text = page.read_text().partition(before)
+        text, _, _ = text.partition("```yaml\n")[2].partition("```")
+        kustomization["patches"] += yaml.safe_load(textwrap.dedent(text))
+    ours = Rendered("ours", manifests_of(kustomize_text(yaml.safe_dump(kustomization))))
+    rules = ours.one("PrometheusRule")
+    for one in (rules, ours.one("ServiceMonitor")):
+        assert one["metadata"]["labels"]["release"] == "prometheus"
+    changed = {one.get("alert"): one["expr"] for one in rules["spec"]["groups"][1]["rules"]}
+    assert changed["EmbedserveSlow"].endswith(" > 0.2")
+    check_schema_of(ours.one("Deployment"))
+    (mount,) = (one for one in ours.container["volumeMounts"] if one["name"] == "delta-key")
+    (key,) = (one for one in ours.container["env"] if one["name"] == "EMBEDSERVE_DELTA_KEY")
+    assert key["value"] == f"{mount['mountPath']}/delta.pub"
+
+
+def test_the_readmes_network_policy_follows_the_schema() -> None:
+    _, _, page = (DEPLOY / "README.md").read_text().partition("\n## Network\n")
+    check_schema_of(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))

@@ -1,7 +1,9 @@
-"""The publishing Job writes where the servers read, by a command line that publish takes."""
+"""The publishing Job writes where the servers read, by a command line that publish takes. The shell
+is the same Job, asleep."""
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import kubernetes_validate
@@ -10,13 +12,24 @@ from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
 
-from .conftest import Rendered
+from .conftest import DEPLOY, Rendered, kustomize_text, manifests_of, render
 from .test_kubernetes import SCHEMAS
 
 
 @pytest.fixture
 def job(publish: Rendered) -> dict[str, Any]:
-    (job,) = publish.manifests
+    return spec_of(publish)
+
+
+@pytest.fixture
+def shell() -> dict[str, Any]:
+    rendered = render("shell")
+    assert rendered.one("Job")["metadata"]["name"] == "embedserve-shell"
+    return spec_of(rendered)
+
+
+def spec_of(rendered: Rendered) -> dict[str, Any]:
+    (job,) = rendered.manifests
     kubernetes_validate.validate(job, SCHEMAS, strict=True)
     assert job["kind"] == "Job"
     spec: dict[str, Any] = job["spec"]
@@ -33,7 +46,7 @@ def test_it_writes_to_the_claim_that_servers_read(job: dict[str, Any], cpu: Rend
     pod = job["template"]["spec"]
     mounts = {one["mountPath"]: one for one in container(job)["volumeMounts"]}
     volumes = {one["name"]: one for one in pod["volumes"]}
-    assert set(mounts) == {"/store", "/checkpoint", "/cache", "/tmp"}
+    assert set(mounts) == {"/store", "/checkpoint", "/description", "/cache", "/tmp"}
     assert "readOnly" not in mounts["/store"]
     assert mounts["/checkpoint"]["readOnly"] is True
     claim = volumes[mounts["/store"]["name"]]["persistentVolumeClaim"]["claimName"]
@@ -52,10 +65,10 @@ def test_a_version_for_a_bucket_is_staged_on_a_volume_of_its_own(job: dict[str, 
 
 
 def test_publish_takes_its_arguments(job: dict[str, Any]) -> None:
-    """They are understood: what is missing here is the checkpoint."""
+    """They are understood: what is missing here is the description."""
     done = CliRunner().invoke(app, container(job)["args"])
     assert done.exit_code == 1, done.output
-    assert "/checkpoint" in done.stderr
+    assert "/description/tables.yaml" in done.stderr
     assert "option" not in done.stderr
 
 
@@ -65,7 +78,60 @@ def test_a_pod_that_fails_is_tried_again_and_not_for_ever(job: dict[str, Any]) -
     assert job["activeDeadlineSeconds"] > 0
 
 
-def test_no_other_selects_its_pods(job: dict[str, Any], cpu: Rendered) -> None:
-    labels = job["template"]["metadata"]["labels"]
+def test_no_other_selects_its_pods(
+    job: dict[str, Any], shell: dict[str, Any], cpu: Rendered
+) -> None:
     selector = cpu.one("Service", "embedserve")["spec"]["selector"]
-    assert not selector.items() <= labels.items()
+    for spec in (job, shell):
+        assert not selector.items() <= spec["template"]["metadata"]["labels"].items()
+
+
+def test_the_shell_sleeps_beside_store_and_checkpoint(
+    job: dict[str, Any], shell: dict[str, Any]
+) -> None:
+    """It starts before there is a description, and ends by itself."""
+    ours, theirs = (container(one) for one in (shell, job))
+    assert ours["command"] == ["sleep", str(shell["activeDeadlineSeconds"])]
+    assert "args" not in ours
+    mounts = [one for one in theirs["volumeMounts"] if one["name"] != "description"]
+    assert ours["volumeMounts"] == mounts
+    volumes = [one for one in job["template"]["spec"]["volumes"] if one["name"] != "description"]
+    assert shell["template"]["spec"]["volumes"] == volumes
+
+
+def test_the_compacting_job_has_the_same_pod(job: dict[str, Any]) -> None:
+    (compact,) = render("compact").manifests
+    kubernetes_validate.validate(compact, SCHEMAS, strict=True)
+    ours = compact["spec"]["jobTemplate"]["spec"]
+    assert container(ours)["image"] == container(job)["image"]
+    assert container(ours)["securityContext"] == container(job)["securityContext"]
+    mine, theirs = (one["template"]["spec"] for one in (ours, job))
+    assert mine["securityContext"] == theirs["securityContext"]
+    shared = [one for one in theirs["volumes"] if one["name"] not in ("checkpoint", "description")]
+    assert mine["volumes"] == shared
+
+
+@pytest.mark.parametrize("folder", ["publish", "shell", "compact"])
+def test_the_jobs_of_a_bucket_need_no_claim_for_the_store(folder: str) -> None:
+    kustomization = f"resources: [KUBERNETES/{folder}]\ncomponents: [KUBERNETES/publish/s3]\n"
+    (job,) = manifests_of(kustomize_text(kustomization))
+    kubernetes_validate.validate(job, SCHEMAS, strict=True)
+    spec = job["spec"]["jobTemplate"]["spec"] if job["kind"] == "CronJob" else job["spec"]
+    names = {one["name"] for one in spec["template"]["spec"]["volumes"]}
+    assert "store" not in names
+    assert {one["name"] for one in container(spec)["volumeMounts"]} == names
+
+
+def test_the_readmes_own_overlay_publishes_to_a_bucket(job: dict[str, Any]) -> None:
+    _, _, page = (DEPLOY / "README.md").read_text().partition("\n## Publish\n")
+    text = textwrap.dedent(page.split("```yaml\n")[1].split("```")[0])
+    text = text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
+    ours = spec_of(Rendered("ours", manifests_of(kustomize_text(text))))
+    assert container(ours)["image"].startswith("registry.example/embedserve:")
+    assert container(ours)["args"][1] == "/checkpoint/step-1000"
+    assert container(ours)["args"][3] == "s3://recommendations/embeddings"
+    volumes = {one["name"]: one for one in ours["template"]["spec"]["volumes"]}
+    names = {one["name"] for one in job["template"]["spec"]["volumes"]}
+    assert set(volumes) == names - {"store"}
+    assert volumes["checkpoint"]["persistentVolumeClaim"] == {"claimName": "training"}
+    assert {one["name"] for one in container(ours)["volumeMounts"]} == set(volumes)

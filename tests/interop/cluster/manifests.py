@@ -71,16 +71,18 @@ def secret(namespace: str, name: str, files: dict[str, str]) -> Manifest:
 
 
 def publishing_job(namespace: str, checkpoint: Path, image: str, model: str) -> Manifest:
-    """The Job of deploy/kubernetes/publish, with a checkpoint in a folder of the node."""
+    """The Job of deploy/kubernetes/publish, whose checkpoint is a folder of the node."""
     job: Manifest = yaml.safe_load(run_tool("kubectl", "kustomize", KUBERNETES / "publish"))
     job["metadata"]["namespace"] = namespace
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    files = ["/checkpoint/model.safetensors", "/checkpoint/tables.yaml"]
+    files = ["/checkpoint/model.safetensors", "/description/tables.yaml"]
     container["args"] = ["publish", *files, "/store", f"--model={model}"]
     container["image"] = image
     container["resources"]["requests"] = {"cpu": "100m", "memory": "1Gi"}
-    (volume,) = (one for one in pod["volumes"] if one["name"] == "checkpoint")
-    del volume["persistentVolumeClaim"]
-    volume["hostPath"] = {"path": str(checkpoint), "type": "Directory"}
+    folder = {"hostPath": {"path": str(checkpoint), "type": "Directory"}}
+    pod["volumes"] = [
+        {"name": one["name"]} | folder if one["name"] in ("checkpoint", "description") else one
+        for one in pod["volumes"]
+    ]
     return job
