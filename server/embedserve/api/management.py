@@ -103,7 +103,7 @@ class Deltas(BaseModel):
         None, description="Time at which training read the last delta's rows: ISO 8601, UTC."
     )
     looked_at: str | None = Field(
-        None, description="Time of the last look at the store for deltas: ISO 8601, UTC."
+        None, description="Time of the last poll of the store for deltas: ISO 8601, UTC."
     )
     lag_s: float = Field(description="Age in seconds of the oldest delta that is not applied.")
     state: str = Field(description="catching up, following, stalled, full or held.")

@@ -115,7 +115,7 @@ FAMILIES = (
     Family("embedserve_delta_lag_seconds", GAUGE, NAME, "seconds",
            "Age of the oldest delta that is not applied. 0 if all are applied."),
     Family("embedserve_delta_look_age_seconds", GAUGE, NAME, "seconds",
-           "Age of the last look at the store for deltas. 0 before the first."),
+           "Age of the last poll of the store for deltas. 0 before the first."),
     Family("embedserve_delta_stalled", GAUGE, NAME, "",
            "1 if no delta is applied, because one is missing or damaged or the store does not "
            "respond. The log and /models state the reason."),

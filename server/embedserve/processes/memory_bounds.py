@@ -110,6 +110,7 @@ class ServerMemory:
     """Bytes that a server needs.
 
     Attributes:
+        versions: versions whose rows are in memory at once.
         rows: bytes of rows in memory at once; for mapped rows the hot ones, which are in the page
             cache.
         processes: bytes of the idle processes.
@@ -117,6 +118,7 @@ class ServerMemory:
         clients: bytes that clients can make the server use beyond rows and idle processes.
     """
 
+    versions: int
     rows: int
     processes: int
     work: int
@@ -132,7 +134,12 @@ class ServerMemory:
 
 
 def server_memory(
-    rows: Rows, settings: ServeSettings, hot: float = 1.0, gpus: int = 0, parts: int = 0
+    rows: Rows,
+    settings: ServeSettings,
+    hot: float = 1.0,
+    gpus: int = 0,
+    parts: int = 0,
+    names: int = 1,
 ) -> ServerMemory:
     """Returns the memory that a server of one model needs. With follow=none it has no room for a
     second version, which an administrator's load or a reload brings. A shard that follows holds
@@ -141,13 +148,17 @@ def server_memory(
     Args:
         hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.
         gpus, parts: as in memory_parts.
+        names: number of names under which versions of the model are served and followed, such as
+            the aliases stable and canary.
     """
     part = 1.0 if settings.tables == "resident" else hot
-    versions = settings.versions_held if settings.part else 2  # the next beside the current
+    # one version is loaded at a time, beside those of all names
+    versions = settings.versions_held if settings.part else names + 1
     if settings.follow == "none":
         versions = 1
     held = int(part * rows.mapped) + settings.workers * rows.copied
     return ServerMemory(
+        versions=versions,
         rows=versions * held,
         processes=settings.workers * PROCESS_BYTES,
         work=WORK_BYTES,

@@ -93,6 +93,18 @@ def test_following_holds_two_versions() -> None:
     assert request == 200 * GIB + PROCESS_BYTES + WORK_BYTES
 
 
+def test_each_alias_may_serve_a_version_while_the_next_one_loads() -> None:
+    """stable serves 8 and canary 9 while 10 is loaded for canary."""
+    rows, pulled = replace(LARGE, aliases=2), replace(LARGE, aliases=2, is_pulled=True)
+    processes = PROCESS_BYTES + WORK_BYTES
+    assert memory(patch(rows, PodOptions(follow="alias")))[0] == 3 * 100 * GIB + processes
+    assert memory(patch(pulled))[0] == 3 * 100 * GIB + processes  # s3 follows, by either way
+    assert memory(patch(pulled, PodOptions(follow="latest")))[0] == 2 * 100 * GIB + processes
+    assert "#   300.0 GiB: 3 versions, mapped" in pod_patch(pulled, PodOptions())
+    for none in (PodOptions(), PodOptions(follow="none")):
+        assert memory(patch(rows, none))[0] == 100 * GIB + processes
+
+
 def test_a_pulled_version_has_its_room_on_the_disk() -> None:
     made = patch(replace(LARGE, is_pulled=True))
     (volume,) = made["spec"]["template"]["spec"]["volumes"]

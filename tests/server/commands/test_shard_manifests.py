@@ -100,9 +100,11 @@ def test_what_stands_in_a_name_ends_no_comment() -> None:
     assert list(yaml.safe_load_all(text)) == list(yaml.safe_load_all(plain))
 
 
-def test_routers_have_memory_for_the_ids_of_two_versions() -> None:
+def test_routers_have_memory_for_the_ids_of_each_version() -> None:
     text = shard_manifests(2, replace(LARGE, ids=3 * GIB), PodOptions())
-    assert "memory, of which 6.0 GiB are ids of two versions" in text
+    assert "memory, of which 6.0 GiB are ids of 2 versions" in text
+    text = shard_manifests(2, replace(LARGE, ids=3 * GIB, aliases=2), PodOptions())
+    assert "memory, of which 9.0 GiB are ids of 3 versions" in text
 
 
 def test_routers_have_memory_and_disk_for_ids_that_are_not_published_yet(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_routers_have_memory_and_disk_for_ids_that_are_not_published_yet(tmp_pat
     options = ("--hosts", "2", "--kubernetes", "--store", "s3://bucket/store")
     done = run(tmp_path / "tables.yaml", *options)
     assert done.exit_code == 0, done.stderr
-    assert "memory, of which 1.7 GiB are ids of two versions" in done.stdout
+    assert "memory, of which 1.7 GiB are ids of 2 versions" in done.stdout
     assert "# Its cache takes 3.7 GiB of the disk." in done.stdout
     assert "# Ids are estimated as 886.9 MiB" in done.stdout
 

@@ -177,7 +177,10 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
 def _memory(rows: PodRows, options: PodOptions, gpus: int) -> tuple[ServeSettings, ServerMemory]:
     settings = options.settings(is_followed=rows.is_pulled and not gpus)
     if not gpus:
-        return settings, server_memory(Rows(rows.mapped, rows.copied), settings, options.hot)
+        # Where --follow is not given, the Deployment may follow the aliases that there are.
+        names = 1 if options.follow == "latest" else max(1, rows.aliases)
+        held = Rows(rows.mapped, rows.copied)
+        return settings, server_memory(held, settings, options.hot, names=names)
     check_device(settings, "cuda")
     return settings, server_memory(Rows(CUDA_BYTES), settings, gpus=gpus)
 
@@ -186,7 +189,7 @@ def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
     """Returns comments that explain the memory of a pod, and its cache; arguments are those of
     pod_figures."""
     settings, memory = _memory(rows, options, gpus)
-    held = "one version" if settings.follow == "none" else "two versions"
+    held = "one version" if memory.versions == 1 else f"{memory.versions} versions"
     part = "" if settings.tables == "resident" else f", {100 * options.hot:g}% of the rows"
     held = "CUDA, a guess; the rows lie on the GPUs" if gpus else f"{held}, {settings.tables}{part}"
     lines = [

@@ -80,11 +80,13 @@ def _raised(figures: Figures, manifests: Figures) -> Figures:
 
 
 def _router_lines(rows: PodRows, parts: int) -> list[str]:
-    memory = server_memory(Rows(rows.ids), ServeSettings("", follow="latest"), parts=parts)
+    names = max(1, rows.aliases)
+    settings = ServeSettings("", follow="latest")
+    memory = server_memory(Rows(rows.ids), settings, parts=parts, names=names)
     lines = [
         "# Needs deploy/kubernetes/overlays/parts, which has the routers. A router takes",
         f"# {human_bytes(memory.common)} of memory, of which {human_bytes(memory.rows)} are ids of"
-        " two versions. With the largest requests that its limits allow it takes"
+        f" {memory.versions} versions. With the largest requests that its limits allow it takes"
         f" {human_bytes(memory.most)}.",
     ]
     if rows.is_pulled:
