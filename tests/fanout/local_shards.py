@@ -16,7 +16,8 @@ from embedserve.call_trace import CallTrace
 from embedserve.errors import EmbedServeError
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.part_messages import DTYPES
-from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine, ServedPart
+from embedserve.fanout.parted_version import ServedPart
+from embedserve.fanout.router_engine import FAIL_ALL, RouterEngine
 from embedserve.fanout.shards import Shards
 from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.lookup_types import Batch
@@ -54,7 +55,7 @@ class LocalShards:
             ModelStore(store, holds=Part(part, parts)).load(model) for part in range(parts)
         ]
 
-    def look_up(
+    def call_part(
         self,
         served: ServedPart,
         message: Sequence[bytes],

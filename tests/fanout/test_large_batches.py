@@ -186,9 +186,9 @@ def test_the_values_of_parts_are_estimated_from_above(tmp_path: Path, is_pooled:
     with routed(shards, tmp_path, "m") as engine:
         ids, lengths = ids_of(engine)
         batch = Batch(ids, lengths, None, [EXAMPLES], EXAMPLES)
-        lookups = engine.divide(batch).lookups()
+        lookups = engine._parted.divide(batch).lookups()
         most = sum(4 * lookup.shape[0] * lookup.shape[1] for lookup in lookups)
-        assert most <= engine._values_bytes(batch) <= 8 * most
+        assert most <= engine._parted.values_bytes(batch) <= 8 * most
 
 
 def test_the_event_loop_is_free_while_a_large_batch_is_divided(

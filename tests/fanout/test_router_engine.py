@@ -147,7 +147,7 @@ def test_partial_values_may_be_rounded(tmp_path: Path, is_pooled: bool) -> None:
 class EndedShards(LocalShards):
     """Ends the event loop during a lookup, as a server does after its last batch."""
 
-    def look_up(self, *_: object) -> None:
+    def call_part(self, *_: object) -> None:
         assert self.loop is not None
         self.loop.stop()
 

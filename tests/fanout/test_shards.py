@@ -15,7 +15,7 @@ from shard_client.fake_shards import FakeConnection, FakeTime
 
 from embedserve.config import ServeSettings
 from embedserve.fanout import shards as shards_module
-from embedserve.fanout.router_engine import ServedPart
+from embedserve.fanout.parted_version import ServedPart
 from embedserve.fanout.shards import Shards
 from embedserve.shard_client.shard_connection import Address, ConnectionOptions
 from embedserve_proto.embedding_pb2 import Model

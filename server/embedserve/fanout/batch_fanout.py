@@ -1,5 +1,5 @@
-"""Looks one batch up in its parts: divides it, adds what they return, and notes what fails or is
-missing without a part.
+"""Looks one batch up in its parts: divides it, calls them, adds what they return, and notes what
+fails or is missing without a part.
 
 The event loop divides and adds a small batch, threads a large one.
 """
@@ -7,21 +7,39 @@ The event loop divides and adds a small batch, threads a large one.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from embedserve.batching.lookup_executor import FAILED
-from embedserve.errors import EmbedServeError, EngineError, MissingPartError
-from embedserve.fanout.part_messages import PartMessages
+from embedserve.engine.pooled_values import divide_means
+from embedserve.errors import (
+    DeadlineExceededError,
+    EmbedServeError,
+    EngineError,
+    MissingPartError,
+    NotReadyError,
+    OverloadedError,
+    RequestTooLargeError,
+)
+from embedserve.fanout.part_messages import PartMessages, WrongAnswerError
+from embedserve.fanout.parted_version import PartedVersion, ServedPart
+from embedserve.fanout.partition import PartLookup
+from embedserve.fanout.pooled_batch import PooledBatch
+from embedserve.fanout.unpooled_batch import UnpooledBatch
 from embedserve.lookup_types import Batch
-from embedserve.shard_client.reply import Reply
-
-if TYPE_CHECKING:
-    from embedserve.fanout.router_engine import RouterEngine
+from embedserve.shard_client.reply import (
+    DEADLINE_EXCEEDED,
+    OK,
+    RESOURCE_EXHAUSTED,
+    UNAVAILABLE,
+    UNKNOWN,
+    Reply,
+)
 
 T = TypeVar("T")
 Finish = Callable[[np.ndarray | EmbedServeError], None]
@@ -33,7 +51,7 @@ class BatchFanout:
 
     def __init__(
         self,
-        engine: RouterEngine,
+        version: PartedVersion,
         batch: Batch,
         messages: Sequence[PartMessages],
         required: np.ndarray,
@@ -42,30 +60,34 @@ class BatchFanout:
     ) -> None:
         """
         Args:
-            messages: messages of each part.
+            version: parts of the version.
+            messages: messages of each part that shards serve.
             required: bool [features], whether examples fail if a part with their ids is missing.
             until_s: time.monotonic() at which the lookups fail.
             finish: called once, and never before ``begin`` has returned.
         """
-        self.messages = messages
-        self._engine = engine
+        self._version = version
         self._batch = batch
+        self._messages = messages
         self._required = required
         self._until_s = until_s
         self._finish = finish
         self._missing: np.ndarray | None = None  # ids of missing parts, int [features, examples]
-        self._is_large = engine.is_large(batch)
+        self._is_large = version.is_large(batch)
         self._loop = asyncio.get_running_loop()
+        self._divided: PooledBatch | UnpooledBatch  # from here on set by _divide
+        self._lookups: list[PartLookup]
+        self._left: int  # lookups whose values are not added yet
 
     def begin(self) -> None:
         """Divides the batch, and begins its lookups."""
         try:
             if self._is_large:
-                self._run(self._divide_and_prepare, lambda _: self._look_up())
+                self._run(self._divide_and_prepare, lambda _: self._send_lookups())
                 return
             self._divide()
-            self._look_up()
-            self._pending.prepare()  # while the parts look up
+            self._send_lookups()
+            self._divided.prepare()  # while the parts look up
         except Exception:
             self._give_up()
 
@@ -86,17 +108,20 @@ class BatchFanout:
             self._give_up()
 
     def _divide(self) -> None:
-        self._pending = self._engine.divide(self._batch)
-        self._lookups = self._pending.lookups()
+        self._divided = self._version.divide(self._batch)
+        self._lookups = self._divided.lookups()
+        self._left = len(self._lookups)
 
     def _divide_and_prepare(self) -> None:
         self._divide()
-        self._pending.prepare()
+        self._divided.prepare()
 
     def _give_up(self) -> None:
-        """Finishes the batch with the exception that is being handled; replies are ignored from now
-        on."""
-        self._engine.log_failure(self._batch)
+        """Logs the exception that is being handled, and fails the batch. What it returns later is
+        discarded."""
+        kind = f"a lookup in the parts of {self._version.model!r} fails"
+        what = f"{self._batch.ids.size} ids"
+        self._version.log.log(logging.ERROR, kind, what, with_traceback=True)
         self._loop.call_soon(self._complete, EngineError(FAILED))
 
     def _complete(self, values: np.ndarray | EmbedServeError) -> None:
@@ -104,19 +129,38 @@ class BatchFanout:
         finish, self._finish = self._finish, _ignore
         finish(values)
 
-    def _look_up(self) -> None:
-        self._left = len(self._lookups)
-        if self._lookups:
-            self._engine.look_up(self._lookups, self, self._until_s, self._batch)
-        else:
+    def _send_lookups(self) -> None:
+        """Begins the lookups. The one in this process, if any, is the last."""
+        version, lookups = self._version, self._lookups
+        if not lookups:
             self._loop.call_soon(self._end)
+            return
+        local = version.local if lookups[-1].part == version.local_number else None
+        for i, lookup in enumerate(lookups if local is None else lookups[:-1]):
+            message = self._messages[lookup.part].encode(lookup)
+            on_reply = partial(self._on_reply, i)
+            served = version.served[lookup.part]
+            version.shards.call_part(served, message, self._until_s, on_reply, self._batch.calls)
+        if local is not None:
+            local.look_up(lookups[-1], partial(self._take, len(lookups) - 1))
 
-    def on_reply(self, index: int, reply: Reply) -> None:
+    def _on_reply(self, index: int, reply: Reply) -> None:
         """Takes the reply to the lookup at ``index``."""
-        lookup = self._lookups[index]
-        self.take(index, self._engine.read_reply(lookup, self.messages[lookup.part], reply))
+        self._take(index, self._read(self._lookups[index], reply))
 
-    def take(self, index: int, values: np.ndarray | EmbedServeError) -> None:
+    def _read(self, lookup: PartLookup, reply: Reply) -> np.ndarray | EmbedServeError:
+        """Returns the values of ``reply`` to ``lookup``, or the error for the callers."""
+        if reply.status == OK:
+            try:
+                return self._messages[lookup.part].decode(reply.payload, lookup.shape)
+            except WrongAnswerError as error:
+                reply = Reply(UNKNOWN, f"the response {error}")
+        served = self._version.served[lookup.part]
+        what = f"status {reply.status}: {reply.message}"
+        self._version.log.log(logging.ERROR, f"{served} fails", what)
+        return _error_of(reply, served)
+
+    def _take(self, index: int, values: np.ndarray | EmbedServeError) -> None:
         """Takes the values of the lookup at ``index``, or why there are none; the last ones end the
         batch."""
         part = self._lookups[index].part
@@ -125,7 +169,7 @@ class BatchFanout:
                 self._fail(part, values)
                 self._end_if_last()
             else:
-                add = partial(self._pending.add, part, values)
+                add = partial(self._divided.add, part, values)
                 self._run(add, lambda _: self._end_if_last())
         except Exception:
             self._give_up()
@@ -137,7 +181,7 @@ class BatchFanout:
 
     def _fail(self, part: int, error: EmbedServeError) -> None:
         """Notes which examples fail without ``part``, and what the others lack."""
-        counts = self._pending.count_ids_on(part)
+        counts = self._divided.count_ids_on(part)
         is_missing = isinstance(error, MissingPartError)
         fails = (counts[self._required] if is_missing else counts).any(axis=0)
         if fails.any():
@@ -166,7 +210,31 @@ class BatchFanout:
             self._give_up()
 
     def _result(self) -> np.ndarray:
-        return self._engine.finish_values(self._pending.merge(), self._found_lengths())
+        """Returns the values of the batch: sums, or means where a table has mean pooling."""
+        values, lengths = self._divided.merge(), self._found_lengths()
+        if self._version.means:
+            divide_means(values, lengths, self._version.means)
+        return values
+
+
+def _error_of(reply: Reply, served: ServedPart) -> EmbedServeError:
+    """Returns the error for callers whose lookup of ``served`` ended with ``reply``: a
+    MissingPartError if no replica is there."""
+    if reply.status == UNAVAILABLE:
+        kind = MissingPartError if reply.is_lost else NotReadyError
+        return kind(f"{served} is not available")
+    if reply.is_too_large:
+        return RequestTooLargeError(
+            f"{served} rejects a request of this size: {reply.message}. Send fewer examples or "
+            "ids, or raise this limit of the shards"
+        )
+    if reply.status == RESOURCE_EXHAUSTED:
+        overloaded = OverloadedError(f"{served} is overloaded")
+        overloaded.retry_after_s = max(reply.retry_after_s, overloaded.retry_after_s)
+        return overloaded
+    if reply.status == DEADLINE_EXCEEDED:
+        return DeadlineExceededError(f"{served} has not answered in time")
+    return EngineError(f"the lookup in {served} failed; the server's log says why")
 
 
 def _ignore(values: np.ndarray | EmbedServeError) -> None:

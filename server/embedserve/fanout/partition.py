@@ -52,7 +52,7 @@ class DividedIds:
     weights: np.ndarray | None
     ends: np.ndarray
 
-    def lookup(self, part: int, lengths: np.ndarray, shape: tuple[int, int]) -> PartLookup:
+    def part_lookup(self, part: int, lengths: np.ndarray, shape: tuple[int, int]) -> PartLookup:
         """Returns the lookup of all ids of ``part``."""
         ids = slice(int(self.ends[part]), int(self.ends[part + 1]))
         weights = None if self.weights is None else self.weights[ids]

@@ -155,7 +155,7 @@ class PooledBatch:
         starts = (ends - sizes * partition.feature_counts)[self._bag_parts]
         lengths[starts + local * sizes[self._bag_parts] + self._bag_positions] = self._bag_lengths
         return [
-            divided.lookup(part, lengths[start:end], (size, self._columns.widths[part]))
+            divided.part_lookup(part, lengths[start:end], (size, self._columns.widths[part]))
             for part, (size, (start, end)) in enumerate(
                 zip(sizes.tolist(), pairwise(spans), strict=True)
             )

@@ -22,7 +22,8 @@ from embedserve.call_trace import CallTrace
 from embedserve.config import ServeSettings
 from embedserve.fanout.credentials import ShardCredentials
 from embedserve.fanout.local_part import LocalParts
-from embedserve.fanout.router_engine import RouterEngine, ServedPart, served_parts
+from embedserve.fanout.parted_version import ServedPart, served_parts
+from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.file_reloader import poll_all
 from embedserve.metrics.part_stats import PartStats, VersionKey
@@ -202,7 +203,7 @@ class Shards:
 
     # Callbacks of the event loop
 
-    def look_up(
+    def call_part(
         self,
         served: ServedPart,
         message: Sequence[bytes],
@@ -210,7 +211,7 @@ class Shards:
         on_done: OnReply,
         calls: CallTrace | None,
     ) -> None:
-        """Calls a replica of ``served``; see PartClient.look_up."""
+        """Looks ``message`` up in ``served``; see PartClient.look_up."""
         client = self._clients[served.parts][served.part]
         key = VersionKey(served.model, served.version)
         client.look_up(key, message, deadline_s, on_done, calls)

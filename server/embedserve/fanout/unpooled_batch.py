@@ -48,7 +48,7 @@ class UnpooledBatch:
             counts = self._counts[part]
             rows = sum(int(counts[feature]) for feature, _ in partition.columns[part])
             sent = counts[partition.features[part]]
-            lookups.append(self._divided.lookup(part, sent, (rows, dim)))
+            lookups.append(self._divided.part_lookup(part, sent, (rows, dim)))
         return lookups
 
     def _asked(self) -> list[int]:

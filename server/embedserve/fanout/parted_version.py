@@ -1,0 +1,129 @@
+"""One version of a model as a router looks it up: its parts, and what a batch costs."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from embedserve.fanout.local_part import LocalPart
+from embedserve.fanout.part_messages import PartMessages
+from embedserve.fanout.partition import Partition
+from embedserve.fanout.pooled_batch import PooledBatch, PooledColumns
+from embedserve.fanout.unpooled_batch import UnpooledBatch
+from embedserve.lookup_types import Batch
+from embedserve.metrics.rate_limited_logger import RateLimitedLogger
+from embedserve_store.model_version import ModelVersion
+from embedserve_store.parts.local_tables import with_local_part
+
+if TYPE_CHECKING:
+    from embedserve.fanout.shards import Shards
+
+logger = logging.getLogger(__name__)
+
+COST_FACTOR = 16
+"""Handling one byte in a router takes as long as 16 bytes of an engine's lookup."""
+ID_BYTES = 24
+"""Bytes that a router handles for an id: it is received, divided over the parts and sent."""
+
+
+class ServedPart(NamedTuple):
+    """A part of a version, as a shard has to serve it to be asked."""
+
+    model: str
+    version: int
+    fingerprint: str
+    part: int
+    parts: int
+
+    def __str__(self) -> str:
+        return f"part {self.part} of {self.parts} of {self.model!r} version {self.version}"
+
+
+def served_parts(version: ModelVersion) -> list[ServedPart]:
+    """Returns what the shards of each part of ``version`` have to serve."""
+    manifest, hosts = version.whole, version.plan.hosts
+    assert hosts is not None
+    return [
+        ServedPart(manifest.model, manifest.version, manifest.fingerprint, part, hosts.parts)
+        for part in range(hosts.parts)
+    ]
+
+
+class PartedVersion:
+    """The parts of one version. Tables that are looked up in this process are the last part.
+
+    Attributes:
+        model: name of the model.
+        shards: caller of the parts that shards serve.
+        served: what the shards of each part have to serve.
+        local: the part in this process; None for none.
+        local_number: number of the part in this process.
+        means: columns of tables with mean pooling.
+        log: log of lookups that fail.
+    """
+
+    def __init__(
+        self, version: ModelVersion, shards: Shards, local: LocalPart | None, inline_bytes_max: int
+    ) -> None:
+        """
+        Args:
+            version, shards, local, inline_bytes_max: as for RouterEngine.
+        """
+        manifest, hosts = version.manifest, version.plan.hosts
+        assert hosts is not None  # a store opened for a router has checked it
+        self.model = manifest.model
+        self.shards, self.local = shards, local
+        self.served = served_parts(version)
+        self.local_number = len(self.served)
+        self._has_local_tables = [False] * hosts.parts
+        if local is not None:
+            self._has_local_tables = [
+                any(hosts.rows_on(name, part) for name in local.tables)
+                for part in range(hosts.parts)
+            ]
+            hosts = with_local_part(hosts, local.tables)
+        self._partition = Partition(manifest, hosts)
+        self._columns = PooledColumns(self._partition) if manifest.is_pooled else None
+        # Bytes of the result for an example of a pooled model, and for an id of another.
+        self._example_bytes = 4 * sum(manifest.length_per_key) if manifest.is_pooled else 0
+        keys = Counter(one.feature for one in manifest.columns)
+        most_keys = 0 if manifest.is_pooled else max(keys.values())
+        self._row_bytes = 4 * manifest.length_per_key[0] * most_keys
+        self._work_bytes_max = inline_bytes_max // COST_FACTOR
+        self.means = [one for one in manifest.columns if one.table.pooling == "mean"]
+        self.log = RateLimitedLogger(logger)
+
+    def messages(self, dtype: str) -> list[PartMessages]:
+        """Returns the messages of each part that shards serve, with values of ``dtype``."""
+        partition = self._partition
+        return [
+            PartMessages(
+                partition.parts[number],
+                partition.sent_features(number),
+                dtype,
+                has_more=self._has_local_tables[number],
+            )
+            for number in range(self.local_number)
+        ]
+
+    def is_large(self, batch: Batch) -> bool:
+        """Returns whether threads divide ``batch`` and add its values, not the event loop."""
+        per_id = ID_BYTES + self._row_bytes
+        work_bytes = per_id * batch.ids.size + self._example_bytes * batch.batch_size
+        return work_bytes > self._work_bytes_max
+
+    def values_bytes(self, batch: Batch) -> int:
+        """Returns the bytes of float32 values that the parts of a batch return, at most."""
+        if self._columns is None:
+            return self._row_bytes * batch.ids.size
+        widest, all_parts = self._columns.part_width_max, self._columns.part_widths_sum
+        by_ids = batch.ids.size * widest  # a bag on a part has an id
+        return 4 * min(by_ids, batch.batch_size * all_parts)
+
+    def divide(self, batch: Batch) -> PooledBatch | UnpooledBatch:
+        """Divides the ids of ``batch`` over the parts."""
+        if self._columns is None:
+            return UnpooledBatch(self._partition, batch.ids, batch.lengths, batch.skipped)
+        divided = self._partition.divide(batch.ids, batch.lengths, batch.weights)
+        return PooledBatch(self._partition, self._columns, divided)
