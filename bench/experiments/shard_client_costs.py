@@ -18,7 +18,7 @@ from resource import RUSAGE_SELF, getrusage
 
 import uvloop
 
-from embedserve.metrics.part_stats import VersionKey
+from embedserve.model_names import VersionKey
 from embedserve.shard_client.call_headers import CallHeaders
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.http2_client import Http2Client

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from embedserve.errors import InvalidRequestError
 
 VERSION_CHARACTERS_MAX = 64
 """Maximum characters of a version number or an alias; the request is rejected above that."""
+
+
+class VersionKey(NamedTuple):
+    """A version of a model, by its number alone: shards know no aliases."""
+
+    model: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.version}"
 
 
 def split_name(name: str) -> tuple[str, str]:

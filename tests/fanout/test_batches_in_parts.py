@@ -143,7 +143,7 @@ def test_sums_of_parts_are_the_sums_of_whole_tables(
     )
     lookups = found.lookups()
     for lookup in lookups:
-        assert lookup.lengths.size == partition.features[lookup.part].sum() * lookup.shape[0]
+        assert lookup.lengths.size == partition.has_feature[lookup.part].sum() * lookup.shape[0]
         # Each feature's bags are packed: no example is empty for all features.
         assert lookup.lengths.reshape(-1, lookup.shape[0]).any(axis=0).all()
     for lookup, values in zip(lookups, ask(one, partition, lookups), strict=True):

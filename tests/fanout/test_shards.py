@@ -152,7 +152,7 @@ async def test_it_waits_for_addresses_that_cannot_be_read(
     addresses.write_text("{")
     async with found.shards._running():
         opening = asyncio.create_task(asyncio.to_thread(found.shards.open, version))
-        why = await asyncio.to_thread(found.shards.why_not_yet, version)
+        why = await asyncio.to_thread(found.shards.expect, version)
         assert "shards.json" in why
         assert not opening.done()
         addresses.write_text(written)

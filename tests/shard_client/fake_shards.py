@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from embedserve.call_trace import CallTrace
-from embedserve.metrics.part_stats import VersionKey
+from embedserve.model_names import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.reply import Reply, lost
@@ -234,7 +234,7 @@ class Bench:
             self.replies[number] = reply
 
         deadline_s = self.time.now_s + seconds
-        self.handle = self.part.look_up(KEY, (message,), deadline_s, on_done, calls)
+        self.part.look_up(KEY, (message,), deadline_s, on_done, calls)
         assert number not in self.replies, "a reply before look_up has returned"
         return number
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shard_client.fake_shards import KEY, PART, PARTS, PRINT, Bench, model
 
-from embedserve.metrics.part_stats import SHARD_OUTCOMES, VersionKey
-from embedserve.shard_client.part_call import CANCELLED_OUTCOME, outcome_of
+from embedserve.metrics.part_stats import SHARD_OUTCOMES
+from embedserve.model_names import VersionKey
+from embedserve.shard_client.part_call import outcome_of
 from embedserve.shard_client.part_client import PartOptions
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
@@ -403,8 +404,7 @@ def test_other_statuses_are_the_callers() -> None:
 
 def test_the_outcomes_are_those_that_are_counted() -> None:
     replies = [Reply(status, "", retry_after_s=1) for status in range(STATUS_MAX + 1)]
-    outcomes = {outcome_of(reply) for reply in replies}
-    assert outcomes | {CANCELLED_OUTCOME} == set(SHARD_OUTCOMES)
+    assert {outcome_of(reply) for reply in replies} == set(SHARD_OUTCOMES)
 
 
 # Hedges
@@ -590,19 +590,6 @@ def test_one_call_may_take_the_call_timeout() -> None:
     assert bench.replies[0] == Reply(DEADLINE_EXCEEDED, text)
 
 
-def test_a_cancelled_look_up_has_no_reply() -> None:
-    bench = Bench()
-    bench.join("a", "b")
-    bench.look_up()
-    bench.handle.cancel()
-    bench.handle.cancel()
-    assert bench.calls == []
-    bench.time.advance(1)
-    assert bench.replies == {}
-    assert bench.ended["cancelled"] == 1
-    assert bench.part.stats.in_flight == 0
-
-
 # Counts
 
 
@@ -626,7 +613,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("look up"), st.floats(0, 1)),
         st.tuples(
-            st.sampled_from(["answer", "reject", "unavailable", "fail", "lose", "cancel", "join"]),
+            st.sampled_from(["answer", "reject", "unavailable", "fail", "lose", "join"]),
             st.integers(0, 5),
         ),
         st.tuples(st.just("advance"), st.floats(0, 0.3)),
@@ -647,14 +634,11 @@ def test_every_look_up_ends_once(steps: list[tuple[str, float]], seed: int) -> N
     random.seed(seed)
     bench = Bench(PartOptions(call_timeout_s=0.2))
     bench.join("a", "b", "c")
-    handles = {}
-    cancelled = set()
     for step, value in steps:
         calls = bench.calls
         connections = [one for one in bench.connections.values() if one.is_ready]
         if step == "look up":
-            number = bench.look_up(value)
-            handles[number] = bench.handle
+            bench.look_up(value)
         elif step == "advance":
             bench.time.advance(value)
         elif step == "addresses":
@@ -666,15 +650,10 @@ def test_every_look_up_ends_once(steps: list[tuple[str, float]], seed: int) -> N
             bench.answer_polls()
         elif step == "lose" and connections:
             connections[int(value) % len(connections)].lose()
-        elif step == "cancel" and handles:
-            number, handle = handles.popitem()
-            handle.cancel()
-            if number not in bench.replies:
-                cancelled.add(number)
         elif step in REPLIES and calls:
             calls[int(value) % len(calls)].answer(REPLIES[step])
     bench.time.advance(2)
-    assert set(bench.replies) == set(range(bench.looked_up)) - cancelled
+    assert set(bench.replies) == set(range(bench.looked_up))
     assert bench.part.stats.in_flight == 0
     assert bench.calls == []
     assert sum(bench.ended.values()) == bench.looked_up

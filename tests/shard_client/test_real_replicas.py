@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from shard_client.shards import GrpcShard, grpc_shard
 
-from embedserve.metrics.part_stats import VersionKey
+from embedserve.model_names import VersionKey
 from embedserve.shard_client.part_client import PartClient, PartOptions
 from embedserve.shard_client.replica import ReplicaConnection
 from embedserve.shard_client.reply import Reply

@@ -38,7 +38,7 @@ DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("float32",
 
 
 class WrongAnswerError(Exception):
-    """A shard has answered something else than was asked."""
+    """A shard's response does not match the request."""
 
 
 class PartMessages:

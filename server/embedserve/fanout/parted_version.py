@@ -28,7 +28,7 @@ ID_BYTES = 24
 
 
 class ServedPart(NamedTuple):
-    """A part of a version, as a shard has to serve it to be asked."""
+    """A part of a version. Only shards that list it with the same values are called."""
 
     model: str
     version: int

@@ -65,10 +65,10 @@ class Partition:
     Attributes:
         manifest: manifest of the whole version.
         parts: manifests of the parts, in order.
-        features: bool [parts, features], whether a part has rows of a feature.
+        has_feature: bool [parts, features], whether a part has rows of a feature.
         feature_counts: int64 [parts], the number of features of each part.
         columns: feature, by its index in the whole manifest, and table of each key of each part.
-        local: int64 [parts, features], the index of a feature among those of a part, which are in
+        feature_index: int64 [parts, features], index of a feature among those of a part, in
             the order of the whole manifest. 0 where the part does not have it.
     """
 
@@ -78,20 +78,20 @@ class Partition:
         starts = [_boundaries(manifest, hosts, feature) for feature in manifest.features]
         self._starts = [torch.tensor(one, dtype=torch.int64) for one in starts]
         self._blocks = torch.ones(len(starts), dtype=torch.int64)
-        self.features = np.array(
+        self.has_feature = np.array(
             [[one in part.features for one in manifest.features] for part in self.parts]
         )
-        self.feature_counts = self.features.sum(axis=1)
+        self.feature_counts = self.has_feature.sum(axis=1)
         index = {feature: i for i, feature in enumerate(manifest.features)}
         self.columns = [
             [(index[part.features[one.feature]], one.table.name) for one in part.columns]
             for part in self.parts
         ]
-        self.local = (self.features.cumsum(axis=1) - 1) * self.features
+        self.feature_index = (self.has_feature.cumsum(axis=1) - 1) * self.has_feature
 
     def sent_features(self, part: int) -> tuple[str, ...]:
         """Returns the features of ``part`` in the order in which their ids are sent."""
-        names = zip(self.manifest.features, self.features[part], strict=True)
+        names = zip(self.manifest.features, self.has_feature[part], strict=True)
         return tuple(name for name, is_there in names if is_there)
 
     def divide(
@@ -122,8 +122,8 @@ class Partition:
 
 
 def _boundaries(manifest: Manifest, hosts: HostPlan, feature: str) -> tuple[int, ...]:
-    """Returns the first row of each part, and the end of the last one, for the ids of ``feature``:
-    those of its smallest table."""
+    """Returns the first row of each part, and the end of the last one, in the smallest table of
+    ``feature``. Ids of a feature are rows of all its tables."""
     tables = [table for table in manifest.tables if feature in table.feature_names]
     smallest = min(tables, key=lambda table: table.num_embeddings)
     return hosts.rows[smallest.name]

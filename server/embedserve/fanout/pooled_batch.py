@@ -20,9 +20,10 @@ from embedserve.fanout.partition import DividedIds, Partition, PartLookup
 from embedserve.fanout.values_budget import PADDED_TIMES
 
 CHUNKS_PER_KEY = 4
-"""Most chunks of a vector, on average, that are added without padding."""
+"""Maximum number of chunks per vector, on average. Where exact chunks would be more, wider ones are
+used, and vectors are padded."""
 CHUNK_COLUMNS = 64
-"""Columns that take as long to add as a chunk takes besides."""
+"""Overhead of a chunk, as the number of columns that are added in the same time."""
 
 
 def chunk_width(dims: Sequence[int]) -> int:
@@ -151,9 +152,9 @@ class PooledBatch:
         ends = (sizes * partition.feature_counts).cumsum()
         spans = [0, *ends.tolist()]
         lengths = np.zeros(spans[-1], np.int32)
-        local = partition.local.reshape(-1)[self._cells]
+        indices = partition.feature_index.reshape(-1)[self._cells]
         starts = (ends - sizes * partition.feature_counts)[self._bag_parts]
-        lengths[starts + local * sizes[self._bag_parts] + self._bag_positions] = self._bag_lengths
+        lengths[starts + indices * sizes[self._bag_parts] + self._bag_positions] = self._bag_lengths
         return [
             divided.part_lookup(part, lengths[start:end], (size, self._columns.widths[part]))
             for part, (size, (start, end)) in enumerate(

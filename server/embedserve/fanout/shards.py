@@ -26,7 +26,8 @@ from embedserve.fanout.parted_version import ServedPart, served_parts
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.fanout.values_budget import ValuesBudget
 from embedserve.file_reloader import poll_all
-from embedserve.metrics.part_stats import PartStats, VersionKey
+from embedserve.metrics.part_stats import PartStats
+from embedserve.model_names import VersionKey
 from embedserve.on_missing import MissingPolicy
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.discovery import PART, DnsShards, RayShards, discover, parse_shards
@@ -40,13 +41,13 @@ from embedserve_store.errors import UnopenedError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOOK_S = 0.05
-"""Seconds between two looks whether each part has a replica."""
+POLL_S = 0.05
+"""Interval of the check whether each part has a replica."""
 LOG_S = 10.0
 """Seconds between two log lines about parts without a replica."""
 START_S_MAX = 10.0
-"""Seconds that a process waits for its shards when its event loop starts. They have answered
-before."""
+"""Seconds that a process waits for its shards when its event loop starts. ``open_all`` has found
+all of them before."""
 OPEN_S_MAX = 10.0
 """Seconds that ``open`` waits for a replica of each part. The process that watches the store has
 found them already, and the others find them at their own polls."""
@@ -196,12 +197,12 @@ class Shards:
             if is_shown and monotonic() > log_s:
                 logger.warning("waiting for shards: %s", missing)
                 log_s = monotonic() + LOG_S
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def _all_missing(self) -> str:
         return "; ".join(filter(None, (self._missing(one.parts) for one in self._opened())))
 
-    # Callbacks of the event loop
+    # On the event loop
 
     def call_part(
         self,
@@ -263,8 +264,8 @@ class Shards:
                 missing.append(client.why_unavailable(key))
         return "; ".join(missing)
 
-    def _why_missing(self, parts: Sequence[ServedPart]) -> str:
-        """Lets replicas join for a version, and returns which parts have none, and why."""
+    def _expect_and_check(self, parts: Sequence[ServedPart]) -> str:
+        """Lets replicas join for a version. Returns which parts have none yet, and why."""
         try:
             self._expect(parts)
         except (OSError, ValueError) as error:
@@ -298,7 +299,7 @@ class Shards:
 
         def add() -> str:
             self._engines.append(ref(engine))
-            missing = self._why_missing(engine.parts)
+            missing = self._expect_and_check(engine.parts)
             self._forget_unused()
             return missing
 
@@ -306,14 +307,14 @@ class Shards:
         while missing:
             if monotonic() >= until_s:
                 raise UnopenedError(f"{version.path}: {missing}")
-            sleep(LOOK_S)
-            missing = self._on_loop(partial(self._why_missing, engine.parts))
+            sleep(POLL_S)
+            missing = self._on_loop(partial(self._expect_and_check, engine.parts))
         return engine
 
-    def why_not_yet(self, version: ModelVersion) -> str:
-        """Returns why the shards cannot serve ``version`` yet, "" if they can; called in another
-        thread than the event loop's."""
-        return self._on_loop(partial(self._why_missing, served_parts(version)))
+    def expect(self, version: ModelVersion) -> str:
+        """Connects to the shards of ``version``, and lets replicas join for it. Returns why they
+        cannot serve it yet, "" if they can; called in another thread than the event loop's."""
+        return self._on_loop(partial(self._expect_and_check, served_parts(version)))
 
     def _on_loop(self, function: Callable[[], T]) -> T:
         """Calls ``function`` on the event loop and returns its result.

@@ -47,7 +47,7 @@ class UnpooledBatch:
         for part in self._asked():
             counts = self._counts[part]
             rows = sum(int(counts[feature]) for feature, _ in partition.columns[part])
-            sent = counts[partition.features[part]]
+            sent = counts[partition.has_feature[part]]
             lookups.append(self._divided.part_lookup(part, sent, (rows, dim)))
         return lookups
 
@@ -67,7 +67,7 @@ class UnpooledBatch:
         of parts that have added nothing are zeros."""
         manifest = self._partition.manifest
         dim = manifest.length_per_key[0]
-        nothing = np.empty((0, dim), np.float16)  # as small as can be
+        nothing = np.empty((0, dim), np.float16)  # float16 widens no other dtype
         # Distinct rows by feature and table: ascending, and so part by part.
         pieces: defaultdict[tuple[int, str], list[np.ndarray]] = defaultdict(lambda: [nothing])
         for part in self._asked():

@@ -1,4 +1,5 @@
-"""Bounds of the batches that a router has in flight, and of the values that their parts return."""
+"""Bounds the values that the parts of a router's batches return: large batches wait until those in
+flight have ended."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ VALUES_BYTES_MAX = 256 << 20
 """Bytes of the values of all larger batches in flight, unless a single one has more; 256 MiB. The
 responses that they are copied from come on top."""
 PADDED_TIMES = 2
-"""Most columns with which values are added, in columns of the values: vectors may be padded."""
+"""Maximum columns of vectors with padding, as a multiple of those without."""
 
 
 @dataclass(eq=False)

@@ -5,22 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from embedserve.metrics.histogram import SECONDS_BUCKETS
+from embedserve.model_names import VersionKey
 
-SHARD_OUTCOMES = ("ok", "deadline_exceeded", "overloaded", "unavailable", "error", "cancelled")
+SHARD_OUTCOMES = ("ok", "deadline_exceeded", "overloaded", "unavailable", "error")
 """Outcomes of a call to a part, which may have taken calls to several replicas."""
-
-
-class VersionKey(NamedTuple):
-    """A version of a model, by its numbers alone: shards know no aliases."""
-
-    model: str
-    version: int
-
-    def __str__(self) -> str:
-        return f"{self.model}@{self.version}"
 
 
 class LatencyHistogram:

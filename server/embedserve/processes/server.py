@@ -171,7 +171,7 @@ def build_version_manager(
     )
     version_manager.open_version = lambda name, target: open_folder(target.path, holding)
     if shards is not None:
-        version_manager.why_not_yet = shards.why_not_yet
+        version_manager.why_not_yet = shards.expect
         version_manager.start = shards.start
     return version_manager
 

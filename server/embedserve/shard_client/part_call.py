@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from embedserve.call_trace import CallTrace, TracedCall
-from embedserve.metrics.part_stats import VersionKey
+from embedserve.model_names import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.replica import PartReplica
 from embedserve.shard_client.reply import (
@@ -42,7 +42,6 @@ OUTCOME_BY_STATUS = {
     UNAVAILABLE: "unavailable",
 }
 OTHER_OUTCOME = "error"
-CANCELLED_OUTCOME = "cancelled"
 
 
 class Attempt:
@@ -145,7 +144,7 @@ class Attempt:
 
 
 class PartCall:
-    """A lookup of one part. ``cancel`` ends it without a reply.
+    """A lookup of one part.
 
     Attributes:
         part: part that is looked up.
@@ -211,11 +210,6 @@ class PartCall:
         """Fails a lookup that made no call."""
         assert self._reply is not None
         self._finish(self._reply, now_s)
-
-    def cancel(self) -> None:
-        """Cancels the calls; there is no reply. Does nothing after the reply."""
-        if not self.is_over:
-            self._end(CANCELLED_OUTCOME, self.part.clock())
 
     def _call(self, replica: PartReplica, now_s: float, next_due: int, reason: str) -> None:
         stats = self.part.stats
@@ -301,25 +295,21 @@ class PartCall:
     def _late(self) -> Reply:
         return Reply(DEADLINE_EXCEEDED, f"{self.part}: the deadline has passed")
 
-    # Ends
-
     def _finish(self, reply: Reply, now_s: float) -> None:
-        self._end(outcome_of(reply), now_s)
-        self._on_done(reply)
-
-    def _end(self, outcome: str, now_s: float) -> None:
-        """Cancels the other calls. The slow ones count as latencies, which are at least so long."""
+        """Cancels the other calls, and returns ``reply`` to the caller. A cancelled call that was
+        slow counts as a latency: it would have taken at least as long."""
         self.is_over = True
         part = self.part
         attempts, self._attempts = self._attempts, []
         for attempt in attempts:
             attempt.cancel()
-            if outcome != CANCELLED_OUTCOME and now_s - attempt.start_s > part.recent.hedge_s:
+            if now_s - attempt.start_s > part.recent.hedge_s:
                 part.recent.add(now_s - attempt.start_s)
         self.message = ()  # timers keep the lookup for some time
         stats = part.stats
         stats.in_flight -= 1
-        stats.seconds[outcome].observe(now_s - self._start_s)
+        stats.seconds[outcome_of(reply)].observe(now_s - self._start_s)
+        self._on_done(reply)
 
 
 def outcome_of(reply: Reply) -> str:

@@ -15,14 +15,14 @@ from random import random
 from time import monotonic
 
 from embedserve.call_trace import CallTrace
-from embedserve.metrics.part_stats import PartStats, VersionKey
+from embedserve.metrics.part_stats import PartStats
+from embedserve.model_names import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_call import PartCall
 from embedserve.shard_client.recent_latency import RecentLatency
 from embedserve.shard_client.replica import Connect, PartReplica, Served
 from embedserve.shard_client.shard_connection import (
     Address,
-    CallHandle,
     shown,
 )
 from embedserve.shard_client.share_budget import ShareBudget
@@ -245,22 +245,19 @@ class PartClient:
         deadline_s: float,
         on_done: OnReply,
         calls: CallTrace | None = None,
-    ) -> CallHandle:
+    ) -> None:
         """Calls a replica, and others if it fails, is slow or hangs.
 
         Args:
             key: version that must answer; ``expect`` names its fingerprint.
             message: chunks of the serialized EmbedRequest.
             deadline_s: time.monotonic() at which the lookup fails with DEADLINE_EXCEEDED.
-            on_done: called exactly once with the reply, unless the lookup is cancelled, and never
-                before ``look_up`` has returned.
+            on_done: called exactly once with the reply, and never before ``look_up`` has returned.
             calls: record of the calls for traces; None if no request is traced.
         """
         self.hedges.earn()
         self.retries.earn()
-        look_up = PartCall(self, key, message, deadline_s, on_done, calls)
-        look_up.start(self.clock())
-        return look_up
+        PartCall(self, key, message, deadline_s, on_done, calls).start(self.clock())
 
 
 def _less_busy(replicas: Sequence[PartReplica]) -> PartReplica:

@@ -18,14 +18,19 @@ latencies."""
 DELAY_AT_START_S = 5e-3
 """Assumed quantiles before the first update."""
 HEDGE_S_MIN = 1e-3
-HUNG_FACTOR, HUNG_S_MIN = 10, 0.05
+"""Shortest call that counts as slow."""
+HUNG_FACTOR = 10
+"""Quantiles after which a call hangs."""
+HUNG_S_MIN = 0.05
+"""Shortest call that hangs."""
 
 
 class RecentLatency:
     """Quantiles of recent latencies.
 
     Attributes:
-        hedge_s: seconds after which a call is slow: the quantile, at least twice the median.
+        hedge_s: seconds after which a call is slow: the quantile, at least twice the median
+            and 1 ms.
         hung_s: seconds after which a call hangs: ten times the quantile, at least 50 ms.
     """
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from google.protobuf.message import DecodeError
 
-from embedserve.metrics.part_stats import VersionKey
+from embedserve.model_names import VersionKey
 from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.reply import (
     DEADLINE_EXCEEDED,
@@ -64,8 +64,8 @@ class ReplicaConnection(Protocol):
 
 
 Connect = Callable[[Address, Callable[[], None], Callable[[str], None]], ReplicaConnection]
-"""Begins to connect to an address. The first callback is called when calls may begin, the second
-with the reason when they may not or no longer begin; neither before Connect has returned."""
+"""Begins to connect to an address. Calls the first callback once the connection is ready for calls,
+and the second, with the reason, when it fails or ends; neither before it has returned."""
 
 
 class Served(NamedTuple):

@@ -17,7 +17,7 @@ from embedserve.wire.http_stream import Headers
 
 SERVICE = "/embedserve.v1.EmbeddingService/"
 CONNECT_S_MAX = 5.0
-"""Seconds until the connection is made, and again until the shard's SETTINGS must arrive."""
+"""Seconds within which a connection must be made, and after that the shard's SETTINGS arrive."""
 CHECK_S = 1.0
 """Seconds between two checks of the keep-alive."""
 SILENCE_S_MAX = 2.0
