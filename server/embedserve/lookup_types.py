@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from embedserve.call_trace import CallTrace
+from embedserve.deltas.live_rows import View
 from embedserve.errors import EmbedServeError
 from embedserve.model_info import ModelInfo
 
@@ -142,8 +143,7 @@ class Batch:
         unknown_counts: int64 [requests, F] number of ids without a row; None if all ids had a row.
         skipped: positions in ``ids`` of skipped ids, for an unpooled model, which returns rows of
             zeros for them. The batch of a pooled model no longer contains them.
-        view: view of the rows that is looked up, and the seq of the last delta in it; None for a
-            version whose rows never change.
+        view: view of the rows that is looked up; None for a version whose rows never change.
         failures: indices of examples that could not be looked up, and the reason, for a lookup that
             several servers answer. Their values are not to be used.
         missing_counts: int64 [requests, F] number of ids whose rows no server could look up, where
@@ -160,7 +160,7 @@ class Batch:
     ids_per_feature: np.ndarray = field(init=False)
     unknown_counts: np.ndarray | None = None
     skipped: np.ndarray | None = None
-    view: tuple[int, int] | None = None
+    view: View | None = None
     failures: Sequence[tuple[np.ndarray, EmbedServeError]] = ()
     missing_counts: np.ndarray | None = None
     missing_parts: Sequence[int] = ()

@@ -22,7 +22,7 @@ from running_servers import Running, running
 from torchrec import PoolingType
 
 from embedserve.batching.join import join
-from embedserve.batching.lookup_engine import begin_view, changed_ids, end_view, newest_rows
+from embedserve.batching.lookup_engine import begin_view, end_view, id_overrides, newest_rows
 from embedserve.deltas.applier_process import PROCESS_NAME
 from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
@@ -160,7 +160,7 @@ class Served:
         self.live = LiveRows(version, MEMORY, 1, UNDO, new_ids_percent=1000)
         self.engine = restore(self.live.version, device, live=self.live)
         upload = None if self.engine.spare_rows is None else self.engine.spare_rows.upload
-        self.reader = self.engine.rows = RowsReader(self.live, 0, self.engine.plan, upload)
+        self.reader = self.engine.rows_reader = RowsReader(self.live, 0, self.engine.plan, upload)
         self._status = DeltaStatus(self._line.start)
         self.start_applier()
         self.info = ModelInfo(
@@ -180,8 +180,8 @@ class Served:
         self._follower = DeltaFollower("m", self._line, followed, MEMORY)
 
     def follow(self) -> None:
-        while self._follower.look() or self._follower.look():
-            pass  # deltas after an undo are found by the next look
+        while self._follower.poll_once() or self._follower.poll_once():
+            pass  # deltas after an undo are found by the next poll
         assert self._status.read().state == FOLLOWING, self._status.read().reason
 
     def look_up(self) -> int:
@@ -191,15 +191,15 @@ class Served:
         view = begin_view(self.engine)
         assert view is not None
         try:
-            batch = join([request], self.info, changed_ids(self.engine, view))
+            batch = join([request], self.info, id_overrides(self.engine, view))
             assert batch is not None
             batch.view = view
             newest = newest_rows(self.engine, batch)
             values = self.engine.lookup(newest, batch.lengths, batch.weights)
         finally:
             end_view(self.engine, view)
-        self.training.check(values, view[1])
-        return view[1]
+        self.training.check(values, view.seq)
+        return view.seq
 
     def look_up_newest(self) -> int:
         """Follows the line while rows are uploaded, as by another process: an undo waits for the

@@ -213,8 +213,8 @@ def with_goldens(
 
     RowsWriter(live).apply(4, [], check)
     engine = restore(live.version, "cpu:2")
-    engine.rows = RowsReader(live, 0, engine.plan)
-    engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, manifest)
+    engine.rows_reader = RowsReader(live, 0, engine.plan)
+    engine.live_goldens = LiveGoldens(followed.goldens, engine.rows_reader, manifest)
     return followed, engine
 
 
@@ -266,7 +266,7 @@ async def test_a_server_whose_goldens_get_other_results_is_not_ready(pooled: Pat
     from embedserve.processes.server import build_pipeline  # needs more than a GPU host has
 
     followed, engine = with_goldens(pooled, "float32")
-    engine.rows = engine.live_goldens = None  # the pipeline sets them
+    engine.rows_reader = engine.live_goldens = None  # the pipeline sets them
     with ThreadPoolExecutor(1) as executor:
         settings = ServeSettings(store=str(pooled), deltas="follow")
         pipeline = build_pipeline({"m": engine}, settings, executor, deltas={"m": followed})

@@ -69,7 +69,7 @@ class FakeEngine:
         self.waits_for_device = False
         self.replicas = 1
         self.remote: RemoteLookups | None = None
-        self.rows: RowsReader | None = None
+        self.rows_reader: RowsReader | None = None
         self.delay_s = 0.0
         self.failure: Exception | None = None
         self.damage: Exception | None = None

@@ -30,7 +30,7 @@ from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.processes import applier
+from embedserve.processes import applier_supervision
 from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
@@ -126,7 +126,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         serve(channel, WorkerCounters(slots, index), ports, settings, lookup_s)
         return 0
 
-    applier.HANG_S_MIN = hang_s
+    applier_supervision.HANG_S_MIN = hang_s
     mode = Path(f"{failure}.deltas")
     status = DeltaStatus(LinePosition(1, 0, "0" * 64))
 
@@ -136,7 +136,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
             return 3
         while mode.read_text():
             time.sleep(0.01)
-        status.write(replace(status.read(), is_looked=True, state="following", reason=""))
+        status.write(replace(status.read(), is_ready=True, state="following", reason=""))
         supervisor.send(b"\n")
         supervisor.recv(1)
         return 0

@@ -18,16 +18,16 @@ import numpy as np
 from embedserve.batching.join import join_valid
 from embedserve.batching.lookup_engine import (
     LookupEngine,
-    View,
     begin_view,
-    changed_ids,
     end_view,
+    id_overrides,
 )
 from embedserve.batching.lookup_executor import FAILED, Joined, LookedUp, LookupExecutor
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.batching.request_queue import RequestQueue
 from embedserve.batching.shadow import Shadow, ShadowExecutor
 from embedserve.batching.split import errors_by_request
+from embedserve.deltas.live_rows import View
 from embedserve.errors import DeadlineExceededError, EmbedServeError, EngineError
 from embedserve.lookup_types import Batch, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
@@ -78,7 +78,7 @@ class BatchRunner:
         view = begin_view(engine)
         try:
             requests = [pending.request for pending in taken]
-            batch, errors = join_valid(requests, self._model, changed_ids(engine, view))
+            batch, errors = join_valid(requests, self._model, id_overrides(engine, view))
         except Exception:
             end_view(engine, view)
             self._lookups.log_failure(f"joining {len(taken)} requests")

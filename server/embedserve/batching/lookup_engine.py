@@ -8,13 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from embedserve.deltas.live_rows import View
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import Batch
 from embedserve_store.ids.translate import ChangeRows
-
-View = tuple[int, int]
-"""Number of a view of the rows, and the seq of the last delta in it."""
 
 
 class RemoteLookups(Protocol):
@@ -45,22 +43,23 @@ class RemoteLookups(Protocol):
 
 
 class LookupEngine(Protocol):
-    """One restored version of a model; engine/engine.py has the implementation.
+    """One version of a model: engine/engine.py looks it up on this host, fanout/router_engine.py in
+    other servers.
 
     Attributes:
         waits_for_device: whether another device runs the lookups while the calling thread waits.
             Such lookups never run on the event loop's thread and are not split into chunks. The
             device receives the next lookup before it has finished the last.
         remote: lookups of an engine that asks other servers; None if this host looks up.
-        rows: reader of the rows that changed since the version was published; None where no row
-            ever changes.
+        rows_reader: reader of the rows that changed since the version was published; None where no
+            row ever changes.
         replicas: number of copies of the rows, each on its own device. Replicas look batches up
             concurrently. 1 for an engine that waits for no device.
     """
 
     waits_for_device: bool
     replicas: int
-    rows: RowsReader | None
+    rows_reader: RowsReader | None
 
     @property
     def remote(self) -> RemoteLookups | None: ...
@@ -81,21 +80,22 @@ class LookupEngine(Protocol):
 def begin_view(engine: LookupEngine) -> View | None:
     """Returns the newest view of the rows, in which a batch is joined and looked up; None where no
     row ever changes. ``end_view`` must be called with it."""
-    return None if engine.rows is None else engine.rows.begin()
+    return None if engine.rows_reader is None else engine.rows_reader.begin()
 
 
 def end_view(engine: LookupEngine, view: View | None) -> None:
     """Ends the use of a view; does nothing for None."""
-    if engine.rows is not None and view is not None:
-        engine.rows.end(view[0])
+    if engine.rows_reader is not None and view is not None:
+        engine.rows_reader.end(view.number)
 
 
-def changed_ids(engine: LookupEngine, view: View | None) -> ChangeRows | None:
+def id_overrides(engine: LookupEngine, view: View | None) -> ChangeRows | None:
     """Returns the function that writes the rows that ids have in ``view``, for ``join``; None if no
     id ever changes."""
-    if engine.rows is None or view is None or not engine.rows.has_ids:
+    reader = engine.rows_reader
+    if reader is None or view is None or not reader.has_ids:
         return None
-    return partial(engine.rows.with_changed_ids, view[0])
+    return partial(reader.with_changed_ids, view.number)
 
 
 def newest_rows(engine: LookupEngine, batch: Batch) -> np.ndarray:
@@ -104,11 +104,11 @@ def newest_rows(engine: LookupEngine, batch: Batch) -> np.ndarray:
     Raises:
         StoreError: as RowsReader.newest.
     """
-    rows = engine.rows
-    if rows is None:
+    reader = engine.rows_reader
+    if reader is None:
         return batch.ids
     assert batch.view is not None
     counts = batch.ids_per_feature
     if batch.unknown_counts is not None:  # skipped ids may be gone
         counts = batch.lengths.reshape(len(counts), -1).sum(axis=1)
-    return rows.newest(batch.ids, counts, batch.view[0])
+    return reader.newest(batch.ids, counts, batch.view.number)

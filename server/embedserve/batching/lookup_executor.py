@@ -19,9 +19,8 @@ import numpy as np
 from embedserve.batching.join import adapt_and_join
 from embedserve.batching.lookup_engine import (
     LookupEngine,
-    View,
-    changed_ids,
     end_view,
+    id_overrides,
     newest_rows,
 )
 from embedserve.batching.split import (
@@ -30,6 +29,7 @@ from embedserve.batching.split import (
     split,
     split_by_examples,
 )
+from embedserve.deltas.live_rows import View
 from embedserve.errors import EmbedServeError, EngineError, InvalidRequestError
 from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
@@ -121,7 +121,7 @@ class LookupExecutor:
         return loop.run_in_executor(self._executor, self._join, requests, view)
 
     def _join(self, requests: Sequence[LookupRequest], view: View | None) -> Joined:
-        change = changed_ids(self.engine, view)
+        change = id_overrides(self.engine, view)
         batch, valid, errors = adapt_and_join(requests, self._model, change)
         if batch is None:
             return Joined(None, valid, errors, [])

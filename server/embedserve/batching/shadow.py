@@ -20,8 +20,8 @@ from embedserve.batching.join import adapt_and_join
 from embedserve.batching.lookup_engine import (
     LookupEngine,
     begin_view,
-    changed_ids,
     end_view,
+    id_overrides,
     newest_rows,
 )
 from embedserve.batching.split import in_request_order
@@ -167,7 +167,7 @@ def compare(
             )
     view = begin_view(engine)
     try:
-        change = changed_ids(engine, view)
+        change = id_overrides(engine, view)
         batch, requested, _ = adapt_and_join(requests, model, change, is_lenient=True)
         if batch is not None:
             batch.view = view

@@ -77,7 +77,7 @@ def split(
         results = _split_pieces(pieces, requests, model)
     if batch.view is not None:
         for result in results:
-            result.seq = batch.view[1]
+            result.seq = batch.view.seq
     if batch.unknown_counts is not None:
         for result, counts in zip(results, batch.unknown_counts.tolist(), strict=True):
             result.unknown_ids = _by_feature(counts, model)

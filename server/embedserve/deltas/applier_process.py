@@ -1,4 +1,4 @@
-"""Loop of the applier: looks for deltas of all followed versions, in a process of its own.
+"""Loop of the applier: polls for deltas of all followed versions, in a process of its own.
 
 It may be killed at any instruction. Its successor continues after the last committed delta. It
 sends the supervisor heartbeats: while it waits, and after each file that it reads.
@@ -39,20 +39,20 @@ logger = logging.getLogger(__name__)
 
 PROCESS_NAME = "delta-applier"
 RETRY_S_MAX = 5.0
-"""Seconds between two looks, at most, while no delta can be applied."""
+"""Longest interval of polls while no delta can be applied."""
 BEAT_S = 1.0
-"""Seconds between two heartbeats, at least: each wakes the supervisor, which itself checks all
-processes once in a second."""
+"""Shortest interval of heartbeats: each wakes the supervisor, which itself checks all processes
+once in a second."""
 
-LOOK_S_MIN_MAX = 0.05
-"""Seconds between two looks, at least, if a longer interval of polls would allow more: a flood of
-notifications costs no more than 20 requests to the store a second."""
+SHORTEST_POLL_S_MAX = 0.05
+"""Upper bound of ``shortest_poll_s``: a flood of notifications costs at most 20 requests to the
+store a second."""
 
 
-def look_s_min(poll_s: float) -> float:
-    """Returns the seconds between two looks, at least, however many notifications come: a fifth of
-    the interval of polls."""
-    return min(poll_s / 5, LOOK_S_MIN_MAX)
+def shortest_poll_s(poll_s: float) -> float:
+    """Returns the shortest interval of polls, however many notifications come: a fifth of the
+    configured interval."""
+    return min(poll_s / 5, SHORTEST_POLL_S_MAX)
 
 
 def run_applier(
@@ -65,8 +65,8 @@ def run_applier(
 ) -> None:
     """Applies deltas until SIGTERM, or until the supervisor is gone.
 
-    Sends a heartbeat at once when every served version has looked for the first time, and when a
-    next version may serve. The supervisor sends which versions are followed, when that changes.
+    Sends a heartbeat at once when every served version has been polled for the first time, and when
+    a next version may serve. The supervisor sends which versions are followed, when that changes.
 
     Args:
         followed: versions at the start, and their memory. It is emptied, so that memory is given
@@ -82,25 +82,25 @@ def run_applier(
     heartbeat = Heartbeat(supervisor)
     models = BeatingStore(settings, heartbeat)
 
-    def make_poll(version: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq) -> Poll:
+    def make_schedule(
+        target: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq
+    ) -> PollSchedule:
         published = model.live.version
 
         def follower() -> DeltaFollower:
             line = BoundedLine(models, published.manifest, keys, last_seq)
             room = memory_bytes(settings, published)
-            return DeltaFollower(version.name, line, model, room, check_on_device)
+            return DeltaFollower(target.name, line, model, room, check_on_device)
 
-        return Poll(follower, model.status, delta_poll_s(settings))
+        return PollSchedule(follower, model.status, delta_poll_s(settings))
 
-    def open_model(version: DeltaTarget) -> SharedDeltaState:
-        return open_followed(
-            settings, open_version(version.path), version.memory, version.generation
-        )
+    def open_model(target: DeltaTarget) -> SharedDeltaState:
+        return open_followed(settings, open_version(target.path), target.memory, target.generation)
 
-    versions = [*followed]
-    models_at_start = {one.key: followed.pop(one) for one in versions}
-    lines = FollowedLines(make_poll, open_model, models_at_start)
-    lines.follow(versions)
+    targets = [*followed]
+    models_at_start = {one.key: followed.pop(one) for one in targets}
+    lines = FollowedLines(make_schedule, open_model, models_at_start)
+    lines.follow(targets)
     subscriber = _subscriber(settings, waiter, lines)
     is_told = False
     while True:
@@ -109,8 +109,8 @@ def run_applier(
         if subscriber is not None:
             subscriber.follow(lines.topics())
             lines.set_notified(subscriber.is_connected)
-        due_s = lines.look()
-        if (not is_told and lines.are_looked()) or lines.find_caught_up():
+        due_s = lines.poll_due()
+        if (not is_told and lines.are_ready()) or lines.mark_caught_up():
             is_told = True
             heartbeat.send()
         heartbeat.beat()
@@ -127,7 +127,7 @@ def _subscriber(
         return None
     from embedserve.deltas.delta_subscriber import DeltaSubscriber
 
-    pace_s = look_s_min(delta_poll_s(settings))
+    pace_s = shortest_poll_s(delta_poll_s(settings))
     subscriber = DeltaSubscriber(settings.delta_notify, waiter, pace_s)
     subscriber.follow(lines.topics())
     subscriber.start()
@@ -164,11 +164,11 @@ class Inbox:
         os._exit(0)
 
 
-class Poll:
-    """Looks of one follower: at an interval that grows while no delta can be applied.
+class PollSchedule:
+    """Polls of one follower, at an interval that grows while no delta can be applied.
 
     Attributes:
-        due_s: time of the next look, on the monotonic clock.
+        due_s: time of the next poll, on the monotonic clock.
     """
 
     def __init__(
@@ -181,30 +181,30 @@ class Poll:
         self.due_s = 0.0
         self._make, self._status = make, status
         self._poll_s = self._wait_s = poll_s
-        self._looked_s = 0.0
+        self._polled_s = 0.0
         self._is_failed = False
         self._follower = make()
 
-    def look_if_due(self) -> None:
+    def poll_if_due(self) -> None:
         if self.due_s > time.monotonic():
             return
-        has_more = self._look()
+        has_more = self._poll()
         self._is_failed = bool(self._status.read().reason)
         longest_s = max(RETRY_S_MAX, self._poll_s)
         self._wait_s = min(2 * self._wait_s, longest_s) if self._is_failed else self._poll_s
-        self._looked_s = time.monotonic()
-        self.due_s = self._looked_s + (0.0 if has_more else self._wait_s)
+        self._polled_s = time.monotonic()
+        self.due_s = self._polled_s + (0.0 if has_more else self._wait_s)
 
     def hurry(self) -> None:
-        """Makes the next look due as early as ``look_s_min`` allows. While no delta can be applied
-        its time stays: each of these looks may read a large delta again."""
+        """Makes the next poll due as early as ``shortest_poll_s`` allows. While no delta can be
+        applied its time stays: each of these polls may read a large delta again."""
         if not self._is_failed:
-            self.due_s = min(self.due_s, self._looked_s + look_s_min(self._poll_s))
+            self.due_s = min(self.due_s, self._polled_s + shortest_poll_s(self._poll_s))
 
-    def _look(self) -> bool:
-        """Looks once. An unexpected error is that of this follower alone."""
+    def _poll(self) -> bool:
+        """Polls once. An unexpected error is that of this follower alone."""
         try:
-            return self._follower.look()
+            return self._follower.poll_once()
         except Exception as error:
             logger.exception("deltas cannot be applied")
             self._follower = self._make()

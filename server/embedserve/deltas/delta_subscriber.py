@@ -1,7 +1,7 @@
 """Receives notifications of deltas from a broker, in a thread of the applier.
 
-A notification is believed in nothing: it makes the applier look at the store earlier. Whatever the
-broker does, the applier polls at its interval.
+The content of a notification is not trusted: it only makes the applier poll the store earlier.
+Whatever the broker does, the applier polls at its interval.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class DeltaSubscriber:
         Args:
             notify: URL of the broker, or a file with it, which is read for each connection.
             waiter: learns of each notification.
-            pace_s: seconds between two times that notifications are received. What the broker
-                sends meanwhile counts as one.
+            pace_s: interval at which notifications are received. Those that the broker sends
+                meanwhile count as one.
         """
         self.is_connected = False
         self._notify, self._waiter, self._pace_s = notify, waiter, pace_s

@@ -47,7 +47,7 @@ class DeltaTarget:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Returns what tells it from all other versions that the server follows."""
+        """Returns the key of the version among all that the server follows."""
         return self.name, self.generation
 
 

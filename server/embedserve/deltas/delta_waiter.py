@@ -1,4 +1,4 @@
-"""Waits between two looks for deltas, until something comes from another thread."""
+"""Lets the applier wait between two polls for deltas, until another thread wakes it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Follows the line of one version: reads its deltas in order and applies their rows in steps.
 
 A delta that is missing, damaged or foreign, or whose goldens get other results, is never applied,
-nor any delta after it. It is read again at each look. An undo brings former rows back: from memory
+nor any delta after it. It is read again at each poll. An undo brings former rows back: from memory
 if they are kept there, else from the store. While the line is held, no delta is applied, but what
 the store has stays known.
 """
@@ -86,7 +86,7 @@ class DeltaFollower:
         self._found_s = time.monotonic()
         self._list_after_s = 0.0
 
-    def look(self) -> bool:
+    def poll_once(self) -> bool:
         """Applies the deltas that the store has after the last one, as many as one step holds; none
         during a hold.
 
@@ -143,7 +143,7 @@ class DeltaFollower:
         self._state = replace(self._state, wanted_seq=max(self._position.seq, last))
         following = self._position.seq + 1
         if last > following and following not in stored:
-            self._list_after_s = 0.0  # lists at each look, until the delta is there
+            self._list_after_s = 0.0  # lists at each poll, until the delta is there
             raise self._line.missing(following, stored)
         self._found_s = time.monotonic()
         self._list_after_s = min(max(2 * self._list_after_s, LIST_AFTER_S), LIST_AFTER_S_MAX)
@@ -349,7 +349,7 @@ class DeltaFollower:
     def _end(
         self, error: StoreError | RowsFullError | None, *, has_more: bool, is_held: bool
     ) -> None:
-        """Writes the status after a look, and logs once a new reason and the effect of a hold."""
+        """Writes the status after a poll, and logs once a new reason and the effect of a hold."""
         before, is_behind = self._state, self._is_behind
         state, reason, refused = CATCHING_UP if is_behind else FOLLOWING, "", before.refused
         if error is not None:
@@ -375,7 +375,7 @@ class DeltaFollower:
                 refused=refused,
                 waiting_since=(before.waiting_since or time.time()) if waits else 0.0,
                 looked_at=time.time(),
-                is_looked=before.is_looked or not has_more,
+                is_ready=before.is_ready or not has_more,
                 rows_changed=self._rows.rows_changed,
                 ids_changed=self._rows.ids_changed,
                 memory_bytes=self._rows.memory_bytes,

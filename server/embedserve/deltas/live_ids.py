@@ -109,14 +109,15 @@ class LiveIds:
             left = left[self._owner_of[at] != NO_OWNER]
         return found
 
-    def as_rows(self, changes: Sequence[ChangedIds]) -> ChangedRows:
-        """Returns ``changes``, in order, as rows of ``entries``: of an id the last one. One process
-        calls it.
+    def add_changes(self, changes: Sequence[ChangedIds]) -> ChangedRows:
+        """Adds the ids of ``changes`` that have no entry. Returns the changes, in order, as rows of
+        ``entries``: of an id the last one. One process calls it.
 
+        An added id counts against the room from now on, even if its change is refused or undone.
         Of tables that share a vocabulary, only the changes of the first count.
 
         Raises:
-            RowsFullError: there is no room for the ids of a table. Nothing has changed for it.
+            RowsFullError: there is no room for the ids of a table. None of them are added.
         """
         entries, rows = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for change in changes:

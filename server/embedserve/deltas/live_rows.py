@@ -16,21 +16,23 @@ Ids of a vocabulary change in the same way: their entries (live_ids.py) are the 
 table, which no kernel reads.
 
 A view is the state of all tables after a delta. The committed view and its seq are one word, so
-that one store makes a delta visible in all tables and processes at once. Each reading process has a
-cell with the oldest and the newest view that its lookups use. The writer frees only what no cell
-can still reach.
+that one 8-byte write makes a delta visible in all tables and processes at once. Each reading
+process has a cell with the oldest and the newest view that its lookups use. The writer frees only
+what no cell can still reach.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas.live_ids import LiveIds
-from embedserve.deltas.region import (
+from embedserve.deltas.map_tables import (
     FileRange,
     make_read_only,
     map_with_room,
@@ -50,13 +52,15 @@ NUMBER_MAX = 2**32 - 1
 """Maximum seq, view and number of a spare row: each is a uint32."""
 BYTES_PER_SPARE = 8
 SPARES_PER_ROW = 4
-"""Spare rows for each row of a table, if the memory allows as many, beside those that an undo
-needs. A row needs one, and another for each change until no lookup reads the one before."""
+"""Spare rows for each row of a table, if the memory allows as many; those for an undo are added. A
+changed row takes one, and another at each further change until no lookup reads the earlier one."""
 IDLE = 2**64 - 1
 """Value of a cell while its process reads no rows."""
 RANKS_MAX = 4096
-"""Ranks of a row_wise table whose rows can change. Spare rows begin this many rows behind it, past
-the last row that its ranks would have if each had as many as the first."""
+"""Maximum number of ranks of a row_wise table whose rows can change."""
+_GAP_ROWS = RANKS_MAX
+"""Rows between a table and its spare rows. Kernels number rows as if each rank had as many as the
+first: their numbers reach fewer than RANKS_MAX rows past the last row."""
 _CACHE_LINE = 8
 """Words of a cache line. Each word that processes write is alone on one."""
 
@@ -102,6 +106,18 @@ class SpareRows:
 Change = ChangedRows | ChangedIds
 
 
+class View(NamedTuple):
+    """The state of all tables after a delta.
+
+    Attributes:
+        number: number of the view, from 1 since the start of the server.
+        seq: last delta in it.
+    """
+
+    number: int
+    seq: int
+
+
 class LiveRows:
     """Changed rows of a version, in memory that processes share.
 
@@ -116,8 +132,8 @@ class LiveRows:
         rows: uint8 [count, row_bytes] for each table, by its name: the spare rows themselves.
         newest, views, before: uint32 arrays, described above.
         peaks: uint64 [groups], number of spare rows of each group that were ever used.
-    uploaded: view, and its seq, that lookups of this process use, where they run on a device
-        that the rows are copied to first; else None.
+        uploaded: view that lookups of this process use, where they run on a device that the rows
+            are copied to first; else None.
     """
 
     def __init__(
@@ -179,7 +195,7 @@ class LiveRows:
         self._oldest = words[2 * _CACHE_LINE : cells_end : _CACHE_LINE]
         self._newest = words[2 * _CACHE_LINE + 1 : cells_end : _CACHE_LINE]
         self.peaks = words[cells_end:]
-        self.uploaded: tuple[int, int] | None = None
+        self.uploaded: View | None = None
         self.start = position_of(manifest)
         if memory.is_new:
             self._oldest[:] = IDLE
@@ -222,31 +238,32 @@ class LiveRows:
         return self.spares[-1]
 
     def as_rows(self, changes: Sequence[Change]) -> list[ChangedRows]:
-        """Returns ``changes`` as rows: those of changed ids are rows of their entries.
+        """Returns ``changes`` as rows, those of ids as rows of their entries, which are added where
+        an id has none.
 
         Raises:
             RowsFullError: there is no room for the ids.
         """
         rows = [one for one in changes if isinstance(one, ChangedRows)]
         ids = [one for one in changes if isinstance(one, ChangedIds)]
-        return [*rows, self.ids.as_rows(ids)] if ids else rows
+        return [*rows, self.ids.add_changes(ids)] if ids else rows
 
     def newest_of(self, spare: SpareRows) -> NDArray[np.uint32]:
         """Returns the part of ``newest`` of a group's rows."""
         return self.newest[spare.row_start : spare.row_start + spare.row_count]
 
     @property
-    def committed(self) -> tuple[int, int]:
-        """Returns the committed view and its seq, read in one load."""
-        return divmod(int(self._committed[0]), 1 << 32)
+    def committed(self) -> View:
+        """Returns the committed view, by one 8-byte read."""
+        return _view_of(int(self._committed[0]))
 
     @property
     def seq(self) -> int:
         """Returns the seq of the last delta that lookups of this process read."""
-        return (self.uploaded or self.committed)[1]
+        return (self.uploaded or self.committed).seq
 
     def commit(self, view: int, seq: int) -> None:
-        """Makes ``view`` the view of lookups that begin from now on, in one store."""
+        """Makes ``view`` the view of lookups that begin from now on, by one 8-byte write."""
         self._committed[0] = view << 32 | seq
 
     def check_numbers(self, view: int, seq: int) -> None:
@@ -294,6 +311,12 @@ class LiveRows:
         return int(self._newest.max(initial=0))
 
 
+@lru_cache(maxsize=16)
+def _view_of(word: int) -> View:
+    """Returns the view that a committed word names. Kept, because each batch asks for it."""
+    return View(*divmod(word, 1 << 32))
+
+
 def _spare_bytes(group: Sequence[TableSpec]) -> int:
     return sum(table.row_bytes for table in group) + BYTES_PER_SPARE
 
@@ -333,7 +356,7 @@ def _spare_rows(
     row_start, start = 0, 1
     for group, count in zip(groups, counts, strict=True):
         in_file = [_rows_of_file(one, ranges[one.name]) for one in group if one.name in ranges]
-        first_row = max(in_file, default=0) + RANKS_MAX
+        first_row = max(in_file, default=0) + _GAP_ROWS
         yield SpareRows(group, row_start, _row_count(group), start, count, first_row)
         row_start += _row_count(group)
         start += count

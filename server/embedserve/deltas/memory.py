@@ -1,4 +1,4 @@
-"""Size of the memory for changed rows."""
+"""Memory for changed rows: its size, and the error if it is full."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.table_spec import TableSpec
 
 DENSE = 8
-"""Rows of a table per changed row, up to which changes are merged in an array of all rows; it is
-seven times as fast as sorting where all rows change."""
+"""If at least 1 in 8 rows of a table changes, its changes are merged through an array of all rows.
+Where all rows change that is seven times as fast as sorting."""
 
 
 @dataclass(frozen=True)

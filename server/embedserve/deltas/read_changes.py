@@ -33,7 +33,8 @@ class Waiting:
 
 
 Part = tuple[list[Waiting], list[Change]]
-"""A delta and its changes, or undone deltas and undos without any."""
+"""A delta and its changes; or consecutive deltas that are undone, their undos among them, and no
+changes."""
 
 
 def read_changes(

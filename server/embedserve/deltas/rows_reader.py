@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import LiveRows, SpareRows
+from embedserve.deltas.live_rows import LiveRows, SpareRows, View
 from embedserve_store.errors import StoreError
 from embedserve_store.format.changed_ids import AS_PUBLISHED
 from embedserve_store.format.table_spec import TableSpec
@@ -64,22 +64,22 @@ class RowsReader:
         self.has_ids = bool(self._owners.any())
         if upload is not None:
             live.uploaded = self._begin_committed()
-            upload(live.uploaded[0])
+            upload(live.uploaded.number)
 
     @property
     def is_uploaded(self) -> bool:
         """Returns whether lookups run on a device that ``advance`` uploads rows to."""
         return self._upload is not None
 
-    def begin(self) -> tuple[int, int]:
-        """Returns the view of a lookup that begins, and its seq.
+    def begin(self) -> View:
+        """Returns the view of a lookup that begins.
 
-        Until ``end`` is called with the view, none of its rows is overwritten.
+        Until ``end`` is called with its number, none of its rows is overwritten.
         """
         with self._lock:
             if (uploaded := self._live.uploaded) is None:
                 return self._begin_committed()
-            self._views.append(uploaded[0])  # a view that is in use already: the cell is set
+            self._views.append(uploaded.number)  # a view that is in use already: the cell is set
             return uploaded
 
     def advance(self) -> None:
@@ -96,20 +96,20 @@ class RowsReader:
             committed = self._begin_committed()
         ended = committed
         try:
-            self._upload(committed[0])
+            self._upload(committed.number)
             live.uploaded, ended = committed, before
         finally:
-            self.end(ended[0])
+            self.end(ended.number)
 
-    def _begin_committed(self) -> tuple[int, int]:
+    def _begin_committed(self) -> View:
         live = self._live
         while True:
-            view, seq = committed = live.committed
-            self._views.append(view)
+            committed = live.committed
+            self._views.append(committed.number)
             self._set_cell()
             if live.committed == committed:
-                return view, seq
-            self._end(view)  # the writer may have read the cell before it was set
+                return committed
+            self._end(committed.number)  # the writer may have read the cell before it was set
 
     def end(self, view: int) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedserve.deltas import membarrier
-from embedserve.deltas.live_rows import LiveRows, SpareRows
+from embedserve.deltas.live_rows import LiveRows, SpareRows, View
 from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.merge_changes import TableRows
 from embedserve_store.format.row_layout import dequantize_rows
@@ -28,7 +28,7 @@ _Replaced = deque[tuple[int, dict[int, Numbers]]]
 """Views and numbers of spare rows by group of tables, oldest first: no lookup of this or a later
 view reads them."""
 WAIT_S = 0.001
-"""Seconds between two looks at the cells of the readers, while a lookup must end first."""
+"""Interval of the check whether the lookups have ended that must end first."""
 
 
 @dataclass
@@ -68,13 +68,13 @@ class RowsWriter:
         """
         self._live = live
         self._free = [_Free(spare, index) for index, spare in enumerate(live.spares)]
-        # (view, seq) of the states whose rows are kept, oldest first; the last is the committed one
-        self._kept: deque[tuple[int, int]] = deque(maxlen=live.undo + 1)
+        # Views whose rows are kept, oldest first; the last is the committed one
+        self._kept: deque[View] = deque(maxlen=live.undo + 1)
         self._replaced: _Replaced = deque()
         self._taken_out: _Replaced = deque()  # rows that no kept state has
         self._has_undone_rows = False
         self._take_out_later_rows()
-        self._taken_out.append((live.committed[0], self._unused()))
+        self._taken_out.append((live.committed.number, self._unused()))
         self._count_changed()
         live.ids.count_again()
 
@@ -97,9 +97,9 @@ class RowsWriter:
     def undo_from(self) -> int:
         """Returns the first seq that ``revert`` may go back to; the committed one if there is no
         other."""
-        states = [*self._kept, *([self._live.committed] if self._has_undone_rows else [])]
+        views = [*self._kept, *([self._live.committed] if self._has_undone_rows else [])]
         # A version that went back has earlier seqs behind later ones.
-        return min(seq for _, seq in states[max(0, len(states) - self._live.undo - 1) :])
+        return min(view.seq for view in views[max(0, len(views) - self._live.undo - 1) :])
 
     @property
     def memory_bytes(self) -> int:
@@ -117,15 +117,15 @@ class RowsWriter:
         Args:
             changes: rows of each table at most once, each row once.
             check: called before the rows are visible, with a function that returns rows as they
-                will be. What it raises is raised, and nothing has changed.
+                will be. What it raises is raised, and no row has changed.
 
         Raises:
-            RowsFullError: the rows do not fit. Nothing has changed.
+            RowsFullError: the rows do not fit. No row has changed.
             StoreError: ``seq`` is too large.
         """
         self.finish_undo()
         live = self._live
-        view = live.committed[0] + 1
+        view = live.committed.number + 1
         live.check_numbers(view, seq)
         groups = [*self._by_group(changes)]
         self._make_room(groups)
@@ -141,9 +141,9 @@ class RowsWriter:
             newest[change.rows] = numbers
             replaced[change.free.index] = before[before != 0]
             self._changed[change.free.index] += int(np.count_nonzero(before == 0))
-        membarrier.barrier()
+        membarrier.barrier()  # a reader that finds the committed view finds the newest rows, too
         live.commit(view, seq)
-        self._kept.append((view, seq))
+        self._kept.append(View(view, seq))
         self._replaced.append((view, replaced))
 
     def revert(self, target: int, seq: int) -> bool:
@@ -164,7 +164,7 @@ class RowsWriter:
         live = self._live
         live.check_numbers(live.written + 1, seq)
         live.commit(view, seq)
-        while self._kept[-1][0] > view:
+        while self._kept[-1].number > view:
             self._kept.pop()
         while self._replaced and self._replaced[-1][0] > view:
             self._replaced.pop()  # their rows are the newest again
@@ -177,7 +177,7 @@ class RowsWriter:
         if not self._has_undone_rows:
             return
         undone = self._take_out_later_rows()
-        self._taken_out.append((self._live.committed[0], self._split(undone)))
+        self._taken_out.append((self._live.committed.number, self._split(undone)))
         self._count_changed()
         self._has_undone_rows = False
 
@@ -336,9 +336,9 @@ class RowsWriter:
             The oldest view that a lookup can read.
         """
         membarrier.barrier()  # a reader finds the committed view, or this process finds its cell
-        oldest = min(self._live.committed[0], self._live.oldest_read())
+        oldest = min(self._live.committed.number, self._live.oldest_read())
         self._free_up_to(self._taken_out, oldest)
-        self._free_up_to(self._replaced, min(self._kept[0][0], oldest))
+        self._free_up_to(self._replaced, min(self._kept[0].number, oldest))
         return oldest
 
     def _free_up_to(self, replaced: _Replaced, view: int) -> None:
@@ -368,7 +368,7 @@ class RowsWriter:
         live.set_written(view)
         membarrier.barrier()
         live.commit(view, seq)
-        self._kept.append((view, seq))
+        self._kept.append(View(view, seq))
         return np.concatenate(taken_out)
 
     def _unused(self) -> dict[int, Numbers]:

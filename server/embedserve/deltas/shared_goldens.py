@@ -1,7 +1,7 @@
 """Goldens of the last delta, in memory that the applier writes and the workers read.
 
-Nothing locks it: a checksum tells a reader
-that it read a record whole, and it leaves the comparison out otherwise.
+There is no lock. A reader verifies the record's checksum, and skips the comparison if the record
+was written meanwhile.
 """
 
 from __future__ import annotations

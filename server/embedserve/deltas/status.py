@@ -82,14 +82,14 @@ class DeltaState:
     reason: str = ""
     """Error that stops further deltas, for the states stalled and full. For the state held it would
     stop them without the hold."""
-    is_looked: bool = False
+    is_ready: bool = False
     """Whether the deltas that were there at the start have been applied, as far as they can be."""
     wanted_seq: int = 0
     """Last delta that is known to exist."""
     waiting_since: float = 0.0
     """Time of the oldest delta that is not applied, in seconds since the Unix epoch; 0: none."""
     looked_at: float = 0.0
-    """Time of the last look at the store, in seconds since the Unix epoch."""
+    """Time of the last poll of the store, in seconds since the Unix epoch."""
     rows: int = 0
     """Rows of applied deltas."""
     nbytes: int = 0
@@ -121,7 +121,7 @@ class DeltaState:
         return _age_s(self.waiting_since)
 
     def look_age_s(self) -> float:
-        """Returns the seconds since the last look at the store; 0 before the first."""
+        """Returns the seconds since the last poll of the store; 0 before the first."""
         return _age_s(self.looked_at)
 
 
@@ -206,7 +206,7 @@ class SharedDeltaState:
 
     Attributes:
         hold: request of an administrator that no further delta is applied. Any worker sets it, and
-            the applier reads it at each look.
+            the applier reads it at each poll.
         caught_up: whether a version that is prepared beside the served one may serve. Set by the
             applier.
         memory: the memory itself; other processes can open it while this one has it.

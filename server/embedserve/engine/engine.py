@@ -66,7 +66,8 @@ class Engine:
             weighted lookup in each replica.
         remote: None, as defined there: this host looks up.
         local_tables: none, as defined by fanout.router_engine.RouterEngine.
-        rows: reader of changed rows, set by whoever serves deltas; the engine does not use it.
+        rows_reader: reader of changed rows, set by whoever serves deltas; the engine itself does
+            not use it.
         live_goldens: goldens of the last delta, set likewise; ``check`` compares them.
         spare_rows: room for changed rows on the GPU; None elsewhere, or if no row changes.
         lookup_kind: the slowest kind among ``compiled``, one of compile.KINDS.
@@ -96,7 +97,7 @@ class Engine:
         self.device_type = device_type
         self.waits_for_device = device_type == "cuda"
         self.remote: RemoteLookups | None = None
-        self.rows: RowsReader | None = None
+        self.rows_reader: RowsReader | None = None
         self.spare_rows = spare_rows
         self.live_goldens: LiveGoldens | None = None
         self.replicas = len(compiled)

@@ -65,7 +65,7 @@ class RouterEngine:
         parts: what the shards of each part have to serve.
         local_tables: names of the tables that are looked up in this process.
         traces_calls: whether calls of shards are recorded for traces.
-        rows: None, as rows never change.
+        rows_reader: None, as rows never change.
     """
 
     waits_for_device = False
@@ -100,7 +100,7 @@ class RouterEngine:
         self.manifest = manifest
         self.translator = version.translator
         self.plan = version.plan
-        self.rows: RowsReader | None = None
+        self.rows_reader: RowsReader | None = None
         self.traces_calls = shards.traces_calls
         self._version = version
         self._shards = shards

@@ -55,16 +55,16 @@ def model_info(
     )
 
 
-def read_changed_rows(engine: Engine, followed: SharedDeltaState, worker: int) -> None:
+def attach_rows_reader(engine: Engine, followed: SharedDeltaState, worker: int) -> None:
     """Makes lookups of ``engine`` in this worker read the rows that change.
 
     Raises:
         StoreError: they cannot change in its plan.
     """
     upload = None if engine.spare_rows is None else engine.spare_rows.upload
-    engine.rows = RowsReader(followed.live, worker, engine.plan, upload)
+    engine.rows_reader = RowsReader(followed.live, worker, engine.plan, upload)
     if not engine.rounds_codes:
-        engine.live_goldens = LiveGoldens(followed.goldens, engine.rows, engine.manifest)
+        engine.live_goldens = LiveGoldens(followed.goldens, engine.rows_reader, engine.manifest)
 
 
 def restorer(
@@ -100,7 +100,7 @@ def restorer(
             version = followed.live.version
         engine = restore_one(settings, version, programs, beside, on_warming=say_warming)
         if followed is not None:
-            read_changed_rows(engine, followed, worker)
+            attach_rows_reader(engine, followed, worker)
         programs.add_warm(engine)
         return version, engine, model_info(engine, name, followed)
 

@@ -230,7 +230,7 @@ def _loaded(
         version_manager = server.build_version_manager(
             pipeline, engines, versions, settings, executor, worker, shards
         )
-        readers = [engine.rows for engine in engines.values() if engine.spare_rows is not None]
+        readers = [one.rows_reader for one in engines.values() if one.spare_rows is not None]
         del engines  # the version manager and the batchers release them
         if deltas is not None:
             deltas.clear()

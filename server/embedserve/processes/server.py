@@ -37,8 +37,8 @@ from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.processes.cpu_quota import available_cores
 from embedserve.processes.holding import holding_of, open_folder
 from embedserve.processes.next_version import (
+    attach_rows_reader,
     model_info,
-    read_changed_rows,
     restorer,
     router_restorer,
 )
@@ -103,7 +103,7 @@ def build_pipeline(
         StoreError: the rows of a followed model cannot change in its plan.
     """
     for name, followed in deltas.items():
-        read_changed_rows(
+        attach_rows_reader(
             cast("Engine", engines[name]), followed, 0 if counters is None else counters.worker
         )
     infos = {

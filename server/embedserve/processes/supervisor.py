@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from embedserve.metrics.shared_counters import SharedCounters
-from embedserve.processes.applier import Applier
+from embedserve.processes.applier_supervision import Applier
 from embedserve.processes.channel import SupervisorChannel, WorkerChannel
 from embedserve.processes.forked import LAST_WORDS_S, Restarts, described, ended, fork
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
@@ -284,7 +284,7 @@ class Supervisor:
         once it serves what the others serve."""
         self._are_released = self._are_released or (
             all(worker.warm_status is not None for worker in self._workers)
-            and (self._applier is None or self._applier.is_looked())
+            and (self._applier is None or self._applier.is_ready())
         )
         if not self._are_released:
             return

@@ -201,7 +201,7 @@ async def test_a_batcher_that_is_retired_meanwhile_answers_first(
 async def test_a_view_lasts_while_a_large_batch_is_joined(
     engine: FakeEngine, executor: ThreadPoolExecutor, gate: Gate, bags: Bags
 ) -> None:
-    rows = engine.rows = NextRows()
+    rows = engine.rows_reader = NextRows()
     batcher = make_batcher(engine, executor)
     answer = submit(batcher, engine.request(bags))
     await until(lambda: gate.threads)
@@ -218,7 +218,7 @@ async def test_a_failure_while_joining_answers_everyone(
     gate: Gate,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rows = engine.rows = NextRows()
+    rows = engine.rows_reader = NextRows()
     rows.id_failure = MemoryError("no room for the batch")
     gate.opened.set()
     batcher = make_batcher(engine, executor)

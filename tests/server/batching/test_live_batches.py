@@ -16,6 +16,7 @@ from embedserve.batching.batcher import Batcher
 from embedserve.batching.join import adapt_to_model
 from embedserve.batching.shadow import compare
 from embedserve.config import Limits
+from embedserve.deltas.live_rows import View
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.errors import EngineError, InvalidRequestError
 from embedserve.metrics.model_metrics import ModelMetrics
@@ -38,10 +39,10 @@ class NextRows(RowsReader):
         self.failure: Exception | None = None
         self.id_failure: Exception | None = None
 
-    def begin(self) -> tuple[int, int]:
+    def begin(self) -> View:
         self.begun += 1
         self.views.append(self.begun)
-        return self.begun, 10 * self.begun
+        return View(self.begun, 10 * self.begun)
 
     def end(self, view: int) -> None:
         self.views.remove(view)
@@ -71,8 +72,8 @@ class NextRows(RowsReader):
 
 @pytest.fixture
 def rows(engine: FakeEngine) -> NextRows:
-    engine.rows = NextRows()
-    return engine.rows
+    engine.rows_reader = NextRows()
+    return engine.rows_reader
 
 
 def batcher_of(engine: FakeEngine, limits: Limits, executor: Executor) -> Batcher:
@@ -122,7 +123,7 @@ async def test_a_view_ends_where_no_thread_takes_the_batch(
 
 async def test_ids_that_are_skipped_shift_no_feature(executor: ThreadPoolExecutor) -> None:
     engine = FakeEngine(ruled_info())
-    engine.rows = NextRows()
+    engine.rows_reader = NextRows()
     request = engine.request({"user": [[7, 4040404]], "day": [[2]]})
     assert (await submit(batcher_of(engine, INLINE, executor), request)).seq == 10
 
@@ -133,7 +134,7 @@ async def test_ids_are_those_of_the_view(
 ) -> None:
     """An id that is not in the vocabulary has a row in the view; a view ends with unknown ids."""
     engine = FakeEngine(ruled_info())
-    rows = engine.rows = NextRows()
+    rows = engine.rows_reader = NextRows()
     batcher = batcher_of(engine, INLINE, executor)
     await submit(batcher, engine.request({"day": [[1]]}))
     request = engine.request({"shelf": ids})
@@ -149,7 +150,7 @@ async def test_ids_are_those_of_the_view(
 
 async def test_a_view_ends_with_a_batch_that_cannot_be_joined(executor: ThreadPoolExecutor) -> None:
     engine = FakeEngine(ruled_info())
-    rows = engine.rows = NextRows()
+    rows = engine.rows_reader = NextRows()
     rows.id_failure = MemoryError()
     batcher = batcher_of(engine, INLINE, executor)
     with pytest.raises(EngineError, match="the lookup failed"):
@@ -166,7 +167,7 @@ async def test_rows_that_never_change_have_no_seq(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_shadow_compares_the_newest_rows(engine: FakeEngine, fails: bool) -> None:
-    rows = engine.rows = NextRows()
+    rows = engine.rows_reader = NextRows()
     served = FakeEngine(engine.model)
     requests = [adapt_to_model(make_request(USER), engine.model)]
     if fails:

@@ -62,7 +62,7 @@ def test_pushed_rows_are_applied_until_the_end(tmp_path: Path, is_terminated: bo
     followed = Followed(tmp_path / "store")
     followed.push(1)
     applier = Process(followed, tmp_path / "store")
-    while not followed.status.read().is_looked:
+    while not followed.status.read().is_ready:
         assert applier.supervisor.recv(1) == b"\n"  # the first look is followed by a heartbeat
     assert followed.live.seq == 1
     followed.push(2)

@@ -33,16 +33,16 @@ def rows_at(seq: int) -> dict[int, float]:
 def test_no_delta_after_the_bound_is_applied(followed: Followed) -> None:
     push_each(followed, 1, 4)
     followed.last_seq = 2
-    assert not followed.follower.look()
+    assert not followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.applied.seq, now.wanted_seq, now.lag_s()) == ("following", 2, 2, 0)
     assert followed.changed() == rows_at(2)
     assert followed.status.describe()["at_seq"] == 2
     followed.last_seq = 3
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (3, rows_at(3))
     followed.last_seq = None
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (4, rows_at(4))
     assert "at_seq" not in followed.status.describe()
 
@@ -56,39 +56,39 @@ def test_rows_go_back_from_memory(
 ) -> None:
     for seq in range(1, 5):
         push_each(followed, seq, seq)
-        followed.follower.look()
+        followed.follower.poll_once()
     followed.last_seq = target
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(followed.line, "rows", None)  # no file is read
-        assert not followed.follower.look()
+        assert not followed.follower.poll_once()
     assert caplog.messages == [f"m: goes back to delta {target}, the last that it may have"]
     now = followed.status.read()
     assert (now.state, now.applied.seq, now.wanted_seq) == ("following", target, target)
     assert (now.applied.as_of > 0, now.undos) == (target > 0, 0)
     assert (followed.live.seq, followed.changed()) == (target, rows_at(target))
     followed.last_seq = None
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (4, rows_at(4))
 
 
 def test_rows_go_back_from_the_store(followed: Followed) -> None:
     push_each(followed, 1, 4)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.follower = followed.started()  # a new applier has the newest rows alone
     followed.last_seq = 1
     repair = followed.damage(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 4, rows_at(4))
     assert followed.status.read().reason.startswith("cannot go back to delta 1: ")
     repair()
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
     followed.follower = followed.started()  # it continues where the other one went back to
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (1, rows_at(1))
     push_each(followed, 5, 5)
     followed.last_seq = None
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (5, rows_at(5))
 
 
@@ -96,7 +96,7 @@ def test_without_room_the_rows_stay_until_there_is(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     push_each(followed, 1, 3)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.follower = followed.started()
     followed.last_seq = 1
 
@@ -105,10 +105,10 @@ def test_without_room_the_rows_stay_until_there_is(
 
     with monkeypatch.context() as patch:
         patch.setattr(followed.rows, "apply", apply)
-        followed.follower.look()
+        followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("full", rows_at(3))
     assert followed.status.read().reason == "cannot go back to delta 1: no room"
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("following", rows_at(1))
 
 
@@ -116,60 +116,60 @@ def test_an_undo_after_the_bound_is_not_followed(followed: Followed) -> None:
     """Neither one that comes, nor one that was read ahead as the way past a damaged delta."""
     push_each(followed, 1, 3)
     followed.damage(3)
-    followed.follower.look()
+    followed.follower.poll_once()
     undo_deltas(followed.models.where, "m", to=1, why="wrong")
     followed.last_seq = 2
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, rows_at(2))
     followed.last_seq = None
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (4, rows_at(1))
     followed.last_seq = 2  # and back, past the undo
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (2, rows_at(2))
 
 
 def test_an_undo_that_was_read_ahead_is_not_followed_past_the_bound(followed: Followed) -> None:
     push_each(followed, 1, 3)
     followed.damage(2)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.hold.set(True)
     undo_deltas(followed.models.where, "m", to=1, why="wrong")
     for _ in range(4):  # each reads one manifest ahead
-        followed.follower.look()
+        followed.follower.poll_once()
     followed.hold.set(False)
     followed.last_seq = 2
-    followed.follower.look()
+    followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.applied.seq, now.wanted_seq) == ("stalled", 1, 2)
     followed.last_seq = None
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 4)
 
 
 def test_during_a_hold_rows_do_not_go_back(followed: Followed) -> None:
     push_each(followed, 1, 3)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.hold.set(True)
     push_each(followed, 4, 5)
-    followed.follower.look()
-    followed.follower.look()
+    followed.follower.poll_once()
+    followed.follower.poll_once()
     assert followed.status.read().wanted_seq == 5
     followed.last_seq = 1
-    followed.follower.look()
+    followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, followed.live.seq, now.wanted_seq, now.lag_s()) == ("held", 3, 3, 0)
     followed.hold.set(False)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, rows_at(1))
 
 
 def test_a_bound_after_the_last_delta_is_none_yet(followed: Followed) -> None:
     push_each(followed, 1, 2)
     followed.last_seq = DELTA_SEQ_MAX
-    followed.follower.look()
+    followed.follower.poll_once()
     push_each(followed, 3, 3)
-    followed.follower.look()
+    followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.applied.seq, now.wanted_seq) == ("following", 3, 3)
 
@@ -180,15 +180,15 @@ def test_a_gap_after_the_bound_is_no_fault(
     push_each(followed, 1, 3)
     (followed.deltas / f"{2:020d}.json").unlink()
     followed.last_seq = 1
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 1)
     followed.follower._list_after_s = LIST_AFTER_S_MAX  # long without a new delta
     followed.last_seq = None
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.state == "following"
     now_s = time.monotonic() + LIST_AFTER_S
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.state == "stalled"
 
 
@@ -197,7 +197,7 @@ def test_an_applier_killed_on_the_way_back_is_continued(
     followed: Followed, monkeypatch: pytest.MonkeyPatch, is_committed: bool
 ) -> None:
     push_each(followed, 1, 3)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.last_seq = 1
     bring_back = followed.follower._bring_back
 
@@ -208,14 +208,14 @@ def test_an_applier_killed_on_the_way_back_is_continued(
 
     monkeypatch.setattr(followed.follower, "_bring_back", killed)
     with pytest.raises(KeyboardInterrupt):
-        followed.follower.look()
+        followed.follower.poll_once()
     followed.follower = followed.started()
-    followed.follower.look()
+    followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.applied.seq, followed.changed()) == ("following", 1, rows_at(1))
     assert now.undo_from <= 1
     followed.last_seq = None
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (3, rows_at(3))
 
 
@@ -224,8 +224,8 @@ def test_a_compacted_version_goes_back_to_its_own_rows_at_most(followed: Followe
     compact_deltas(followed.models.where, "m")
     followed.follow(Path(followed.models.where), 2)
     push_each(followed, 3, 3)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.live.seq == 3
     followed.last_seq = 1
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, {})

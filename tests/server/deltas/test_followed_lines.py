@@ -14,7 +14,7 @@ from server.deltas.followed import ROWS, Followed
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from embedserve.config import ServeSettings
-from embedserve.deltas.applier_process import Poll
+from embedserve.deltas.applier_process import PollSchedule
 from embedserve.deltas.bounded_line import BoundedLine, LastSeq
 from embedserve.deltas.delta_target import (
     DeltaTarget,
@@ -55,14 +55,14 @@ class Moving:
     def started(self) -> FollowedLines:
         """An applier that has inherited nothing."""
 
-        def make(version: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq) -> Poll:
+        def make(version: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq) -> PollSchedule:
             def follower() -> DeltaFollower:
                 line = BoundedLine(
                     self.training.models, model.live.version.manifest, None, last_seq
                 )
                 return DeltaFollower(version.name, line, model, 1 << 20)
 
-            return Poll(follower, model.status, 0.0)
+            return PollSchedule(follower, model.status, 0.0)
 
         return FollowedLines(make, self._open, {})
 
@@ -95,7 +95,7 @@ class Moving:
 
     def until_looked(self) -> None:
         for _ in range(10):
-            self.lines.look()
+            self.lines.poll_due()
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ def test_a_compacted_version_gets_what_came_after_it(moving: Moving) -> None:
     assert moving.seqs() == [2, 2]
     assert moving.values(1) == moving.values(2)
     assert moving.values(2)[1:3] == [3.0, 4.0]
-    assert not moving.lines.find_caught_up()  # not all workers have prepared it
+    assert not moving.lines.mark_caught_up()  # not all workers have prepared it
     moving.switch(two)
-    assert moving.lines.find_caught_up()
+    assert moving.lines.mark_caught_up()
     assert moving.models[2].caught_up.is_set
-    assert not moving.lines.find_caught_up()  # only once
+    assert not moving.lines.mark_caught_up()  # only once
 
 
 def test_the_served_version_is_never_ahead_of_one_that_may_serve(
@@ -131,18 +131,18 @@ def test_the_served_version_is_never_ahead_of_one_that_may_serve(
     two = moving.prepare(2)
     moving.until_looked()
     moving.switch(two)
-    assert moving.lines.find_caught_up()
-    look, seen = DeltaFollower.look, []
+    assert moving.lines.mark_caught_up()
+    look, seen = DeltaFollower.poll_once, []
 
     def looked(follower: DeltaFollower) -> bool:
         has_more = look(follower)
         seen.append(moving.seqs())
         return has_more
 
-    monkeypatch.setattr(DeltaFollower, "look", looked)
+    monkeypatch.setattr(DeltaFollower, "poll_once", looked)
     for value in range(5):
         moving.training.push(1, value=float(value))
-        moving.lines.look()
+        moving.lines.poll_due()
     moving.until_looked()
     assert moving.seqs() == [6, 6]
     assert all(one <= two for one, two in seen)
@@ -170,7 +170,7 @@ def test_a_version_that_is_behind_does_not_serve(moving: Moving) -> None:
     repair = moving.training.damage(2)
     moving.switch(moving.prepare(2))
     moving.until_looked()
-    assert not moving.lines.find_caught_up()
+    assert not moving.lines.mark_caught_up()
     assert moving.models[2].status.read().state == "stalled"
     moving.training.push(3)
     moving.until_looked()
@@ -179,7 +179,7 @@ def test_a_version_that_is_behind_does_not_serve(moving: Moving) -> None:
     moving.lines.follow([moving.served])
     moving.switch(moving.prepare(2))
     moving.until_looked()
-    assert moving.lines.find_caught_up()
+    assert moving.lines.mark_caught_up()
     assert moving.seqs() == [3, 3]
 
 
@@ -192,7 +192,7 @@ def test_a_version_past_the_damage_may_serve(moving: Moving) -> None:
     assert moving.seqs() == [1]
     moving.switch(moving.prepare(2))
     moving.until_looked()
-    assert moving.lines.find_caught_up()
+    assert moving.lines.mark_caught_up()
     assert moving.seqs() == [1, 2]
 
 
@@ -202,14 +202,14 @@ def test_of_another_line_all_that_was_there_is_applied_first(moving: Moving) -> 
     publish_anew(moving.store)
     two = moving.prepare(2)
     moving.switch(two)
-    assert not moving.lines.find_caught_up()  # it has not looked
+    assert not moving.lines.mark_caught_up()  # it has not looked
     moving.models[1].hold.set(True)
     moving.models[2].hold.set(True)
     moving.until_looked()
-    assert not moving.lines.find_caught_up()  # it is held
+    assert not moving.lines.mark_caught_up()  # it is held
     moving.models[2].hold.set(False)
     moving.until_looked()
-    assert moving.lines.find_caught_up()
+    assert moving.lines.mark_caught_up()
     assert moving.seqs() == [1, 0]
     moving.models[1].hold.set(False)
     moving.training.push(2)
@@ -261,7 +261,7 @@ def test_the_next_version_serves_at_the_delta_of_its_alias(moving: Moving) -> No
     moving.until_looked()
     assert moving.seqs() == [3, 2]
     moving.switch(two)
-    assert moving.lines.find_caught_up()
+    assert moving.lines.mark_caught_up()
     moving.training.push(2)
     moving.until_looked()
     assert moving.seqs() == [3, 2]  # the served version goes neither on nor back
@@ -311,11 +311,11 @@ def test_notifications_hurry_the_lines_that_they_name(moving: Moving) -> None:
     moving.until_looked()
     assert moving.lines.topics() == {Topic("m", 1)}
     (one,) = moving.lines._followed.values()
-    one.poll.due_s = later = time.monotonic() + 3600
+    one.schedule.due_s = later = time.monotonic() + 3600
     moving.lines.hurry({Topic("m", 2), Topic("n", 1)})
-    assert one.poll.due_s == later
+    assert one.schedule.due_s == later
     moving.lines.hurry({Topic("m", 1)})
-    assert one.poll.due_s < later
+    assert one.schedule.due_s < later
 
 
 def test_workers_are_told_of_the_broker(moving: Moving) -> None:

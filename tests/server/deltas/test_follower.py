@@ -24,25 +24,25 @@ def followed(tmp_path: Path) -> Followed:
 
 
 def test_waiting_deltas_are_applied_in_one_step_and_later_rows_win(followed: Followed) -> None:
-    assert not followed.status.read().is_looked
+    assert not followed.status.read().is_ready
     followed.push(3, 5, value=1)
     followed.push(5, 7, value=2)
     followed.writer.push_rows({})
-    assert not followed.follower.look()
+    assert not followed.follower.poll_once()
     assert followed.rows.rows == {3: 1, 5: 2, 7: 2}
     assert followed.rows.steps == [3]
     now = followed.status.read()
     assert (now.state, now.applied.seq, now.wanted_seq, now.lag_s()) == ("following", 3, 3, 0)
-    assert (now.rows, now.rows_changed, now.is_looked) == (4, 3, True)
+    assert (now.rows, now.rows_changed, now.is_ready) == (4, 3, True)
     assert sum(now.freshness_seconds.counts) == 3
     assert now.applied.as_of > 0
 
 
 def test_a_line_without_deltas_is_followed(followed: Followed) -> None:
-    assert not followed.follower.look()
-    assert (followed.state, followed.status.read().is_looked) == ("following", True)
+    assert not followed.follower.poll_once()
+    assert (followed.state, followed.status.read().is_ready) == ("following", True)
     followed.push(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.live.seq == 1
 
 
@@ -50,12 +50,12 @@ def test_steps_are_bounded(followed: Followed) -> None:
     for row in (1, 2, 3):
         followed.push(row)
     followed.follower._step_bytes = 1
-    assert followed.follower.look()
+    assert followed.follower.poll_once()
     assert (followed.state, followed.rows.steps) == ("catching up", [1])
-    assert not followed.status.read().is_looked
+    assert not followed.status.read().is_ready
     assert followed.status.read().lag_s() > 0
-    assert followed.follower.look()
-    assert not followed.follower.look()
+    assert followed.follower.poll_once()
+    assert not followed.follower.poll_once()
     assert (followed.state, followed.rows.steps) == ("following", [1, 2, 3])
 
 
@@ -64,11 +64,11 @@ def test_a_step_has_a_bounded_number_of_deltas(
 ) -> None:
     """Else a server that is 100,000 small deltas behind would merge them without a heartbeat."""
     monkeypatch.setattr(follower, "STEP_DELTAS_MAX", 2)
-    followed.follower.look()  # later looks list nothing
+    followed.follower.poll_once()  # later looks list nothing
     for row in range(5):
         followed.push(row)
     states = []
-    while followed.follower.look():
+    while followed.follower.poll_once():
         states.append(followed.state)
     assert (states, followed.state) == (["catching up"] * 2, "following")
     assert followed.rows.steps == [2, 4, 5]
@@ -81,15 +81,15 @@ def test_a_damaged_delta_stalls_and_is_logged_once(
         followed.push(row)
     repair = followed.damage(2)
     with caplog.at_level(logging.ERROR):
-        assert not followed.follower.look()
-        assert not followed.follower.look()
+        assert not followed.follower.poll_once()
+        assert not followed.follower.poll_once()
     now = followed.status.read()
-    assert (now.state, now.applied.seq, now.refused, now.is_looked) == ("stalled", 1, 1, True)
+    assert (now.state, now.applied.seq, now.refused, now.is_ready) == ("stalled", 1, 1, True)
     assert "sha256 is" in now.reason
     assert len(caplog.records) == 1
     assert now.lag_s() > 0
     repair()
-    assert not followed.follower.look()
+    assert not followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.reason, now.applied.seq) == ("following", "", 3)
 
@@ -108,7 +108,7 @@ def test_a_bad_manifest_stalls(
 ) -> None:
     followed.push(1)
     followed.edit(1, change)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.state == "stalled"
     assert reason in followed.status.read().reason
     assert (followed.rows.rows, followed.live.seq) == ({}, 0)
@@ -116,22 +116,22 @@ def test_a_bad_manifest_stalls(
 
 def test_a_gap_is_found_by_the_listing(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     followed.push(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.push(2)
     followed.push(3)
     path = followed.deltas / manifest_name(2)
     whole = path.read_bytes()
     path.unlink()
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.state == "following"  # no listing yet
     followed.follower._list_after_s = 0.0  # its time has come
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.state == "stalled"
     assert "delta 2 of line 1 does not exist; after version 1 it has 1 to 3" in (
         followed.status.read().reason
     )
     path.write_bytes(whole)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 3)
 
 
@@ -148,10 +148,10 @@ def test_a_store_that_does_not_respond_stalls(
 
     with monkeypatch.context() as patch:
         patch.setattr(followed.line, "after", after)
-        assert not followed.follower.look()
+        assert not followed.follower.poll_once()
     reason = "no access to the store: s3://b: the remote store says: no"
     assert (followed.state, followed.status.read().reason, asked) == ("stalled", reason, 1)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.status.read().reason) == ("following", "")
 
 
@@ -169,12 +169,12 @@ def test_rows_that_cannot_be_read_now_are_read_at_a_later_look(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refuse)
-        followed.follower.look()
+        followed.follower.poll_once()
         now = followed.status.read()
         assert (now.state, now.applied.seq) == ("stalled", 1)
         assert now.reason.startswith("no access to the store: ")
         assert now.reason.endswith("cannot be read: Permission denied")
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 2)
 
 
@@ -182,28 +182,28 @@ def test_deltas_before_the_one_that_has_no_room_are_applied(followed: Followed) 
     followed.push(1, 2)
     followed.push(3, 4, 5)
     followed.rows.room = 4
-    followed.follower.look()
+    followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.reason) == ("full", "no room for delta 2")
     assert followed.rows.rows == {1: 1, 2: 1}
     followed.rows.room = 5
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 2)
 
 
 def test_a_follower_continues_where_one_was_killed(followed: Followed) -> None:
     """The kill may come before the rows are visible, or before the status says that they are."""
     followed.push(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     before = followed.status.read()
     followed.push(2)
-    followed.follower.look()
+    followed.follower.poll_once()
     after = followed.status.read()
     followed.push(3)
     for state in (after, replace(before, applying=after.applied)):
         followed.status.write(state)
         followed.live.commit(followed.live.committed[0], 2)
-        followed.started().look()
+        followed.started().poll_once()
         assert (followed.state, followed.rows.rows) == ("following", {3: 1})
 
 
@@ -212,10 +212,10 @@ def test_a_delta_that_is_listed_but_not_there_is_not_waited_for(
 ) -> None:
     """A look that found nothing says so, and does not make the applier look at once again."""
     monkeypatch.setattr(followed.line, "seqs", lambda: [1])
-    assert not followed.follower.look()
-    assert (followed.state, followed.status.read().is_looked) == ("catching up", True)
+    assert not followed.follower.poll_once()
+    assert (followed.state, followed.status.read().is_ready) == ("catching up", True)
     followed.push(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.state == "following"
 
 
@@ -223,11 +223,11 @@ def test_a_quiet_line_is_listed_ever_less_often(followed: Followed) -> None:
     waits = []
     for _ in range(7):
         followed.follower._found_s = -1e9
-        followed.follower.look()
+        followed.follower.poll_once()
         waits.append(followed.follower._list_after_s)
     assert waits == [10, 20, 40, 80, 160, 300, 300]
     followed.push(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.follower._list_after_s == 10
 
 
@@ -243,9 +243,9 @@ def test_a_kill_after_the_rows_are_visible_loses_no_position(
 
     monkeypatch.setattr(followed.rows, "apply", apply_and_die)
     with pytest.raises(KeyboardInterrupt):
-        followed.follower.look()
+        followed.follower.poll_once()
     followed.push(2)
-    followed.started().look()
+    followed.started().poll_once()
     assert (followed.state, followed.live.seq, followed.rows.rows) == ("following", 2, {2: 1})
 
 
@@ -257,8 +257,8 @@ def test_rows_that_the_device_cannot_serve_stop_the_line(followed: Followed) -> 
     follower = followed.started(check)
     for row in (3, 7, 5):
         followed.push(row)
-    follower.look()
+    follower.poll_once()
     assert (followed.live.seq, followed.state) == (1, "stalled")
     assert followed.status.read().reason == "row 7 does not fit"
-    follower.look()
+    follower.poll_once()
     assert followed.status.read().refused == 1

@@ -38,22 +38,22 @@ def push(followed: Followed, row: int, value: float, expected: float | None = No
 
 def test_goldens_that_are_right_are_applied(followed: Followed) -> None:
     push(followed, 1, 1.5)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 1, {1: 1.5})
 
 
 def test_goldens_also_see_rows_that_were_changed_before_or_never(followed: Followed) -> None:
     followed.push(3, value=2)
-    followed.follower.look()
+    followed.follower.poll_once()
     bags = Bags(np.array([3, 5, 3]), np.array([[1, 2]], np.int32), None)
     version = followed.models.load("m")
     five = version.tables.rows("t")[5].view(np.float32)
     answers = np.stack([np.full(4, 2, np.float32), five + 2])
     followed.writer.push_rows({}, goldens=(bags, answers))
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 2)
     followed.writer.push_rows({"t": ([5], five[None] + 1)}, goldens=(bags, answers))
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("stalled", 2)
     assert "goldens: 'f' (table 't'), example 1, column 0: " in followed.status.read().reason
 
@@ -64,14 +64,14 @@ def test_a_delta_with_other_results_stalls_and_nothing_past_it_is_applied(
     push(followed, 1, 1)
     push(followed, 2, 1, expected=1.25)
     with caplog.at_level(logging.ERROR):
-        followed.follower.look()
+        followed.follower.poll_once()
         assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 1, {1: 1})
         assert followed.status.read().reason == (
             "delta 2: goldens: 'f' (table 't'), example 0, column 0: the rows give 1, training had "
             "1.25, and their dtypes explain 1.2e-05; 4 of 8 values differ"
         )
         push(followed, 3, 1)  # its own goldens are right
-        followed.follower.look()
+        followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 1, {1: 1})
     assert len(caplog.records) == 1
     assert followed.status.read().rows_changed == 1
@@ -80,7 +80,7 @@ def test_a_delta_with_other_results_stalls_and_nothing_past_it_is_applied(
 def test_of_a_step_the_goldens_of_the_last_delta_count(followed: Followed) -> None:
     push(followed, 1, 1)
     push(followed, 1, 2)  # the first delta's goldens are of rows that this one changes
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.rows.steps, followed.changed()) == ("following", [2], {1: 2})
 
 
@@ -90,7 +90,7 @@ def test_goldens_count_for_the_size_of_a_step(followed: Followed) -> None:
     delta, _ = followed.line.manifest(1)
     assert delta.goldens is not None
     followed.follower._step_bytes = 2 * delta.nbytes + delta.goldens.nbytes
-    while followed.follower.look():
+    while followed.follower.poll_once():
         pass
     assert followed.rows.steps == [1, 2, 3]
 
@@ -98,27 +98,27 @@ def test_goldens_count_for_the_size_of_a_step(followed: Followed) -> None:
 def test_an_undo_is_the_way_past_it(followed: Followed) -> None:
     push(followed, 1, 1)
     push(followed, 2, 1, expected=9)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.state == "stalled"
     undo_deltas(followed.models.where, "m", to=1, why="wrong rows")
-    assert followed.follower.look()
-    followed.follower.look()
+    assert followed.follower.poll_once()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 3, {1: 1})
     followed.writer.resume()
     push(followed, 3, 4)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 4})
 
 
 def test_refusals_take_no_memory_and_no_undo_away(followed: Followed) -> None:
     for row in range(4):
         push(followed, row, 1)
-        followed.follower.look()
+        followed.follower.poll_once()
     push(followed, 4, 1, expected=2)
-    followed.follower.look()
+    followed.follower.poll_once()
     before = followed.status.read()
     for _ in range(20):
-        followed.follower.look()
+        followed.follower.poll_once()
     now = followed.status.read()
     assert (now.memory_bytes, now.undo_from) == (before.memory_bytes, before.undo_from)
     assert before.undo_from == 0
@@ -210,7 +210,7 @@ def test_a_delta_without_goldens_leaves_none_behind(followed: Followed) -> None:
     """Those of its seq may be of a delta that was replaced before it was committed."""
     followed.goldens.write(checked(1))
     followed.push(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.live.seq, followed.goldens.read()) == (1, None)
 
 
@@ -227,7 +227,7 @@ def test_only_the_goldens_of_the_newest_view_are_looked_up(followed: Followed) -
 
     live.check(lookup(0))  # there are none
     push(followed, 1, 1.5)
-    followed.follower.look()
+    followed.follower.poll_once()
     live.check(lookup(1.5))
     assert len(looked_up) == 1
     assert looked_up[0][0] >= ROWS  # a changed row
@@ -235,17 +235,17 @@ def test_only_the_goldens_of_the_newest_view_are_looked_up(followed: Followed) -
         live.check(lookup(1.6))
     assert followed.live.oldest_read() > 1 << 60  # the view has ended
     push(followed, 1, 1, expected=2)
-    followed.follower.look()  # is refused: the goldens of the delta before stay
+    followed.follower.poll_once()  # is refused: the goldens of the delta before stay
     live.check(lookup(1.5))
     assert len(looked_up) == 3
     undo_deltas(followed.models.where, "m", to=0, why="test")
-    followed.follower.look()
-    followed.follower.look()
+    followed.follower.poll_once()
+    followed.follower.poll_once()
     live.check(lookup(0))  # the rows are those of another delta
     followed.writer.resume()
     push(followed, 2, 1)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.push(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     live.check(lookup(0))  # the last delta has none
     assert len(looked_up) == 3

@@ -26,12 +26,12 @@ class Held(Followed):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.push(1)
-        self.follower.look()
+        self.follower.poll_once()
         self.hold.set(True)
 
-    def look(self) -> tuple[str, int, int]:
-        """(state, seq, desired seq) after a look."""
-        assert not self.follower.look()
+    def poll_once(self) -> tuple[str, int, int]:
+        """(state, seq, desired seq) after a poll."""
+        assert not self.follower.poll_once()
         now = self.status.read()
         assert now.applied.seq == self.live.seq
         return now.state, now.applied.seq, now.wanted_seq
@@ -60,14 +60,14 @@ def test_a_process_that_was_forked_shares_the_hold() -> None:
 def test_nothing_is_applied_and_what_waits_is_known(
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert held.look() == ("held", 1, 1)
+    assert held.poll_once() == ("held", 1, 1)
     assert held.status.read().lag_s() == 0
     before = time.time()
     for seq in (2, 3, 4):
         held.push(seq)
     with monkeypatch.context() as patch:
         patch.setattr(held.line, "rows", read_nothing)
-        assert [held.look() for _ in range(4)] == [
+        assert [held.poll_once() for _ in range(4)] == [
             *(("held", 1, seq) for seq in (2, 3, 4)),
             ("held", 1, 4),
         ]
@@ -75,7 +75,7 @@ def test_nothing_is_applied_and_what_waits_is_known(
     assert before - 0.001 <= now.waiting_since <= time.time()  # is written in whole milliseconds
     assert (now.reason, now.refused, now.looked_at >= before) == ("", 0, True)
     held.hold.set(False)
-    assert held.look() == ("following", 4, 4)
+    assert held.poll_once() == ("following", 4, 4)
     assert held.rows.steps == [1, 4]
     assert held.status.read().lag_s() == 0
 
@@ -83,7 +83,7 @@ def test_nothing_is_applied_and_what_waits_is_known(
 def test_the_lag_is_that_of_the_oldest_delta(held: Held) -> None:
     for seq in (2, 3):
         held.push(seq)
-        held.look()
+        held.poll_once()
     oldest, _ = held.line.manifest(2)
     since = datetime.fromisoformat(oldest.as_of).timestamp()
     assert held.status.read().waiting_since == since
@@ -101,35 +101,35 @@ def test_a_step_in_progress_is_completed(held: Held, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(held.rows, "apply", apply_and_hold)
     held.push(2)
     held.push(3)
-    assert held.look() == ("following", 3, 3)
+    assert held.poll_once() == ("following", 3, 3)
     held.push(4)
-    assert held.look() == ("held", 3, 4)
+    assert held.poll_once() == ("held", 3, 4)
 
 
 def test_a_hold_outlives_the_applier(held: Held, caplog: pytest.LogCaptureFixture) -> None:
     held.push(2)
-    held.look()
+    held.poll_once()
     held.status.stall("the process that applies deltas was ended by SIGKILL")
     held.push(3)
     held.follower = held.started()
     with caplog.at_level(logging.INFO):
-        assert held.look() == ("held", 1, 3)  # its first look lists the line
-        assert (held.status.read().reason, held.look()) == ("", ("held", 1, 3))
+        assert held.poll_once() == ("held", 1, 3)  # its first poll lists the line
+        assert (held.status.read().reason, held.poll_once()) == ("", ("held", 1, 3))
     assert caplog.messages == ["m: deltas after 1 are held"]
     held.hold.set(False)
-    assert held.look() == ("following", 3, 3)
+    assert held.poll_once() == ("following", 3, 3)
 
 
 def test_a_new_hold_begins_after_the_deltas_that_were_applied(held: Held) -> None:
     held.push(2)
-    held.look()
+    held.poll_once()
     held.hold.set(False)
     held.push(3)
     held.push(4)
-    assert held.look() == ("following", 4, 4)
+    assert held.poll_once() == ("following", 4, 4)
     held.hold.set(True)
     held.push(5)
-    assert held.look() == ("held", 4, 5)
+    assert held.poll_once() == ("held", 4, 5)
     assert held.status.read().lag_s() > 0
 
 
@@ -137,8 +137,8 @@ def test_beginning_and_end_are_logged_once(held: Held, caplog: pytest.LogCapture
     with caplog.at_level(logging.INFO):
         for is_set in (True, False):
             held.hold.set(is_set)
-            held.look()
-            held.look()
+            held.poll_once()
+            held.poll_once()
     assert caplog.messages == ["m: deltas after 1 are held", "m: deltas are held no longer"]
 
 
@@ -150,33 +150,33 @@ def test_a_damaged_delta_stalls_after_the_hold(
     held.push(3)
     held.edit(3, lambda data: data.update(previous="0" * 64))
     with caplog.at_level(logging.ERROR):
-        assert held.look() == ("held", 1, 2)
-        assert held.look() == ("held", 1, 2)
+        assert held.poll_once() == ("held", 1, 2)
+        assert held.poll_once() == ("held", 1, 2)
     now = held.status.read()
     assert ("does not continue delta 2" in now.reason, now.refused) == (True, 1)
     assert [one.split(":")[1] for one in caplog.messages] == [" no delta after 2"]
     held.hold.set(False)
-    assert held.look() == ("stalled", 2, 2)
+    assert held.poll_once() == ("stalled", 2, 2)
     assert held.status.read().refused == 1  # for the same reason
     held.hold.set(True)
-    assert held.look() == ("held", 2, 2)
+    assert held.poll_once() == ("held", 2, 2)
 
 
 def test_a_store_that_does_not_respond_is_shown(
     held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held.look()
+    held.poll_once()
 
     def after(position: LinePosition) -> None:
         raise StoreError("s3://b: the remote store says: no")
 
     with monkeypatch.context() as patch:
         patch.setattr(held.line, "after", after)
-        assert held.look() == ("held", 1, 1)
+        assert held.poll_once() == ("held", 1, 1)
         assert held.status.read().reason[:6] == "s3://b"
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        assert held.look() == ("held", 1, 1)
+        assert held.poll_once() == ("held", 1, 1)
     assert (held.status.read().reason, caplog.messages) == ("", [])
 
 
@@ -184,26 +184,26 @@ def test_a_line_that_is_full_is_held_too(held: Held) -> None:
     held.hold.set(False)
     held.rows.room = 1
     held.push(2)
-    assert held.look()[0] == "full"
+    assert held.poll_once()[0] == "full"
     held.hold.set(True)
-    assert held.look() == ("held", 1, 2)
+    assert held.poll_once() == ("held", 1, 2)
     held.hold.set(False)
-    assert held.look()[0] == "full"
+    assert held.poll_once()[0] == "full"
 
 
 def test_a_busy_line_is_not_listed_during_a_hold(held: Held) -> None:
     """A delta that is found makes the next listing wait, as where it is applied."""
     held.follower._list_after_s = 300.0
     held.push(2)
-    held.look()
+    held.poll_once()
     assert held.follower._list_after_s == 10.0
 
 
 def test_what_is_undone_during_a_hold_is_never_served(held: Held) -> None:
     held.push(2, value=2)
     undo_deltas(held.models.where, "m", to=1, why="CTR fell")
-    held.look()
-    assert held.look() == ("held", 1, 3)
+    held.poll_once()
+    assert held.poll_once() == ("held", 1, 3)
     held.hold.set(False)
-    held.follower.look()
+    held.follower.poll_once()
     assert (held.rows.steps, held.live.seq, held.changed()) == ([1, 3], 3, {1: 1})

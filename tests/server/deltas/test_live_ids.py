@@ -125,7 +125,7 @@ ASKED = np.array([*IDS, 1, 2, 3])
 def test_ids_are_new_and_gone_from_their_delta_on(model: Model) -> None:
     before = model.begin()
     model.push({"t": {1: 51.0, 10: 52.0}}, {"t": [20, -40]})
-    model.follower.look()
+    model.follower.poll_once()
     after = model.begin()
     assert model.values(before, 0, ASKED, "t") == [*range(1, 9), None, None, None]
     assert model.values(after, 0, ASKED, "t") == [None, 2, 3, 4, 5, 52, None, 8, 51, None, None]
@@ -139,10 +139,10 @@ def test_a_row_gets_the_next_id_without_an_answer_of_the_former(model: Model) ->
     """A batch that began before has the former id with the former values."""
     gone = [*IDS[:4]]
     model.push({"t": {n: 100.0 + n for n in (101, 102, 103, 104)}}, {})  # the rows without an id
-    model.follower.look()
+    model.follower.poll_once()
     before = model.begin()
     model.push({"t": {105: 205.0}}, {"t": gone})
-    model.follower.look()
+    model.follower.poll_once()
     asked = np.array([*gone, 105])
     assert model.values(before, 0, asked, "t") == [1, 2, 3, 4, None]
     assert model.values(model.begin(), 0, asked, "t") == [None, None, None, None, 205]
@@ -152,7 +152,7 @@ def test_strings_are_ids_as_well(model: Model) -> None:
     from embedserve_store.ids.string_hashes import hash_strings
 
     model.push({"w": {"new": 7.5}}, {"w": ["word 3"]})
-    model.follower.look()
+    model.follower.poll_once()
     asked = hash_strings(["word 2", "word 3", "new", "other"])
     assert model.values(model.begin(), 2, asked, "w") == [3, None, 7.5, None]
 
@@ -161,7 +161,7 @@ def test_no_more_ids_change_than_there_is_room_for(tmp_path: Path) -> None:
     model = Model(tmp_path, percent=0)
     model.push({"t": {10: 1.0}}, {})
     model.push({"t": {1: 1.0}}, {})
-    model.follower.look()
+    model.follower.poll_once()
     now = model.status.read()
     assert (now.state, now.applied.seq) == ("full", 1)
     assert now.reason.startswith("table 't': 0 ids of the vocabulary have changed, 1 more are")
@@ -171,10 +171,10 @@ def test_no_more_ids_change_than_there_is_room_for(tmp_path: Path) -> None:
 def test_an_undo_that_is_read_from_the_store_brings_ids_back(tmp_path: Path) -> None:
     model = Model(tmp_path, undo=0)
     model.push({"t": {1: 51.0, 10: 52.0}}, {"t": [20]})
-    model.follower.look()
+    model.follower.poll_once()
     model.follower = model.started()
     undo_deltas(tmp_path, "m", to=0, why="")
-    model.follower.look()
+    model.follower.poll_once()
     assert model.status.read().applied.seq == 2
     assert model.values(model.begin(), 0, ASKED, "t") == [*range(1, 9), None, None, None]
 
@@ -187,11 +187,11 @@ def test_a_damaged_delta_of_ids_is_not_applied(model: Model) -> None:
         whole = path.read_bytes()
         path.unlink()
         path.write_bytes(whole[:-1] + b"!")
-        model.follower.look()
+        model.follower.poll_once()
         assert model.status.read().state == "stalled"
         assert path.name in model.status.read().reason
         path.write_bytes(whole)
-    model.follower.look()
+    model.follower.poll_once()
     assert model.values(model.begin(), 0, ASKED[-3:], "t") == [51, None, None]
 
 
@@ -238,7 +238,7 @@ def test_each_id_of_each_vocabulary_has_an_entry_of_its_own(live_ids: LiveIds) -
     for count in (1, 500, 1400, 98):
         ids = np.unique(random.integers(-(2**63), 2**63 - 1, count))
         changes = [ChangedIds(one, ids, n + 2 * np.arange(count)) for n, one in enumerate(SPECS)]
-        found = live_ids.as_rows(changes)
+        found = live_ids.add_changes(changes)
         by_row = dict(zip(found.values.view(np.int64)[:, 0].tolist(), found.numbers, strict=True))
         for n, table in enumerate("ab"):
             known[table] |= {int(one): int(by_row[n + 2 * i]) for i, one in enumerate(ids)}
@@ -249,7 +249,7 @@ def test_each_id_of_each_vocabulary_has_an_entry_of_its_own(live_ids: LiveIds) -
     assert live_ids.used == [1999, 1999]
     more = ChangedIds(SPECS[1], np.arange(2), np.full(2, REMOVED))
     with pytest.raises(RowsFullError, match=r"table 'b': 1999 ids .* 2 more .* the limit is 2000"):
-        live_ids.as_rows([more])
+        live_ids.add_changes([more])
     assert entries_of(live_ids, "b", np.arange(2)) == [-1, -1]
     live_ids.count_again()
     assert live_ids.used == [1999, 1999]
@@ -260,7 +260,7 @@ def test_of_an_id_that_changes_twice_the_last_row_counts(live_ids: LiveIds) -> N
         ChangedIds(SPECS[0], np.array([3, 4]), np.array([1, 2])),
         ChangedIds(SPECS[0], np.array([4, 5]), np.array([REMOVED, 3])),
     ]
-    found = live_ids.as_rows(changes)
+    found = live_ids.add_changes(changes)
     rows = dict(zip(found.numbers.tolist(), found.values.view(np.int64)[:, 0], strict=True))
     entries = entries_of(live_ids, "a", np.array([3, 4, 5]))
     assert [rows[entry] for entry in entries] == [1, REMOVED, 3]
@@ -272,7 +272,7 @@ def test_ids_cannot_be_chosen_to_meet_in_one_slot(live_ids: LiveIds) -> None:
     ids = np.arange(1 << 22)
     ids = ids[mixed(ids) >> np.uint64(64 - (slots - 1).bit_length()) == 3]
     assert len(ids) > 300
-    entries = live_ids.as_rows([ChangedIds(SPECS[0], ids, np.arange(len(ids)))]).numbers
+    entries = live_ids.add_changes([ChangedIds(SPECS[0], ids, np.arange(len(ids)))]).numbers
     assert np.ptp(entries) > slots / 2
 
 
@@ -325,7 +325,7 @@ class LiveIdsMachine(RuleBasedStateMachine):
 
     @rule()
     def look(self) -> None:
-        self.model.follower.look()
+        self.model.follower.poll_once()
         assert not self.model.status.read().reason
         last = self.model.last_seq
         assert last is None or self.model.live.seq <= last
@@ -353,7 +353,7 @@ class LiveIdsMachine(RuleBasedStateMachine):
             assert self.model.values(view, 0, asked, "t") == expected
 
     def teardown(self) -> None:
-        self.model.follower.look()
+        self.model.follower.poll_once()
         self.patch.undo()
         last = self.states[-1]
         if len(self.states) > 1:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from embedserve.deltas.applier_process import RETRY_S_MAX, Poll, look_s_min
+from embedserve.deltas.applier_process import RETRY_S_MAX, PollSchedule, shortest_poll_s
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.status import STALLED, DeltaStatus
 from embedserve_store.format.delta_manifest import LinePosition
@@ -21,7 +21,7 @@ class Follower:
     """Looks whose outcomes are given."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
-        self.look = look
+        self.poll_once = look
 
 
 @pytest.fixture
@@ -31,30 +31,30 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def poll_of(look: Callable[[DeltaStatus], bool]) -> tuple[Poll, DeltaStatus, list[int]]:
-    """Returns a poll, its status and the number of followers that were made."""
+def schedule_of(look: Callable[[DeltaStatus], bool]) -> tuple[PollSchedule, DeltaStatus, list[int]]:
+    """Returns a schedule, its status and the number of followers that were made."""
     status, made = DeltaStatus(LinePosition(1, 0, "ab" * 32)), [0]
 
     def make() -> DeltaFollower:
         made[0] += 1
         return cast(DeltaFollower, Follower(lambda: look(status)))
 
-    return Poll(make, status, POLL_S), status, made
+    return PollSchedule(make, status, POLL_S), status, made
 
 
-def waits(poll: Poll, clock: list[float], looks: int) -> list[float]:
+def waits(schedule: PollSchedule, clock: list[float], looks: int) -> list[float]:
     found = []
     for _ in range(looks):
-        poll.look_if_due()
-        found.append(poll.due_s - clock[0])
-        clock[0] = poll.due_s
+        schedule.poll_if_due()
+        found.append(schedule.due_s - clock[0])
+        clock[0] = schedule.due_s
     return found
 
 
 def test_a_look_that_leaves_more_is_repeated_at_once(clock: list[float]) -> None:
     outcomes = iter([True, False, False])
-    poll, *_ = poll_of(lambda _: next(outcomes))
-    assert waits(poll, clock, 3) == [0, POLL_S, POLL_S]
+    schedule, *_ = schedule_of(lambda _: next(outcomes))
+    assert waits(schedule, clock, 3) == [0, POLL_S, POLL_S]
 
 
 def test_a_follower_that_fails_looks_ever_less_often_whatever_others_do(
@@ -64,7 +64,7 @@ def test_a_follower_that_fails_looks_ever_less_often_whatever_others_do(
         status.write(replace(status.read(), state=STALLED, reason="damaged"))
         return False
 
-    failing, status, _ = poll_of(fail)
+    failing, status, _ = schedule_of(fail)
     assert waits(failing, clock, 6) == [0.5, 1, 2, 4, RETRY_S_MAX, RETRY_S_MAX]
     status.write(replace(status.read(), reason=""))
     failing._follower = cast(Any, Follower(lambda: False))
@@ -78,27 +78,27 @@ def test_nothing_is_looked_for_before_it_is_due(clock: list[float]) -> None:
         looks.append(clock[0])
         return False
 
-    poll, *_ = poll_of(look)
-    poll.look_if_due()
+    schedule, *_ = schedule_of(look)
+    schedule.poll_if_due()
     clock[0] += POLL_S / 2
-    poll.look_if_due()
+    schedule.poll_if_due()
     assert looks == [100.0]
 
 
 def test_notifications_hasten_a_look_but_not_below_the_smallest_interval(
     clock: list[float],
 ) -> None:
-    """However many come: a flood costs five looks for each poll, and no more than 20 a second."""
-    poll, *_ = poll_of(lambda _: False)
-    poll.look_if_due()
+    """However many come: a flood costs five polls in each interval, and at most 20 a second."""
+    schedule, *_ = schedule_of(lambda _: False)
+    schedule.poll_if_due()
     clock[0] += POLL_S / 2
-    poll.hurry()
-    assert poll.due_s <= clock[0]
-    poll.look_if_due()
+    schedule.hurry()
+    assert schedule.due_s <= clock[0]
+    schedule.poll_if_due()
     for _ in range(10):
-        poll.hurry()
-    assert poll.due_s == clock[0] + POLL_S / 5
-    assert [look_s_min(one) for one in (0.05, 0.25, 60)] == [0.01, 0.05, 0.05]
+        schedule.hurry()
+    assert schedule.due_s == clock[0] + POLL_S / 5
+    assert [shortest_poll_s(one) for one in (0.05, 0.25, 60)] == [0.01, 0.05, 0.05]
 
 
 def test_notifications_hasten_no_look_while_no_delta_can_be_applied(clock: list[float]) -> None:
@@ -108,12 +108,12 @@ def test_notifications_hasten_no_look_while_no_delta_can_be_applied(clock: list[
         status.write(replace(status.read(), state=STALLED, reason="damaged"))
         return False
 
-    poll, *_ = poll_of(fail)
-    waits(poll, clock, 4)
-    poll.look_if_due()
-    due_s = poll.due_s
-    poll.hurry()
-    assert poll.due_s == due_s == clock[0] + RETRY_S_MAX
+    schedule, *_ = schedule_of(fail)
+    waits(schedule, clock, 4)
+    schedule.poll_if_due()
+    due_s = schedule.due_s
+    schedule.hurry()
+    assert schedule.due_s == due_s == clock[0] + RETRY_S_MAX
 
 
 def test_after_an_unexpected_error_the_follower_is_made_anew(
@@ -127,10 +127,10 @@ def test_after_an_unexpected_error_the_follower_is_made_anew(
         status.write(replace(status.read(), state="following", reason=""))
         return False
 
-    poll, status, made = poll_of(look)
-    assert waits(poll, clock, 1) == [2 * POLL_S]
+    schedule, status, made = schedule_of(look)
+    assert waits(schedule, clock, 1) == [2 * POLL_S]
     now = status.read()
     assert (now.state, now.reason, made) == (STALLED, "ZeroDivisionError: by zero", [2])
     assert "by zero" in caplog.text
-    assert waits(poll, clock, 1) == [POLL_S]
+    assert waits(schedule, clock, 1) == [POLL_S]
     assert (status.read().state, made) == ("following", [2])

@@ -114,7 +114,7 @@ def test_a_host_without_memory_is_named(live: LiveRows, monkeypatch: pytest.Monk
     def full(*_: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("embedserve.deltas.region.map_private", full)
+    monkeypatch.setattr("embedserve.deltas.map_tables.map_private", full)
     with pytest.raises(StoreError, match=r"cannot be resident: \[Errno 12\] Cannot allocate"):
         live.make_resident()
 

@@ -43,7 +43,7 @@ def followed(tmp_path: Path, pair: KeyPair) -> Followed:
 
 def stalled(followed: Followed) -> str:
     """Returns why the follower applies no further delta."""
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.state == "stalled"
     return followed.status.read().reason
 
@@ -51,7 +51,7 @@ def stalled(followed: Followed) -> str:
 def test_signed_deltas_are_applied(followed: Followed) -> None:
     followed.push(1)
     followed.push(2)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 2, {1: 1, 2: 1})
 
 
@@ -76,7 +76,7 @@ def test_a_delta_without_its_signature_stalls(
     assert (followed.live.seq, followed.changed()) == (1, {1: 1})
     assert reason in stalled(followed)
     replace_file(path, whole)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 3)
 
 
@@ -92,13 +92,13 @@ def test_an_undo_needs_a_signature_too(followed: Followed, pair: KeyPair, tmp_pa
     store = followed.models.where
     followed.push(1)
     followed.push(2)
-    followed.follower.look()
+    followed.follower.poll_once()
     undo_deltas(store, "m", to=1, why="forged", key=key_pair(tmp_path, "other").private)
     assert "its signature is not of a key in" in stalled(followed)
     assert (followed.live.seq, followed.changed()) == (2, {1: 1, 2: 1})
     (followed.deltas / manifest_name(3)).unlink()
     undo_deltas(store, "m", to=1, why="CTR fell", key=pair.private)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("following", 3, {1: 1})
 
 
@@ -108,7 +108,7 @@ def test_deltas_are_verified_again_when_an_undo_reads_them(
     """The store may have changed since they were applied."""
     for row in (1, 2, 3):
         followed.push(row, value=row)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.follower = followed.started()  # which has no former rows in memory
     undo_deltas(followed.models.where, "m", to=1, why="CTR fell", key=pair.private)
     path = followed.deltas / manifest_name(1)
@@ -116,7 +116,7 @@ def test_deltas_are_verified_again_when_an_undo_reads_them(
     replace_file(path, resealed(whole, lambda data: data.pop("signature")))
     assert "has no signature" in stalled(followed)
     replace_file(path, whole)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.changed() == {1: 1}
 
 
@@ -139,7 +139,7 @@ def test_the_applier_verifies_with_its_keys(
     theirs.close()
     ours.settimeout(30)
     try:
-        while not followed.status.read().is_looked:
+        while not followed.status.read().is_ready:
             assert ours.recv(1) == b"\n"
         assert followed.live.seq == 0
         assert "has no signature" in followed.status.read().reason

@@ -31,7 +31,7 @@ def test_a_state_is_read_as_it_was_written() -> None:
         applying=Applied(6, 2.5, "ef" * 32),
         state="held",
         reason="Grüße",
-        is_looked=True,
+        is_ready=True,
         wanted_seq=9,
         waiting_since=3.5,
         looked_at=4.5,

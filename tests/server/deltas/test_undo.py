@@ -38,13 +38,13 @@ def test_an_undo_brings_rows_back_from_memory(
 ) -> None:
     for seq in range(1, 5):
         followed.push(seq, 9, value=seq)
-        followed.follower.look()
+        followed.follower.poll_once()
     assert followed.changed() == {1: 1, 2: 2, 3: 3, 4: 4, 9: 4}
     assert followed.status.read().undo_from == 0
     assert undo(followed, 2) == 5
     monkeypatch.setattr(followed.line, "rows", None)  # no file is read
     with caplog.at_level(logging.WARNING):
-        assert not followed.follower.look()
+        assert not followed.follower.poll_once()
     assert caplog.messages == ["m: delta 5 reverts to delta 2: CTR fell"]
     assert followed.changed() == {1: 1, 2: 2, 9: 2}
     now = followed.status.read()
@@ -54,28 +54,28 @@ def test_an_undo_brings_rows_back_from_memory(
 def test_an_undo_past_the_memory_reads_the_store(followed: Followed) -> None:
     for seq in range(1, 5):
         followed.push(seq, 9, value=seq)
-        followed.follower.look()
+        followed.follower.poll_once()
     followed.follower = followed.started()  # a new applier has the newest rows alone
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.status.read().undo_from == 4
     undo(followed, 2)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.changed(), followed.live.seq) == ({1: 1, 2: 2, 9: 2}, 5)
     followed.push(3, value=7)
     undo(followed, 0)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.changed(), followed.live.seq, followed.state) == ({}, 7, "following")
 
 
 def test_an_undo_can_be_undone(followed: Followed) -> None:
     for seq in range(1, 4):
         followed.push(seq, value=seq)
-    followed.follower.look()
+    followed.follower.poll_once()
     undo(followed, 1)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert followed.changed() == {1: 1}
     undo(followed, 3)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.changed(), followed.live.seq) == ({1: 1, 2: 2, 3: 3}, 5)
 
 
@@ -95,12 +95,12 @@ def test_what_is_undone_before_it_is_applied_is_never_visible(
         return rows(delta)
 
     monkeypatch.setattr(followed.line, "rows", read_rows)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.rows.steps, read) == ([4], [1, 4])
     assert followed.changed() == {1: 1, 3: 3}
     followed.push(4, value=4)
     undo(followed, 1)  # of delta 4, which is applied, and of 5, which is not
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.rows.steps, followed.live.seq) == ([4, 6], 6)
     assert followed.changed() == {1: 1}
     assert 5 not in read
@@ -111,15 +111,15 @@ def test_an_undone_delta_may_be_damaged(followed: Followed) -> None:
     followed.push(1, value=1)
     followed.push(2, value=2)
     followed.damage(2)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("stalled", 1)
     undo(followed, 1)
     followed.push(3, value=3)
     repair = followed.damage(4)
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("stalled", 3, {1: 1})
     repair()
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 3})
 
 
@@ -129,7 +129,7 @@ def test_deltas_and_undos_are_applied_one_by_one_where_all_have_no_room(followed
     undo(followed, 1)
     followed.push(4, 5, value=4)
     followed.rows.room = 3
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("full", 3)
     assert followed.changed() == {1: 1, 2: 1}
 
@@ -139,11 +139,11 @@ def test_an_undo_that_cannot_be_applied_is_tried_again(
 ) -> None:
     followed.push(1, value=1)
     followed.push(1, value=2)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.follower = followed.started()
     undo(followed, 1)
     repair = followed.damage(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     now = followed.status.read()
     assert (now.state, now.applied.seq, followed.changed()) == ("stalled", 2, {1: 2})
     assert "sha256 is" in now.reason
@@ -154,9 +154,9 @@ def test_an_undo_that_cannot_be_applied_is_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(followed.rows, "apply", apply)
-        followed.follower.look()
+        followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("full", {1: 2})
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("following", {1: 1})
 
 
@@ -210,7 +210,7 @@ class UndosAndRestarts(RuleBasedStateMachine):
     @rule(step_bytes=st.sampled_from([1, 1 << 20]))
     def look(self, step_bytes: int) -> None:
         self.followed.follower._step_bytes = step_bytes
-        self.followed.follower.look()
+        self.followed.follower.poll_once()
         last = self.followed.last_seq
         assert last is None or self.followed.live.seq <= last
 
@@ -240,32 +240,32 @@ def test_an_undo_far_behind_a_damaged_delta_is_found(followed: Followed) -> None
         followed.push(2, value=value)
     followed.damage(2)
     followed.follower._step_bytes = 1
-    followed.follower.look()
-    followed.follower.look()
+    followed.follower.poll_once()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("stalled", 1)
     assert followed.status.read().wanted_seq == 7
     undo(followed, 1)
     followed.push(3, value=9)
-    assert followed.follower.look()  # finds it, and is called again at once
-    assert followed.follower.look()
+    assert followed.follower.poll_once()  # finds it, and is called again at once
+    assert followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (8, {1: 1})
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.changed()) == ("following", {1: 1, 3: 9})
 
 
 def test_another_undo_is_a_way_past_one_that_cannot_be_applied(followed: Followed) -> None:
     for seq in range(1, 5):
         followed.push(seq, value=seq)
-    followed.follower.look()
+    followed.follower.poll_once()
     followed.follower = followed.started()
     undo(followed, 2)
     (followed.deltas / f"{2:020d}.json").unlink()
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("stalled", 4)
-    assert not followed.follower.look()
+    assert not followed.follower.poll_once()
     undo(followed, 4)
-    assert followed.follower.look()
-    followed.follower.look()
+    assert followed.follower.poll_once()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq) == ("following", 6)
     assert followed.changed() == {1: 1, 2: 2, 3: 3, 4: 4}
 
@@ -276,7 +276,7 @@ def test_an_undone_delta_without_room_is_passed_over(followed: Followed) -> None
     followed.push(5, value=3)
     followed.push(6, 7, 8, value=4)
     followed.rows.room = 3
-    followed.follower.look()
+    followed.follower.poll_once()
     assert (followed.state, followed.live.seq, followed.changed()) == ("full", 3, {5: 3})
 
 
@@ -284,8 +284,8 @@ def test_the_log_has_a_reason_on_one_line(
     followed: Followed, caplog: pytest.LogCaptureFixture
 ) -> None:
     followed.push(1)
-    followed.follower.look()
+    followed.follower.poll_once()
     undo_deltas(followed.models.where, "m", to=0, why="bad\nrows")
     with caplog.at_level(logging.WARNING):
-        followed.follower.look()
+        followed.follower.poll_once()
     assert caplog.messages == ["m: delta 2 reverts to delta 0: bad rows"]

@@ -19,7 +19,7 @@ from embedserve.processes.rollout.delta_versions import DeltaVersions
 logger = logging.getLogger(__name__)
 
 FAILURES_MAX = 3
-"""Ends of an applier before its first look is done, after which the workers start without it."""
+"""Ends of an applier before its first poll is done, after which the workers start without it."""
 HANG_S_MIN = 180.0
 """Seconds without a heartbeat, at least, before an applier counts as hung. A request to the store
 gives up after 60 s, and applying a delta of 4 GiB takes about as long on two busy cores. An applier
@@ -40,7 +40,7 @@ class Applier:
         Args:
             main: applies deltas until the supervisor is gone.
             followed: versions whose deltas are applied. Other versions are sent to the process.
-            selector: wakes the supervisor at each heartbeat. One comes when the first look is done,
+            selector: wakes the supervisor at each heartbeat. One comes when the first poll is done,
                 and when a next version may serve.
             close_inherited: closes in the forked process what belongs to the supervisor.
         """
@@ -53,12 +53,12 @@ class Applier:
         self._started_s = self._silent_s = 0.0
         self._kill_at_s: float | None = None
 
-    def is_looked(self) -> bool:
-        """Returns whether workers may listen: every model has looked for deltas for the first
-        time, or the applier has failed too often to wait for it."""
+    def is_ready(self) -> bool:
+        """Returns whether workers may listen: every model has been polled for the first time, or
+        the applier has failed too often to wait for it."""
         if self.restarts.failures >= FAILURES_MAX:
             return True
-        return all(one.status.read().is_looked for one in self._followed.served.values())
+        return all(one.status.read().is_ready for one in self._followed.served.values())
 
     def check(self) -> None:
         """Starts the applier if it is due, and notices its end."""
@@ -140,7 +140,7 @@ class Applier:
             self._channel = None
 
     def _reap(self, how: str) -> None:
-        was_ready, now_s = self.is_looked(), time.monotonic()
+        was_ready, now_s = self.is_ready(), time.monotonic()
         self._end_channel()
         delay_s = self.restarts.schedule(now_s, now_s - self._started_s, was_ready=was_ready)
         self._stall(how)

@@ -17,7 +17,7 @@ from server.processes.test_supervisor import start, supervised
 from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
-from embedserve.processes.applier import HANG_S_MIN, Applier
+from embedserve.processes.applier_supervision import HANG_S_MIN, Applier
 from embedserve.processes.rollout.delta_versions import DeltaVersions
 
 pytestmark = pytest.mark.usefixtures("warm")
