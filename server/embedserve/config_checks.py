@@ -46,8 +46,8 @@ def check_settings(settings: ServeSettings) -> None:
             raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
     if 0 < settings.worker_hang_s < HANG_S_MIN:
         raise ValueError(
-            f"worker_hang_s is {settings.worker_hang_s:g}, which a busy host's workers would pass: "
-            f"use {HANG_S_MIN:g} or more, or 0 for never"
+            f"worker_hang_s is {settings.worker_hang_s:g}, which workers of a busy host would "
+            f"exceed: use {HANG_S_MIN:g} or more, or 0 for never"
         )
     _check_deltas(settings)
     _check_parts(settings)
@@ -73,7 +73,7 @@ def why_fixed(settings: ServeSettings, device_type: str) -> str:
     if device_type == "cuda":
         return (
             "the tables go to GPUs, where a version that comes would have to fit beside the one "
-            "that answers, which is not seen to yet: use none"
+            "that answers, which is not supported yet: use none"
         )
     if settings.is_supervised and settings.tables == "resident":
         way_out = "" if settings.deltas != "none" else ", or --workers 1"

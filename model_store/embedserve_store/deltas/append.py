@@ -60,6 +60,6 @@ def check_no_overwrites(store: str, folder: str) -> None:
         )
 
 
-def now() -> str:
-    """Returns the time as DeltaManifest.as_of has it."""
+def as_of_now() -> str:
+    """Returns the time as DeltaManifest.as_of has it, to the microsecond."""
     return datetime.now(UTC).isoformat(timespec="microseconds")

@@ -33,7 +33,7 @@ class Piece:
 
 
 class ColumnExchange:
-    """Exchanges columns, so that each row comes to be whole on one rank.
+    """Exchanges columns between ranks, so that each row is whole on one of them.
 
     Ranks that hold columns of a table have the same rows. Each gets a consecutive part of them,
     and sends the columns of the other parts.

@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from embedserve_store.deltas.append import now
+from embedserve_store.deltas.append import as_of_now
 from embedserve_store.deltas.encode_changes import (
     Changes,
     copy_changes,
@@ -154,7 +154,7 @@ class DeltaWriter:
 
         It is called between two steps, on the thread and CUDA stream that train. Rows are as they
         are after the optimizer. If it fails, the next push has these rows, too, as they are then.
-        It also has the ids, as long as they are not the reason, unless it names them itself.
+        It has the ids again, too, unless they made it fail or the next push names them itself.
 
         Args:
             step: number of the training step, for people.
@@ -188,7 +188,7 @@ class DeltaWriter:
         own_ids = evaluate(lambda: (copy_changes(vocabulary or {}), copy_removed(removed)))
         try:
             self._begin()
-            as_of = now()
+            as_of = as_of_now()
             answered = self._goldens.looked_up(goldens, self._module, self._prefix, tracked.dtype)
         except StoreError:
             with suppress(StoreError):  # of ids that cannot be; the reason of the failure matters
@@ -261,7 +261,7 @@ class DeltaWriter:
             StoreError: on all ranks: the store cannot be written.
         """
         self._begin()
-        as_of = now()
+        as_of = as_of_now()
         own_changes = evaluate(lambda: changes if wait else copy_changes(changes))
         own_goldens = evaluate(lambda: goldens if wait else self._goldens.copied(goldens))
         own_removed = evaluate(lambda: copy_removed(removed))
@@ -301,7 +301,7 @@ class DeltaWriter:
         """
         with suppress(RevertedError):
             self.wait()
-        undone = self._line.pass_undos(is_tracked=self._tracked is not None)
+        undone = self._line.advance_past_undos(is_tracked=self._tracked is not None)
         self._ids.take_again(undone.ids)
         if self._tracked is not None:
             self._tracked.take_again(undone.rows)

@@ -95,7 +95,7 @@ class LineAppender:
         self.models = ModelStore(store)
         self._ranks, self._calls = ranks, RankCalls(ranks)
         self._is_fenced = False
-        self._is_unsure = False  # whether the store may have a delta of this job after ``position``
+        self._may_have_unseen_delta = False  # of this job, in the store after ``position``
         # Its arguments alone: the error would keep the frames of each push that raised it.
         self._reverted: tuple[Any, ...] | None = None
         self._key: SigningKey | None = None
@@ -124,7 +124,7 @@ class LineAppender:
         Raises:
             RevertedError, WriterFencedError, InvalidModelError, StoreError: as DeltaWriter.push.
         """
-        self.pass_own()
+        self.advance_past_own()
         parts = [*split(changes)]
         sizes = self._ranks.from_all([encoded_bytes(part) for part in parts])
         id_parts = [*split_ids([*ids.values()])]
@@ -149,7 +149,7 @@ class LineAppender:
         """Writes one delta; a collective."""
         files = self._written(own_files)
         call = partial(self._append_manifest, files, goldens, step, as_of)
-        self._is_unsure = True  # if the store's response is lost
+        self._may_have_unseen_delta = True  # if the store's response is lost
         try:
             self.position = self._calls.on_first(call)
         except WriterFencedError:
@@ -158,9 +158,9 @@ class LineAppender:
         except RevertedError as error:
             self._reverted = error.args
             raise
-        self._is_unsure = False
+        self._may_have_unseen_delta = False
 
-    def pass_own(self) -> dict[str, ChangedIds]:
+    def advance_past_own(self) -> dict[str, ChangedIds]:
         """Continues after deltas of this job that were written although their push failed, because
         the store's response was lost; a collective.
 
@@ -170,10 +170,10 @@ class LineAppender:
         Raises:
             StoreError: on all ranks: the store cannot be read.
         """
-        if not self._is_unsure:
+        if not self._may_have_unseen_delta:
             return {}
         self.position, ids = self._calls.on_first(self._find_own)
-        self._is_unsure = False
+        self._may_have_unseen_delta = False
         return ids
 
     def check_continues(self) -> None:
@@ -191,7 +191,7 @@ class LineAppender:
         """Returns the version's vocabularies by table; a remote version is pulled."""
         return self.models.load(self.base.model, self.base.version).id_maps
 
-    def pass_undos(self, *, is_tracked: bool) -> UndoneChanges:
+    def advance_past_undos(self, *, is_tracked: bool) -> UndoneChanges:
         """Continues after the undos at the end of the line; a collective.
 
         Args:
@@ -209,7 +209,7 @@ class LineAppender:
         except WriterFencedError:
             self._is_fenced = True
             raise
-        self._reverted, self._is_unsure = None, False
+        self._reverted, self._may_have_unseen_delta = None, False
         return undone
 
     @property

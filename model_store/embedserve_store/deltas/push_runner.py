@@ -23,12 +23,12 @@ class _InFlight:
 
 
 class PushRunner:
-    """Runs pushes of one rank. Of these at most one is in flight.
+    """Runs the pushes of one rank. At most one is in flight.
 
     A push in a thread makes its collectives over the writer's own group of ranks, which nobody else
-    uses until the push is joined. They so have one order on all ranks, whatever training does at
-    the same time over its own groups. A push ends with a collective, and therefore with success on
-    all ranks or on none.
+    uses until the push is joined. So all ranks run them in the same order, whatever training does
+    at the same time over its own groups. A push ends with a collective: it succeeds on all ranks or
+    on none.
     """
 
     def __init__(self) -> None:

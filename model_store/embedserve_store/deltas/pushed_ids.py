@@ -143,7 +143,7 @@ class PushedIds:
         """Returns the vocabularies, None if the version has none; a collective."""
         if not self._has_any:
             return None
-        passed = self._line.pass_own()
+        passed = self._line.advance_past_own()
         if self._opened is not None:
             self._opened.advance(passed)
         else:

@@ -22,10 +22,11 @@ class TouchedIds:
     those records instead of ``get_unique_ids``, which merges the batches, raises ValueError if
     nothing was looked up, and loses what is looked up between it and the next forward.
 
-    TorchRec records an id before the optimizer updates its row. A pipeline that looks up a batch
-    ahead so has ids recorded whose rows change only later: the ids of the last ``overlap_steps``
-    training steps before ``mark_taken`` are therefore returned once more after it, and as long as
-    no further step follows. Forwards of an evaluation (``eval()`` or ``no_grad``) count as no step.
+    TorchRec records an id before the optimizer updates its row. If a pipeline looks a batch up
+    ahead, the rows of its ids change only after they are recorded. Therefore the ids of the last
+    ``overlap_steps`` training steps before ``mark_taken`` are returned once more after it, and as
+    long as no further step follows. Forwards of an evaluation (``eval()`` or ``no_grad``) count as
+    no step.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 
-from embedserve_store.deltas.append import append, check_no_overwrites, now
+from embedserve_store.deltas.append import append, as_of_now, check_no_overwrites
 from embedserve_store.deltas.delta_line import DeltaLine
 from embedserve_store.deltas.notify.channel_url import Notify
 from embedserve_store.deltas.notify.make_notifier import make_notifier
@@ -79,7 +79,7 @@ def undo_deltas(
             writer=author,
             token=token,
             step=None,
-            as_of=now(),
+            as_of=as_of_now(),
             files=(),
             reverts_to=to,
             why=why,

@@ -166,9 +166,9 @@ def test_young_deltas_are_kept(
 ) -> None:
     for hours in (50, 30, 20, 10, 1):
         old = datetime.now(UTC) - timedelta(hours=hours)
-        monkeypatch.setattr(delta_writer, "now", lambda old=old: old.isoformat())
+        monkeypatch.setattr(delta_writer, "as_of_now", lambda old=old: old.isoformat())
         push(writer, 1)
-    monkeypatch.setattr(delta_writer, "now", append_module.now)
+    monkeypatch.setattr(delta_writer, "as_of_now", append_module.as_of_now)
     compact_deltas(store, "m")
     prune(store, "m", keep=1)
     assert [(one.first, one.last) for one in prune_deltas(store, "m", is_trial=True)] == [(1, 2)]

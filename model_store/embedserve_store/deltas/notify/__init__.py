@@ -1,5 +1,5 @@
 """Notifications that a delta was published, over Redis Streams or NATS; optional. Imports no torch.
 
-A notification ends a wait early and is believed in nothing else: the store alone says which deltas
-there are.
+The content of a notification is not trusted. It ends a wait early; the store alone says which
+deltas there are.
 """
