@@ -51,8 +51,8 @@ class DeltaTarget:
         return self.name, self.generation
 
 
-def to_bytes(versions: Sequence[DeltaTarget]) -> bytes:
-    return orjson.dumps(versions)
+def to_bytes(targets: Sequence[DeltaTarget]) -> bytes:
+    return orjson.dumps(targets)
 
 
 def from_bytes(message: bytes) -> list[DeltaTarget]:

@@ -12,8 +12,8 @@ from embedserve_store.errors import StoreError
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.005
-"""Seconds between two looks for a new view. A look takes microseconds."""
+POLL_S = 0.005
+"""Interval of the check whether there is a new view, which takes microseconds."""
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def uploading(readers: Sequence[RowsReader | None]) -> Iterator[None]:
 
 def _upload(readers: Sequence[RowsReader], ended: threading.Event) -> None:
     reason = ""
-    while not ended.wait(LOOK_S):
+    while not ended.wait(POLL_S):
         try:
             for one in readers:
                 one.advance()
