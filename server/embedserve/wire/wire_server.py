@@ -43,7 +43,7 @@ CHECK_BYTES = 64 << 20
 """Bytes by which connections may grow before their memory is checked ahead of CHECK_S."""
 CUT_SHOWN = 5
 """Client addresses in the log of aborted connections, those with the most connections first."""
-UPLOAD_BYTES = 256 << 20
+UPLOAD_BYTES_MAX = 256 << 20
 """Bytes of request bodies in flight beyond the stream windows; at least one body of the largest
 size always fits."""
 
@@ -85,7 +85,7 @@ class WireServer:
             is_local: HeaderTemplateCache(rest, pipeline.limits, pipeline.codecs, names)
             for is_local, names in ((False, allowed_hosts), (True, None))
         }
-        upload_bytes = max(UPLOAD_BYTES, pipeline.limits.body_bytes_max)
+        upload_bytes = max(UPLOAD_BYTES_MAX, pipeline.limits.body_bytes_max)
         self._uploads = UploadBudget(
             upload_bytes, lambda: not pipeline.models.has_full_unsized_queue
         )

@@ -23,6 +23,7 @@ from embedserve.wire.http2.request_headers import ResolvedRoute, ResolveRoute, r
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import Handler, Headers
+from embedserve.wire.wire_server import UPLOAD_BYTES_MAX
 
 F = TypeVar("F", bound=Frame)
 POST: Headers = [
@@ -31,7 +32,6 @@ POST: Headers = [
     (b":path", b"/"),
     (b":authority", b"h"),
 ]
-UPLOAD_BYTES = 256 << 20
 
 
 class RecordingHandler:
@@ -88,7 +88,7 @@ class Peer:
         self.outputs = 0
         self.connection = Http2Connection(
             open_request or self._open_request,
-            uploads or UploadBudget(UPLOAD_BYTES, lambda: True),
+            uploads or UploadBudget(UPLOAD_BYTES_MAX, lambda: True),
             self._on_output,
         )
         self.encoder = Encoder()

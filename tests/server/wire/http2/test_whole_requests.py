@@ -8,7 +8,6 @@ import pytest
 from hyperframe.frame import DataFrame, Frame, GoAwayFrame, HeadersFrame
 from server.wire.http2.peer import (
     POST,
-    UPLOAD_BYTES,
     Peer,
     RecordingHandler,
     data,
@@ -24,6 +23,7 @@ from embedserve.wire.http2.request_headers import ResolvedRoute
 from embedserve.wire.http2.stream import Stream
 from embedserve.wire.http2.upload_budget import UploadBudget
 from embedserve.wire.http_stream import Headers
+from embedserve.wire.wire_server import UPLOAD_BYTES_MAX
 
 OK = encode([(b":status", b"200")])
 TAIL = encode([(b"grpc-status", b"0")])
@@ -140,7 +140,7 @@ def test_none_is_taken_while_draining() -> None:
 
 
 def test_one_beyond_the_connections_window_ends_it() -> None:
-    peer = knowing_peer(UploadBudget(UPLOAD_BYTES, lambda: False))
+    peer = knowing_peer(UploadBudget(UPLOAD_BYTES_MAX, lambda: False))
     peer.holds = True
     number = 21
     while peer.connection.flow_control.window >= 16384:
