@@ -29,7 +29,12 @@ from embedserve.metrics.metrics import PROTOCOLS
 from embedserve.metrics.part_stats import SHARD_OUTCOMES
 from embedserve.metrics.request_metrics import OUTCOMES
 from embedserve.metrics.tls import HANDSHAKE_OUTCOMES
-from embedserve.processes.memory_bounds import CONNECTION_TLS_BYTES, memory_bytes_max, memory_parts
+from embedserve.processes.memory_bounds import (
+    CONNECTION_TLS_BYTES,
+    FEATURES,
+    memory_bytes_max,
+    memory_parts,
+)
 from embedserve_store.terminal.sizes import human_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,10 +60,16 @@ its variable.
 
 MEMORY_HEAD = """## Memory
 
-This table has the most memory that clients can make a process use with the default limits, in
-addition to its tables and its idle memory. `memory_bytes_max` in
-`server/embedserve/processes/memory_bounds.py` computes it for other limits, and
-`tests/hostile/test_memory.py` verifies it.
+This table adds up the limits on the memory that clients can make a process use, in addition to its
+tables and its idle memory. It is for the default limits and one model of {features} features.
+`memory_bytes_max` in `server/embedserve/processes/memory_bounds.py` computes other sums, and
+`tests/hostile/test_memory.py` verifies them.
+
+Not included are [what has no bound yet](threat-model.md#what-is-not-bounded-yet), the connections
+of a management port (up to 256 of them, with 64 MiB), and the batch that a
+[shadow](rollout.md#a-version-in-the-shadow) compares. While one version replaces another, the
+previous one has a queue and batches of its own until it has drained. `embedserve plan --kubernetes`
+adds them for a server that follows.
 """
 
 METRICS_HEAD = """# Metrics
@@ -82,7 +93,7 @@ def settings_page() -> str:
         described = [one for one in fields(settings) if "help" in one.metadata]
         parts.append(f"## {title}\n\n{_summary(settings) if settings is Limits else ''}")
         parts.append(_table(SETTING_COLUMNS, map(_setting_row, described)))
-    parts.append(MEMORY_HEAD)
+    parts.append(MEMORY_HEAD.format(features=FEATURES))
     rows = [(human_bytes(size), what) for what, size in memory_parts(DEFAULT_LIMITS).items()]
     total = human_bytes(memory_bytes_max(DEFAULT_LIMITS))
     rows.append((f"**{total}**", "in total, for one model"))

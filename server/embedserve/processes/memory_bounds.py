@@ -1,7 +1,11 @@
-"""Worst-case memory that requests and connections can make a process use: the sum of all limits.
+"""Bound of the memory that clients can make a process hold: the sum of its limits.
 
-Together with the rows it is the memory that a server needs. settings.md shows the worst case of
-clients; `embedserve plan --kubernetes` computes the memory of a server.
+Together with the rows it is the memory that a server needs. settings.md shows the sum for the
+default limits; `embedserve plan --kubernetes` computes the memory of a server.
+
+Not counted is what only operators start: a management port, whose connections have small limits of
+their own (MANAGEMENT_LIMITS in server.py), and a shadow, which looks one batch at a time up again.
+threat-model.md names what has no bound yet.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from embedserve.fanout.values_budget import (
     VALUES_BYTES_MAX,
 )
 from embedserve.pipeline.codec_executor import WAITING_BYTES_MAX
+from embedserve.wire.management_turns import WAITING_BODY_BYTES_MAX
 from embedserve.wire.wire_server import CHECK_BYTES
 
 CONNECTION_BYTES = 16 << 10
@@ -29,6 +34,12 @@ ID_BYTES = 8 + 4
 STRING_BYTES = 88
 """Bytes of an id that came as a string: the string, which is kept for messages, and the integer it
 may be converted to."""
+LENGTH_BYTES = 4
+"""Bytes of the length of a bag: one for each feature of each example."""
+FEATURES = 100
+"""Features of a model whose tables are not known."""
+MANAGEMENT_QUEUES = 4
+"""Queues of management requests: on ports and on Unix sockets one for probes and one for others."""
 JSON_BYTES_PER_VALUE = 16
 FREED_SHARE = 1 / 4
 """Fraction added for freed memory that malloc does not return. Under attack, half of malloc's
@@ -44,7 +55,12 @@ DECOMPRESSED_COPIES = 2
 
 
 def memory_parts(
-    limits: Limits, has_tls: bool = False, gpus: int = 0, parts: int = 0
+    limits: Limits,
+    has_tls: bool = False,
+    gpus: int = 0,
+    parts: int = 0,
+    features: int = FEATURES,
+    versions: int = 1,
 ) -> dict[str, int]:
     """Returns bytes by purpose, in addition to the tables and an idle server.
 
@@ -53,22 +69,33 @@ def memory_parts(
             CPU. Pinned memory that PyTorch caches beyond one batch is not counted.
         parts: parts of the model that a router serves; each may return almost a whole result. 0 for
             a server that is no router.
+        features: features of the model.
+        versions: versions of the model whose queues may be full at once. A version that was
+            replaced has a queue until it has drained.
     """
     values_max = limits.request_output_bytes_max // 4
-    lone_ids = 2 * ID_BYTES * limits.request_ids_max  # as received, and joined to a batch
-    lone = lone_ids + 2 * limits.request_output_bytes_max
-    batch = 2 * ID_BYTES * limits.batch_ids_max + 2 * limits.batch_output_bytes_max
-    batches = gpus * AT_ONCE * max(lone, batch) if gpus else lone + batch
+    bytes_per_example = LENGTH_BYTES * features
+    lengths = bytes_per_example * limits.request_examples_max
+    # Twice: ids and lengths as received and as joined, values as looked up and as written.
+    lone = 2 * (ID_BYTES * limits.request_ids_max + lengths + limits.request_output_bytes_max)
+    batch = 2 * (ID_BYTES * limits.batch_ids_max + lengths + limits.batch_output_bytes_max)
     if parts:
         largest = PADDED_TIMES * parts * limits.request_output_bytes_max
-        # small batches of two versions, during a rollout
-        batches += max(VALUES_BYTES_MAX, largest) + 2 * BATCHES_MAX * SMALL_BYTES_MAX
-        batches += (BATCHES_MAX - 1) * max(lone, batch)
+        # the values that parts return: the budget of the process, and small batches of two versions
+        batches = max(VALUES_BYTES_MAX, largest) + 2 * BATCHES_MAX * SMALL_BYTES_MAX
+        batches += versions * (lone + batch + (BATCHES_MAX - 1) * max(lone, batch))
+    elif gpus:
+        batches = versions * gpus * AT_ONCE * max(lone, batch)
+    else:
+        batches = versions * (lone + batch)
+    queue = (ID_BYTES + STRING_BYTES) * limits.queue_ids_max
+    queue += bytes_per_example * limits.queue_examples_max
     bytes_by_purpose = {
         "connections": CONNECTION_BYTES * limits.connections_max,
         "incomplete requests, cached headers, and responses that clients have not read": (
             limits.connection_bytes_max + CHECK_BYTES
         ),
+        "bodies of management requests, waiting": MANAGEMENT_QUEUES * WAITING_BODY_BYTES_MAX,
         "large requests to decode and large responses to encode, waiting": WAITING_BYTES_MAX,
         "the large request or response that is decoded or encoded": max(
             JSON_BYTES_PER_VALUE * values_max,
@@ -77,7 +104,7 @@ def memory_parts(
             + DECOMPRESSED_COPIES * limits.body_bytes_max,
         ),
         # a queue for small requests and a queue for large ones
-        "the queue of a model": 2 * (ID_BYTES + STRING_BYTES) * limits.queue_ids_max,
+        "the queue of a model": versions * 2 * queue,
         # on GPUs, and in a router, each batch may be one large request
         "its batches that are looked up": batches,
     }
@@ -87,9 +114,16 @@ def memory_parts(
     return bytes_by_purpose | {"free memory between blocks in use (fragmentation)": freed}
 
 
-def memory_bytes_max(limits: Limits, has_tls: bool = False, gpus: int = 0, parts: int = 0) -> int:
+def memory_bytes_max(
+    limits: Limits,
+    has_tls: bool = False,
+    gpus: int = 0,
+    parts: int = 0,
+    features: int = FEATURES,
+    versions: int = 1,
+) -> int:
     """Returns the sum of memory_parts, for one model."""
-    return sum(memory_parts(limits, has_tls, gpus, parts).values())
+    return sum(memory_parts(limits, has_tls, gpus, parts, features, versions).values())
 
 
 @dataclass(frozen=True)
@@ -139,6 +173,7 @@ def server_memory(
     hot: float = 1.0,
     gpus: int = 0,
     parts: int = 0,
+    features: int = FEATURES,
     names: int = 1,
 ) -> ServerMemory:
     """Returns the memory that a server of one model needs. With follow=none it has no room for a
@@ -147,7 +182,7 @@ def server_memory(
 
     Args:
         hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.
-        gpus, parts: as in memory_parts.
+        gpus, parts, features: as in memory_parts.
         names: number of names under which versions of the model are served and followed, such as
             the aliases stable and canary.
     """
@@ -157,11 +192,12 @@ def server_memory(
     if settings.follow == "none":
         versions = 1
     held = int(part * rows.mapped) + settings.workers * rows.copied
+    has_tls = bool(settings.tls_cert)
     return ServerMemory(
         versions=versions,
         rows=versions * held,
         processes=settings.workers * PROCESS_BYTES,
         work=WORK_BYTES,
         clients=settings.workers
-        * memory_bytes_max(settings.limits, bool(settings.tls_cert), gpus, parts),
+        * memory_bytes_max(settings.limits, has_tls, gpus, parts, features, versions),
     )

@@ -89,8 +89,16 @@ def test_each_worker_has_its_own_and_rows_are_shared() -> None:
 
 
 def test_following_holds_two_versions() -> None:
-    request, _ = memory(patch(LARGE, PodOptions(follow="latest")))
+    request, limit = memory(patch(LARGE, PodOptions(follow="latest")))
     assert request == 200 * GIB + PROCESS_BYTES + WORK_BYTES
+    bound = memory_bytes_max(DEFAULT_LIMITS, versions=2)  # the former one drains its queue
+    assert 0 <= limit - (200 * GIB + PROCESS_BYTES + bound) < 1 << 20
+
+
+def test_many_features_have_many_lengths() -> None:
+    _, limit = memory(patch(replace(LARGE, features=1000)))
+    bound = memory_bytes_max(DEFAULT_LIMITS, features=1000)
+    assert 0 <= limit - (100 * GIB + PROCESS_BYTES + bound) < 1 << 20
 
 
 def test_each_alias_may_serve_a_version_while_the_next_one_loads() -> None:
@@ -302,7 +310,7 @@ def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
     (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
     done = run(tmp_path / "tables.yaml", "--kubernetes")
     assert done.exit_code == 0, done.stderr
-    rows = PodRows("tables.yaml", 256_000 + PAGE_BYTES)  # with the header of their file
+    rows = PodRows("tables.yaml", 256_000 + PAGE_BYTES, features=1)  # with their file's header
     assert done.stdout == pod_patch(replace(rows, name=str(tmp_path / "tables.yaml")), PodOptions())
     request = needed(rows)["requests"]["memory"]
     assert request == rows.mapped + PROCESS_BYTES + WORK_BYTES

@@ -66,7 +66,7 @@ def test_a_shard_has_memory_for_the_versions_that_it_holds() -> None:
     for container in containers(shard_manifests(2, LARGE, PodOptions())):
         request, limit = memory(container)
         assert request == 200 * GIB + PROCESS_BYTES + WORK_BYTES
-        most = 200 * GIB + PROCESS_BYTES + memory_bytes_max(DEFAULT_LIMITS)
+        most = 200 * GIB + PROCESS_BYTES + memory_bytes_max(DEFAULT_LIMITS, versions=2)
         assert most <= limit < most + MIB
 
 

@@ -84,7 +84,8 @@ def plan_tables(description: Path, options: PlanOptions) -> None:
     sharding = parse_sharding(options.sharding) if options.sharding else None
     planned = _planned(tables, sharding, {}, options, described.sharding)
     ids = ids_file_bytes({one.name: one.num_embeddings for one in tables if one.ids.rule == "map"})
-    rows = PodRows(str(description), tables_file_bytes(tables) + ids, ids=ids)
+    features = len({name for one in tables for name in one.feature_names})
+    rows = PodRows(str(description), tables_file_bytes(tables) + ids, ids=ids, features=features)
     _show(tables, planned, options, rows)
 
 
@@ -106,7 +107,15 @@ def plan_version(store: str, model: str, version: str | None, options: PlanOptio
     name = f"{model}@{manifest.version} of {store}"
     ids = found.files.get(IDS, 0)
     mapped = found.files[TABLES] + ids
-    rows = PodRows(name, mapped, is_pulled=models.is_remote, ids=ids, model=model, aliases=aliases)
+    rows = PodRows(
+        name,
+        mapped,
+        is_pulled=models.is_remote,
+        ids=ids,
+        model=model,
+        aliases=aliases,
+        features=len(manifest.features),
+    )
     if options.from_metrics is not None:
         _plan_from_metrics(manifest, stored, options, rows)
         return

@@ -15,7 +15,7 @@ import yaml
 
 from embedserve.config import ServeSettings
 from embedserve.config_checks import check_device, check_settings
-from embedserve.processes.memory_bounds import Rows, ServerMemory, server_memory
+from embedserve.processes.memory_bounds import FEATURES, Rows, ServerMemory, server_memory
 from embedserve_store.terminal.sizes import human_bytes
 
 MIB = 1 << 20
@@ -107,6 +107,7 @@ class PodRows:
         ids: bytes of vocabularies, a part of ``mapped``; estimated if the tables are not published.
         model: name of the model; "" if the tables are not published.
         aliases: number of aliases of the model, as far as it is known.
+        features: number of features of the model.
     """
 
     name: str
@@ -116,6 +117,7 @@ class PodRows:
     ids: int = 0
     model: str = ""
     aliases: int = 0
+    features: int = FEATURES
 
     @property
     def cached_versions(self) -> int:
@@ -180,9 +182,10 @@ def _memory(rows: PodRows, options: PodOptions, gpus: int) -> tuple[ServeSetting
         # Where --follow is not given, the Deployment may follow the aliases that there are.
         names = 1 if options.follow == "latest" else max(1, rows.aliases)
         held = Rows(rows.mapped, rows.copied)
-        return settings, server_memory(held, settings, options.hot, names=names)
+        memory = server_memory(held, settings, options.hot, features=rows.features, names=names)
+        return settings, memory
     check_device(settings, "cuda")
-    return settings, server_memory(Rows(CUDA_BYTES), settings, gpus=gpus)
+    return settings, server_memory(Rows(CUDA_BYTES), settings, gpus=gpus, features=rows.features)
 
 
 def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:

@@ -82,7 +82,9 @@ def _raised(figures: Figures, manifests: Figures) -> Figures:
 def _router_lines(rows: PodRows, parts: int) -> list[str]:
     names = max(1, rows.aliases)
     settings = ServeSettings("", follow="latest")
-    memory = server_memory(Rows(rows.ids), settings, parts=parts, names=names)
+    memory = server_memory(
+        Rows(rows.ids), settings, parts=parts, features=rows.features, names=names
+    )
     lines = [
         "# Needs deploy/kubernetes/overlays/parts, which has the routers. A router takes",
         f"# {human_bytes(memory.common)} of memory, of which {human_bytes(memory.rows)} are ids of"

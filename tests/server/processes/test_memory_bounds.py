@@ -1,0 +1,59 @@
+"""The sum of what clients can make a process hold has what they can fill."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from server.fake_engine import FakeEngine, model_info
+from server.pending_requests import submit
+
+from embedserve.batching.batcher import Batcher
+from embedserve.config import DEFAULT_LIMITS, Limits
+from embedserve.errors import OverloadedError
+from embedserve.lookup_types import LookupRequest
+from embedserve.metrics.model_metrics import ModelMetrics
+from embedserve.processes.memory_bounds import MANAGEMENT_QUEUES, memory_parts
+from embedserve.wire.management_turns import WAITING_BODY_BYTES_MAX
+
+QUEUE, BATCHES = "the queue of a model", "its batches that are looked up"
+FEATURES = 500
+
+
+async def test_a_queue_of_empty_bags_holds_no_more_than_is_counted() -> None:
+    """Their lengths take 4 bytes each, whatever the limit of ids is."""
+    model = model_info("m", {f"f{i}": (2, 2) for i in range(FEATURES)})
+    limits = Limits(queue_examples_max=256, queue_ids_max=16)
+    engine = FakeEngine(model)
+    batcher = Batcher(engine, model, limits, ModelMetrics(model), executor=None)  # type: ignore[arg-type]
+    examples = limits.queue_examples_max // 2  # a caller's share
+    lengths = np.zeros(examples * FEATURES, np.int32)
+    ids = np.empty(0, np.int64)
+    requests = [
+        LookupRequest("", model.features, ids, lengths.copy(), None, examples) for _ in range(3)
+    ]
+    for request in requests[:2]:
+        submit(batcher, request)
+    with pytest.raises(OverloadedError):  # no batch is taken before this test ends
+        submit(batcher, requests[2])
+    held_bytes = sum(request.lengths.nbytes for request in requests[:2])
+    assert held_bytes == 256 * FEATURES * 4
+    assert held_bytes <= memory_parts(limits, features=FEATURES)[QUEUE]
+    one_less = memory_parts(limits, features=FEATURES - 1)[QUEUE]
+    assert memory_parts(limits, features=FEATURES)[QUEUE] - one_less == 2 * 256 * 4
+
+
+@pytest.mark.parametrize(("gpus", "parts"), [(0, 0), (2, 0), (0, 3)])
+def test_a_version_that_drains_has_a_queue_and_batches_of_its_own(gpus: int, parts: int) -> None:
+    one, two, three = (
+        memory_parts(DEFAULT_LIMITS, gpus=gpus, parts=parts, versions=count) for count in (1, 2, 3)
+    )
+    assert two[QUEUE] == 2 * one[QUEUE]
+    assert two[BATCHES] - one[BATCHES] == three[BATCHES] - two[BATCHES]
+    assert two[BATCHES] - one[BATCHES] >= memory_parts(DEFAULT_LIMITS)[BATCHES]
+
+
+def test_bodies_of_management_requests_are_counted() -> None:
+    sizes = memory_parts(replace(DEFAULT_LIMITS, connections_max=0)).values()
+    assert MANAGEMENT_QUEUES * WAITING_BODY_BYTES_MAX in sizes
