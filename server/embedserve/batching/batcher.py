@@ -166,8 +166,7 @@ class Batcher:
 
     def check_queue_for(self, bags: int, ids: int) -> None:
         """Raises OverloadedError while the queue for a request of this estimated size is full."""
-        # One less: in JSON another pair of brackets surrounds the bags of a feature.
-        examples = max(bags // len(self.model.features) - 1, 0)
+        examples = bags // len(self.model.features)
         queue = self._large if self._is_large(examples, ids) else self._unsized_queue
         queue.check_not_full()
 

@@ -98,14 +98,15 @@ def decode_request(body: bytes, model: str, limits: Limits = DEFAULT_LIMITS) -> 
 def estimate_size(body: bytes) -> tuple[int, int]:
     """Returns the approximate (bags, ids) of a request, estimated from its brackets and commas.
 
-    The brackets around all bags of a feature count as one more bag, and a bag's first id is not
-    counted. Returns (0, 0) for string ids, which may contain commas.
+    A bag's first id is not counted. Where blanks follow the bracket around all bags of a feature,
+    it counts as one more bag. Returns (0, 0) for string ids, which may contain commas.
     """
     if b'["' in body:
         return 0, 0
     brackets, commas = _count(body, b"["), _count(body, b",")
+    bags = brackets - body.count(b"[[")  # without the bracket around the bags of each feature
     forms = 2 if b'"weights"' in body else 1
-    return brackets // forms, max(commas - brackets, 0) // forms
+    return bags // forms, max(commas - brackets, 0) // forms
 
 
 def _count(body: bytes, characters: bytes) -> int:
