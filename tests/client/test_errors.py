@@ -36,7 +36,7 @@ def test_a_wrong_request_is_a_value_error() -> None:
         ("ids has over 9 numbers", "ids", None, TooLarge),
         ("Received message larger than max (5 vs. 4)", "", None, TooLarge),
         ("the message has 9 bytes, the limit is 8 (--body-bytes-max)", "", None, TooLarge),
-        ("the queue holds 9 ids, 4 more pass its limit of 10", "", None, Overloaded),
+        ("the queue holds 9 ids; 4 more would exceed its limit of 10", "", None, Overloaded),
     ],
 )
 def test_what_is_exhausted_is_the_server_or_the_limit_of_a_request(

@@ -141,7 +141,7 @@ async def test_while_the_queue_for_large_requests_is_full_they_are_refused_undec
     await until(lambda: engine.lookups)
     answered += ask_each(pipeline, codec, large)
     (refused,) = ask_each(pipeline, codec, large)
-    assert "holds 1 examples, 1 more pass" in refused.error.message
+    assert "holds 1 examples; 1 more would exceed" in refused.error.message
     told = "the queue of 'shop' for large requests is full: it holds 1 examples and 200 ids"
     decoded: list[bytes] = []
     watched = replace(undecodable(decoded, codec), decode=fail)

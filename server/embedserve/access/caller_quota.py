@@ -81,7 +81,7 @@ class CallerQuota:
         self.grant = grant
         self.models = grant.models
         self._concurrency_error = RateLimitedError(
-            f"{grant.name!r} has {grant.concurrent} requests under way, which is its limit"
+            f"{grant.name!r} has {grant.concurrent} requests in flight, which is its limit"
         )
         self._over_rate: dict[int, RateLimitedError] = {}  # by retry_after_s
         self.interval_s = 1 / grant.requests_per_second

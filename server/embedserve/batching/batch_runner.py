@@ -56,8 +56,8 @@ class BatchRunner:
         Args:
             executor: thread pool for batches that are too large for the event loop's thread.
             threads: number of pieces that a large batch is split into; see LookupExecutor.
-            on_ended: callback after the end of a batch that did not end at once: its queue may run
-                the next one.
+            on_ended: callback after the end of a batch that had left the event loop: its queue may
+                run the next one.
         """
         self.on_batch_done: Callable[[], None] = lambda: None
         self.shadow: Shadow | None = None
@@ -70,7 +70,8 @@ class BatchRunner:
     def run_small(
         self, loop: asyncio.AbstractEventLoop, queue: RequestQueue, taken: list[PendingRequest]
     ) -> None:
-        """Runs a batch from ``queue`` whose requests are in the model's order."""
+        """Joins a batch from ``queue``, whose requests are in the model's order, on the event loop.
+        Looks it up there too, unless the engine waits for a device or for other servers."""
         if not taken:
             self.on_batch_done()
             return
@@ -96,15 +97,15 @@ class BatchRunner:
         if self._is_inline:
             self._finish(taken, batch, [self._lookups.run(batch)])
         else:
-            queue.begin()
+            queue.begin_batch()
             self._look_up(loop, queue, taken, batch)
 
     def run_large(
         self, loop: asyncio.AbstractEventLoop, queue: RequestQueue, taken: list[PendingRequest]
     ) -> None:
-        """Runs a batch from ``queue`` in threads. Its requests have the model's features, or some
-        of them, in any order."""
-        queue.begin()
+        """Joins a batch from ``queue`` and looks it up in threads. Its requests have the model's
+        features, or some of them, in any order."""
+        queue.begin_batch()
         engine = self._lookups.engine
         view = begin_view(engine)
         try:
@@ -140,7 +141,7 @@ class BatchRunner:
         now_s = perf_counter()
         if batch is None or not any(one.is_waiting and now_s < one.deadline_s for one in valid):
             end_view(engine, view)
-            queue.end()
+            queue.end_batch()
             late = DeadlineExceededError("the deadline passed while its batch was joined")
             self._fail(valid, late.of(self._model))
             self._on_ended(loop)
@@ -156,7 +157,11 @@ class BatchRunner:
         batch: Batch,
         pieces: Sequence[Batch] = (),
     ) -> None:
-        """Looks a batch up in threads or in other servers; a large one has its ``pieces``."""
+        """Looks a joined batch up in threads, on a device or in other servers.
+
+        Args:
+            pieces: pieces of a batch that was joined in a thread; empty for a small one.
+        """
         lookups, is_large = self._lookups, bool(pieces)
         as_float16 = lookups.waits_for_device and self._all_request_float16(taken)
         deadline_s = max([pending.deadline_s for pending in taken])
@@ -187,7 +192,7 @@ class BatchRunner:
         values = [one for one, _ in looked_up if isinstance(one, np.ndarray)]
         is_slow = is_large and len(values) == len(looked_up)
         if not is_slow or self._lookups.is_split_quick(requests):
-            queue.end()
+            queue.end_batch()
             self._finish(taken, batch, looked_up)
             self._on_ended(loop)
             return
@@ -209,7 +214,7 @@ class BatchRunner:
         looked_up: list[LookedUp],
         splitting: asyncio.Future[list[LookupResult]],
     ) -> None:
-        queue.end()
+        queue.end_batch()
         self._finish(taken, batch, looked_up, splitting.result)
         self._on_ended(loop)
 
@@ -287,8 +292,8 @@ class BatchRunner:
         taken: Sequence[PendingRequest],
         doing: str,
     ) -> None:
-        """Fails a batch that did not end at once, for the exception that is being handled."""
+        """Fails a batch that had left the event loop, for the exception that is being handled."""
         self._lookups.log_failure(f"{doing} {len(taken)} requests")
-        queue.end()
+        queue.end_batch()
         self._fail(taken, EngineError(FAILED))
         self._on_ended(loop)

@@ -1,11 +1,11 @@
 """The batcher: queues requests, and takes them as batches that its runner runs.
 
-Batching is continuous, not timed. An idle engine takes all queued requests at the end of the
-event-loop iteration; while it is busy, requests accumulate for the next batch. The batcher runs on
-one event loop and never blocks it for long: small batches run inline, large batches in threads. A
-request that is a large batch by itself waits in a separate queue, so that small requests do not
-wait behind it. Every accepted request gets exactly one response, unless its client disconnects
-first.
+Batching is continuous, not timed. An idle engine takes the queued requests, up to the limits of a
+batch, in the next event-loop iteration; while it is busy, requests accumulate for the next batch.
+The batcher runs on one event loop and never blocks it for long: small batches run inline, large
+batches in threads. A request that is a large batch by itself waits in a separate queue, so that
+small requests do not wait behind it. Every accepted request gets exactly one response, unless its
+client disconnects first.
 """
 
 from __future__ import annotations
@@ -97,11 +97,13 @@ class Batcher:
 
         ``pending`` is completed or rejected exactly once, unless it is abandoned before.
 
+        ``pending`` is not notified of an error that is raised here.
+
         Raises:
-            InvalidRequestError: as adapt_to_model, of a large request as check_names. ``pending``
-                is not notified.
+            InvalidRequestError: the features or ids do not fit the model, as in adapt_to_model. Of
+                a large request only its features are checked here, as in check_names.
             OverloadedError: the queue is full, or the request would exceed the share of its
-                source. ``pending`` is not notified.
+                source.
         """
         examples, ids = request.batch_size, request.ids.size
         # Inlines _is_large, as this runs for every request.
@@ -112,7 +114,7 @@ class Batcher:
         else:  # the thread that joins its batch does the rest
             check_names(request, self.model)
         if (
-            queue.full
+            queue.is_full
             or queue.examples + examples > queue.per_source_examples_max
             or queue.ids + ids > queue.per_source_ids_max
         ):
@@ -137,7 +139,7 @@ class Batcher:
         queue.withdraw(pending)
         # Frees its arrays: the entry may stay in the deque for a while.
         pending.request = NO_REQUEST
-        if queue.full:
+        if queue.is_full:
             self._try_reopen(queue)
 
     def _is_large(self, examples: int, ids: int) -> bool:
@@ -150,12 +152,12 @@ class Batcher:
     @property
     def has_full_queue(self) -> bool:
         """Whether a queue is full: from the time it fills up until an eighth of it is free."""
-        return bool(self._small.full or self._large.full)
+        return self._small.is_full or self._large.is_full
 
     @property
     def has_full_unsized_queue(self) -> bool:
         """Whether even the queue for requests of unknown size is full."""
-        return bool(self._unsized_queue.full)
+        return self._unsized_queue.is_full
 
     def check_unsized_queue(self) -> None:
         """Raises OverloadedError while the queue for requests of unknown size is full.
@@ -174,20 +176,13 @@ class Batcher:
         """Marks the model as damaged in the metrics; called only while this version is active."""
         self._metrics.is_damaged = True
 
-    async def find_damage(self) -> str:
-        """Returns how the rows have changed since the start, "" if they have not.
-
-        Must not be called on a retired batcher.
-        """
-        return await self.runner.find_damage()
-
     def _check_room(self, request: LookupRequest, queue: RequestQueue, source: object) -> None:
         """Raises OverloadedError if ``queue`` has no room; calls on_full if that fills it."""
-        was_open = not queue.full
+        was_open = not queue.is_full
         try:
             queue.check_room(request.batch_size, request.ids.size, source)
         except OverloadedError:
-            if queue.full and was_open:
+            if queue.is_full and was_open:
                 self.on_full()
             raise
 
@@ -269,7 +264,7 @@ class Batcher:
         """Takes the requests of the next batch, without abandoned and expired requests."""
         now_s = perf_counter()
         taken = queue.take(now_s)
-        if queue.full:
+        if queue.is_full:
             self._try_reopen(queue)
         counts = self._counts
         counts.bound()

@@ -1,4 +1,4 @@
-"""Start-time fair queueing between sources, for requests that exceed one batch.
+"""Start-time fair queueing between sources, for requests that do not all fit into one batch.
 
 Sources (`PendingRequest.source`) with queued requests get equal shares of the work, however much
 each of them requests. The requests of one source are taken in order of arrival.

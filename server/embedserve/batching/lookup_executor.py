@@ -99,7 +99,9 @@ class LookupExecutor:
             end_view(self.engine, batch.view)
 
     def _look_up(self, batch: Batch, as_float16: bool = False) -> LookedUp:
-        """Looks up a batch that has its view; with ``as_float16`` float16 values suffice."""
+        """Looks up ``batch``, whose ids are the newest rows of its view, on the calling thread.
+        Returns values in request order, float16 ones if the engine can and ``as_float16`` allows
+        it, or the error of a failure that it has logged."""
         start_s = perf_counter()
         values: np.ndarray | EmbedServeError
         try:

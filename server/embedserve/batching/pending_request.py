@@ -31,18 +31,18 @@ class BatchTicket:
         calls: record of the calls of other servers for the batch; None if no request of it is
             traced.
         model: model that the batch is looked up in.
-        count_answered: callback that records the duration in seconds of each answered request.
+        observe_latency: callback that records the seconds of each answered request.
         taken_s: time when the batch was taken from the queue.
         looked_up_s: time when its vectors were available; None until then.
     """
 
-    __slots__ = ("calls", "count_answered", "looked_up_s", "model", "taken_s")
+    __slots__ = ("calls", "looked_up_s", "model", "observe_latency", "taken_s")
 
     def __init__(
-        self, model: ModelInfo, taken_s: float, count_answered: Callable[[float], None]
+        self, model: ModelInfo, taken_s: float, observe_latency: Callable[[float], None]
     ) -> None:
         self.model = model
-        self.count_answered = count_answered
+        self.observe_latency = observe_latency
         self.taken_s = taken_s
         self.looked_up_s: float | None = None
         self.calls: CallTrace | None = None
@@ -61,8 +61,8 @@ class PendingRequest(ABC):
 
     Attributes:
         batcher: batcher that has the request in a queue; None before, and once its batch is taken.
-        deadline_s: time after which the client no longer needs the response. There is no timer: it
-            is compared when the request is submitted and when its batch is taken.
+        deadline_s: time after which the client no longer needs the response. There is no timer:
+            steps compare it as they begin, from decoding to the lookup of a large batch.
         is_waiting: whether the client still waits. False once the response is written, the request
             is rejected, or it is abandoned.
         queued_s: time when the request was queued; 0 before.

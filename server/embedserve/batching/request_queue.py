@@ -36,9 +36,9 @@ class RequestQueue:
             withdrawn; its ``batcher`` is None from then on.
         examples, ids: totals of all queued requests. Code that appends to ``pending`` adds the
             sizes of the request.
-        full: rejection message while the queue is full, until an eighth is free; "" otherwise.
-        in_flight: number of batches of this queue that are looked up in threads, on a GPU or in
-            shards.
+        is_full: whether the queue is full: from the time it fills up until an eighth of it is free.
+        in_flight: number of batches of this queue that have left the event loop: they are looked up
+            in threads, on a GPU or in shards.
         is_saturated: whether that number is at its limit, so that the next batch has to wait.
         per_source_examples_max, per_source_ids_max: limits for one source: a caller with a token or
             certificate, over all its connections, or else a connection. While the totals of the
@@ -59,9 +59,9 @@ class RequestQueue:
         "_withdrawn",
         "_work_bytes",
         "examples",
-        "full",
         "ids",
         "in_flight",
+        "is_full",
         "is_saturated",
         "pending",
         "per_source_examples_max",
@@ -80,7 +80,7 @@ class RequestQueue:
         Args:
             name: name of the queue in rejection messages.
             work_bytes: function from (examples, ids) to work in bytes, which sources share fairly.
-            at_once: maximum number of batches that are looked up in threads concurrently.
+            at_once: maximum number of batches off the event loop at once.
         """
         self._name = name
         self._model = model
@@ -88,7 +88,7 @@ class RequestQueue:
         self.per_source_examples_max = int(SOURCE_SHARE * limits.queue_examples_max)
         self.per_source_ids_max = int(SOURCE_SHARE * limits.queue_ids_max)
         self.examples = self.ids = 0
-        self.full = ""
+        self.is_full = False
         self.in_flight = 0
         self.is_saturated = False
         self._at_once = at_once
@@ -106,8 +106,10 @@ class RequestQueue:
 
     def check_not_full(self) -> None:
         """Raises OverloadedError while the queue is full."""
-        if self.full:
-            raise OverloadedError(self.full).of(self._model)
+        if self.is_full:
+            raise OverloadedError(
+                f"{self._name} is full: it holds {self.examples} examples and {self.ids} ids"
+            ).of(self._model)
 
     def check_room(self, examples: int, ids: int, source: object) -> None:
         """Raises OverloadedError if the queue has no room for a request from ``source``.
@@ -124,31 +126,29 @@ class RequestQueue:
         ):
             if held and held + more > share:
                 raise OverloadedError(
-                    f"{self._name} holds {held} {what} of this caller, {more} more pass its "
-                    f"share of {share}"
+                    f"{self._name} holds {held} {what} of this caller; {more} more would exceed "
+                    f"its share of {share}"
                 )
         for what, held, more, most in (
             ("examples", self.examples, examples, self._limits.queue_examples_max),
             ("ids", self.ids, ids, self._limits.queue_ids_max),
         ):
             if held and held + more > most:
-                if not self._has_free_eighth():
-                    self.full = (
-                        f"{self._name} is full: it holds {self.examples} examples and "
-                        f"{self.ids} ids"
-                    )
+                self.is_full = not self._has_free_eighth()
                 raise OverloadedError(
-                    f"{self._name} holds {held} {what}, {more} more pass its limit of {most}"
+                    f"{self._name} holds {held} {what}; {more} more would exceed its limit "
+                    f"of {most}"
                 )
 
     def try_reopen(self) -> bool:
         """Reopens a full queue if enough of it is free; returns whether the queue is open."""
         if self._has_free_eighth():
-            self.full = ""
-        return not self.full
+            self.is_full = False
+        return not self.is_full
 
     def _has_free_eighth(self) -> bool:
-        """Whether an eighth is free; a request rejected then is rejected for its own size."""
+        """Whether an eighth is free. The queue is then not full: it rejects a request only for the
+        size of that request."""
         return (
             self.examples <= OPEN_SHARE * self._limits.queue_examples_max
             and self.ids <= OPEN_SHARE * self._limits.queue_ids_max
@@ -174,12 +174,12 @@ class RequestQueue:
         """Number of requests that wait."""
         return len(self.pending) + len(self._backlog.source_of) - self._withdrawn
 
-    def begin(self) -> None:
-        """Records the start of a lookup in a thread; ``end`` records its completion."""
+    def begin_batch(self) -> None:
+        """Records that a batch leaves the event loop; ``end_batch`` records its end."""
         self.in_flight += 1
         self.is_saturated = self.in_flight >= self._at_once
 
-    def end(self) -> None:
+    def end_batch(self) -> None:
         self.in_flight -= 1
         self.is_saturated = False
 
@@ -269,5 +269,6 @@ class RequestQueue:
 
 
 def work_bytes(bytes_per_example: int, bytes_per_id: int, examples: int, ids: int) -> int:
-    """Returns the work of a batch in bytes: rows read, values written and BAG_BYTES per bag."""
+    """Returns the work of a batch in bytes: rows read, values written and, in
+    ``bytes_per_example``, BAG_BYTES for each bag."""
     return examples * bytes_per_example + ids * bytes_per_id

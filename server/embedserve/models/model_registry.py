@@ -40,7 +40,7 @@ The estimate for 1 MiB takes less than a millisecond."""
 
 
 class RequestEstimator(Protocol):
-    """Inspects a request body without decoding it; a Codec does.
+    """Part of a Codec: what it tells of a request body without decoding it.
 
     ``peek_model`` returns the model that the body names, "" if it names none. ``estimate_size``
     returns the approximate numbers of (bags, ids).
@@ -286,7 +286,7 @@ class ModelRegistry:
         for name, batcher in tuple(self._batchers.items()):
             if self._batchers.get(name) is not batcher:  # retired during the checks of the others
                 continue
-            damage = await batcher.find_damage()
+            damage = await batcher.runner.find_damage()
             if damage and name not in self._damaged and self._batchers.get(name) is batcher:
                 logger.error("not ready any more: %s", damage)
                 self._damaged[name] = damage

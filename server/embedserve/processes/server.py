@@ -330,7 +330,7 @@ def stop_or_end(stop: asyncio.Event, number: int) -> None:
     if not stop.is_set():
         stop.set()
         return
-    logger.warning("ended at once by a second %s: what was accepted is lost", Signals(number).name)
+    logger.warning("terminated by a second %s; accepted requests are lost", Signals(number).name)
     logging.shutdown()
     os._exit(128 + number)
 

@@ -49,7 +49,7 @@ size always fits."""
 
 
 class WireServer:
-    """The server of a process's connections, of all protocols, over one request pipeline."""
+    """Server of the connections of some ports, of all protocols, over one request pipeline."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class WireServer:
                 self._connections[connection] = math.inf
                 connection.retire()
         self._cut_largest()
-        self._look_for_descriptors()
+        self._warn_if_no_descriptors()
 
     def _retire_s(self) -> float:
         """Returns the perf_counter time to retire a connection accepted now, with random jitter."""
@@ -199,7 +199,7 @@ class WireServer:
             # Not deferred: one event-loop iteration may read megabytes from each connection.
             self._cut_largest()
 
-    def _look_for_descriptors(self) -> None:
+    def _warn_if_no_descriptors(self) -> None:
         """Logs when file descriptors run out: accept then fails, and connections wait."""
         try:
             os.close(os.dup(0))
@@ -244,8 +244,8 @@ class WireServer:
         most = ", ".join(peer for peer, _ in cut.most_common(CUT_SHOWN))
         self._log.log(
             logging.WARNING,
-            "connections are cut",
-            f"{cut.total()} of them: together they hold more than connection_bytes_max, {limit}",
+            "connections are closed",
+            f"{cut.total()}, because all together held more than --connection-bytes-max ({limit})",
             fields=lambda: {"address": most},
         )
 

@@ -195,7 +195,7 @@ async def test_requests_under_way_are_limited_through_a_reload(tokens: Tokens) -
     first, _ = tokens.admit(token), tokens.admit(token)
     await tokens.add("y")
     assert tokens.refusal(f"Bearer {token}") == (
-        "429 'x' has 2 requests under way, which is its limit"
+        "429 'x' has 2 requests in flight, which is its limit"
     )
     assert first.quota is not None
     first.quota.leave("OK")

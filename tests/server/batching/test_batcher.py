@@ -257,8 +257,8 @@ async def test_a_request_that_waited_for_the_engine_has_waited_for_company(
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (Limits(inline_bytes_max=0, queue_examples_max=3), "3 examples, 1 more pass its limit of"),
-        (Limits(inline_bytes_max=0, queue_ids_max=9), "9 ids, 3 more pass its limit of 9"),
+        (Limits(inline_bytes_max=0, queue_examples_max=3), "3 examples; 1 more would exceed"),
+        (Limits(inline_bytes_max=0, queue_ids_max=9), "9 ids; 3 more would exceed its limit of 9"),
     ],
 )
 async def test_a_full_queue_refuses_at_once_and_recovers(

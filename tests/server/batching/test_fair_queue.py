@@ -173,11 +173,11 @@ async def test_one_with_many_requests_does_not_keep_another_waiting(
     [
         (
             Limits(inline_bytes_max=0, queue_examples_max=16),
-            "holds 8 examples of this caller, 1 more pass its share of 8",
+            "holds 8 examples of this caller; 1 more would exceed its share of 8",
         ),
         (
             Limits(inline_bytes_max=0, queue_ids_max=17),
-            "holds 8 ids of this caller, 1 more pass its share of 8",
+            "holds 8 ids of this caller; 1 more would exceed its share of 8",
         ),
     ],
 )

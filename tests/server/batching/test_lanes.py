@@ -53,7 +53,7 @@ async def test_large_requests_fill_no_queue_but_their_own(
     await until(lambda: engine.lookups)
     answers += [submit(batcher, engine.request(USER)) for _ in range(2)]
     batcher.check_queue_for(*LARGE)
-    with pytest.raises(OverloadedError, match=r"for large requests holds 2 examples, 1 more pass"):
+    with pytest.raises(OverloadedError, match=r"large requests holds 2 examples; 1 more would"):
         submit(batcher, engine.request(USER))
     assert batcher.has_full_queue
     for ask in (lambda: batcher.check_queue_for(*LARGE), lambda: submit(batcher, large)):
@@ -92,13 +92,13 @@ async def test_one_that_does_not_fit_shuts_nobody_out(
     answers = [submit(batcher, ids(engine, 10))]
     await until(lambda: engine.lookups)
     answers.append(submit(batcher, ids(engine, 40), source="a"))
-    with pytest.raises(OverloadedError, match="40 ids of this caller, 50 more pass its share"):
+    with pytest.raises(OverloadedError, match="40 ids of this caller; 50 more would exceed"):
         submit(batcher, ids(engine, 50), source="a")
-    with pytest.raises(OverloadedError, match="holds 40 ids, 70 more pass its limit"):
+    with pytest.raises(OverloadedError, match="holds 40 ids; 70 more would exceed its limit"):
         submit(batcher, ids(engine, 70), source="b")
     batcher.check_queue_for(*LARGE)
     answers.append(submit(batcher, ids(engine, 48), source="c"))
-    with pytest.raises(OverloadedError, match="holds 88 ids, 20 more pass its limit"):
+    with pytest.raises(OverloadedError, match="holds 88 ids; 20 more would exceed its limit"):
         submit(batcher, ids(engine, 20), source="d")
     assert batcher.has_full_queue
     engine.release()

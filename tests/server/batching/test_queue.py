@@ -41,7 +41,7 @@ async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
     await until(lambda: engine.lookups)
     answers += [submit(batcher, engine.request(one)) for _ in range(16)]
     batcher.check_unsized_queue()
-    with pytest.raises(OverloadedError, match="holds 16 examples, 1 more pass its limit of 16"):
+    with pytest.raises(OverloadedError, match="16 examples; 1 more would exceed its limit of 16"):
         submit(batcher, engine.request(one))
     with pytest.raises(OverloadedError, match="'shop' is full: it holds 16 examples and 16 ids"):
         batcher.check_unsized_queue()

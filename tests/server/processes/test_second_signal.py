@@ -42,4 +42,4 @@ async def test_the_second_signal_ends_the_process(second: signal.Signals) -> Non
             process.kill()
         await process.wait()
     assert status == 128 + second
-    assert f"ended at once by a second {second.name}" in logged
+    assert f"terminated by a second {second.name}" in logged

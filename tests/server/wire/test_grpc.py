@@ -81,7 +81,7 @@ async def test_while_the_queue_for_large_requests_is_full_a_small_one_uploads(
         held.append(asyncio.ensure_future(live.stub.Embed(large)))
         await until(lambda: live.queued() == 1)
         refused = await live.http.post("/embed", json={"features": {"user": [1] * 200}})
-        assert "for large requests holds 1 examples, 1 more pass its limit" in refused.text
+        assert "for large requests holds 1 examples; 1 more would exceed its limit" in refused.text
         assert live.pipeline.models.has_full_queue
         embed = live.channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
         answer = pb.EmbedResponse.FromString(await embed(small + unknown_field, timeout=20))

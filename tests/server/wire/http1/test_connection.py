@@ -317,7 +317,7 @@ async def test_where_all_leave_too_much_unread_those_with_most_are_cut(
     assert sum(unread) > UNREAD_BYTES_MAX > sum(unread[:2])
     await until(lambda: len(server.wire.connections) == 2)  # it looks every second
     assert sorted(one.held_bytes for one in server.wire.connections) == unread[:2]
-    assert "connections are cut: 1 of them: together they hold" in caplog.text
+    assert "connections are closed: 1, because all together held" in caplog.text
     for reader, _ in clients[:2]:
         assert (await read_answer(reader))[0] == 200
     for _, writer in clients:
