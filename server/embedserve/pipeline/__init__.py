@@ -1,7 +1,7 @@
 """Request pipeline of a process, shared by all protocols.
 
 The pipeline admits a request, decodes its body, and enqueues it with its model. When the vectors
-are available it encodes them, counts the request, and writes the bytes. A protocol is a small
+are available it encodes them, writes the bytes, and counts the request. A protocol is a small
 adapter: it implements ResponseWriter and creates a RequestContext for each request. It never sees
 ids.
 """

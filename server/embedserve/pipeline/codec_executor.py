@@ -80,7 +80,7 @@ class CodecExecutor:
                 return
             try:
                 result = future.result()
-                assert result is not None  # call was waiting throughout, so work ran
+                assert result is not None  # context was waiting throughout, so work ran
                 then(result)
             except EmbedServeError as error:
                 context.reject(error)

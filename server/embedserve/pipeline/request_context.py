@@ -72,9 +72,9 @@ class RequestOptions:
 class RequestContext(PendingRequest):
     """Context of one request. Times are perf_counter seconds.
 
-    A request ends once: in `write`, `reject_with` or `cancel`. That method counts its outcome in
-    three places: by protocol (``options.metrics``), by version if one was chosen (`write` by the
-    ticket, the others by ``pipeline.metrics``), and by caller (``quota``).
+    A request ends once: in `write`, `reject_with` or `cancel`. That method counts its outcome by
+    protocol (``options.metrics``) and by caller (``quota``). It counts it by version, too, if one
+    was chosen: `write` by the ticket, the others by ``pipeline.metrics``.
 
     Attributes:
         options: options parsed from its headers.
@@ -171,7 +171,7 @@ class RequestContext(PendingRequest):
             self.writer.write_response(parts, nbytes, headers)
         options.metrics.count_answered(seconds, nbytes)
         assert self.ticket is not None
-        self.ticket.count_answered(seconds)
+        self.ticket.observe_latency(seconds)
 
     def _write_observed(
         self, parts: ResponseChunks, nbytes: int, encoded_s: float, headers: HeaderList

@@ -1,4 +1,4 @@
-"""A server of one process: how it serves, with the rollout coordinator in the same process."""
+"""Runs a server of one process, with the rollout coordinator in that process."""
 
 from __future__ import annotations
 

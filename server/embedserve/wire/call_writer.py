@@ -1,4 +1,4 @@
-"""Response writers of embed requests that have a stream each, over REST or gRPC."""
+"""Stream handler of an embed request that writes its response, for REST and gRPC."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ AnyStream = TypeVar("AnyStream", bound=HttpStream)
 
 
 class CallWriter(ResponseWriter, Generic[AnyStream]):
-    """Handler of the stream of one embed request. Subclasses read the body and write the response.
+    """Stream handler of one embed request, and its response writer. Subclasses read the body and
+    encode the response for their protocol.
 
     The constructors of the subclasses set all attributes: a call for each request would cost a
     percent of its time. A subclass drops ``_context`` when it writes the response. The request

@@ -90,7 +90,7 @@ class AdminService:
                 while self._version_manager.number(name) is not None:
                     await self._version_manager.wait_for_change()
         except TimeoutError:
-            raise RefusedError(f"{name} is served still", "model") from None
+            raise RefusedError(f"{name} is still served", "model") from None
 
     def reload(self) -> None:
         """Polls the store immediately, regardless of the ``follow`` setting. Rejected versions are

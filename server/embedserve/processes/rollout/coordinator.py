@@ -131,8 +131,9 @@ class RolloutCoordinator:
         self._advance()
 
     def advance_rollout(self) -> None:
-        """Rejects the version of a rollout that takes too long, or whose deltas cannot be applied.
-        Activates one that has got its deltas."""
+        """Ends the rollout in progress if it takes too long, or if its deltas are held or cannot be
+        applied. Activates its version once that has its deltas. A supervisor calls this
+        periodically."""
         rollout = self._rollout
         if rollout is None:
             return
@@ -216,7 +217,7 @@ class RolloutCoordinator:
     def _on_found(self, name: str, found: StoreEntry) -> None:
         """Handles the state of a name in the store."""
         one = self._names.get(name)
-        if one is None or one.serving is None:  # it was unloaded meanwhile
+        if one is None or one.serving is None:  # unloaded, or no version serves yet
             return
         one.found_shares = found.shares
         one.update_shares()

@@ -32,7 +32,7 @@ class RolloutVersion:
 
     @classmethod
     def of(cls, version: ModelVersion) -> RolloutVersion:
-        """Returns the version that a server starts with."""
+        """Returns ``version`` as one that a server starts with: without a generation."""
         return cls(version.manifest.version, str(version.path))
 
 

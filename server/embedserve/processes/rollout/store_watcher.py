@@ -1,4 +1,4 @@
-"""Watches the store: polls which version of each model is to be served.
+"""Watches the store: polls which version each served name points to, and opens new ones.
 
 Errors do not interrupt serving. An error is logged once, and again when it is gone.
 """
@@ -73,7 +73,8 @@ class StoreWatcher:
         self._updating: asyncio.Task[None] | None = None
 
     def apply(self, desired: Desired) -> None:
-        """Begins to watch the store if this process is to, or polls it now if that is requested."""
+        """Begins to watch the store if ``desired`` names this process for it. Polls it now if
+        ``desired`` requests another poll."""
         if not desired.watches_store:
             return
         if self._watching is None:

@@ -44,6 +44,7 @@ class Http1Connection(asyncio.Protocol):
     """An HTTP/1 connection over an asyncio transport.
 
     Attributes:
+        pipeline: pipeline of embed requests.
         transport: transport of the connection.
         certificate: client certificate that TLS has verified; None if there is none.
         peer: address of the client.
@@ -64,7 +65,7 @@ class Http1Connection(asyncio.Protocol):
             manager: manager of the server's connections.
         """
         self.transport: asyncio.Transport
-        self.request_pipeline = pipeline
+        self.pipeline = pipeline
         self.loop = asyncio.get_running_loop()
         self._router = router
         self._manager = manager
@@ -252,7 +253,7 @@ class Http1Connection(asyncio.Protocol):
         if self._parser.is_in_body:
             self._streams.pop().reset()  # its body is malformed
         self._pause_reading()
-        respond = rejecting(error, request, self.request_pipeline, perf_counter() - since_s)
+        respond = rejecting(error, request, self.pipeline, perf_counter() - since_s)
         self._queue(respond, request, is_last=True)
         self._advance()
 

@@ -76,13 +76,13 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             self.parse(data)  # rejects it
             return
         self._template, self._head = template, data[:body_start]
-        context = self._context = RequestContext(options, start_s, self.request_pipeline, self)
+        context = self._context = RequestContext(options, start_s, self.pipeline, self)
         missing = length - (len(data) - body_start)
         if missing < 0:
             self.hold(data[missing:])
             if self._context is not context:
                 return  # the connection was aborted, because it holds most memory
-        authenticator = self.request_pipeline.authenticator
+        authenticator = self.pipeline.authenticator
         if authenticator is not None:
             gap = template.authorization
             authorization = None if gap is None else data[gap].strip(BLANKS)
@@ -92,14 +92,14 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             elif not authenticator.admit(context, authorization):
                 return
         if missing == 0:
-            self.request_pipeline.submit(context, data[body_start:])
+            self.pipeline.submit(context, data[body_start:])
         elif missing > 0:
             # Not rejected while a queue is full: the connection would have to end.
             self._missing_bytes = missing
             self._body.append(data[body_start:])
             self._manager.record_growth(len(data))
         else:
-            self.request_pipeline.submit(context, data[body_start:missing])
+            self.pipeline.submit(context, data[body_start:missing])
 
     def _admit_early(
         self, authenticator: Authenticator, context: RequestContext, authorization: bytes | None
@@ -125,7 +125,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             return
         if not self._missing_bytes:
             assert self._context is not None
-            self.request_pipeline.submit(self._context, self._body.take_all())
+            self.pipeline.submit(self._context, self._body.take_all())
         elif len(data) >= READ_BYTES:
             yield_to_others(self.transport)
 

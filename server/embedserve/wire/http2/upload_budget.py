@@ -2,8 +2,8 @@
 
 Every stream has a window that small requests fit into. Window beyond it is granted from a common
 budget in FIFO order, and not while a model's queue is full. Until then the data stays with the
-client. Granted bytes return to the budget at the latest when their stream ends, and those granted
-to a connection's window once its held bytes fit into the usual one.
+client. The window of a connection may be granted bytes, too. A stream returns its granted bytes at
+its end at the latest, a connection once the bytes that it holds fit into its usual window.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""REST embed requests but for their bodies: routes, headers and error responses. Without I/O.
+"""Routes, headers and error responses of REST embed requests, without bodies and I/O.
 
 The routes are POST /embed, POST /models/{model}/embed and, of the Open Inference Protocol,
 POST /v2/models/{model}/infer, over HTTP/1 and HTTP/2. The management application (api/) handles
