@@ -65,7 +65,7 @@ def serve(
         def log_ready() -> None:
             print("ready", ports.http, ports.grpc, flush=True)
 
-        manager = VersionManager(pipeline, {}, {}, do_not, do_not)
+        manager = VersionManager(pipeline, {}, {}, do_not, do_not, do_not)
         if worker.wait_for_start(channel, manager):
             uvloop.run(
                 worker.run_worker(pipeline, manager, settings, ports, log_ready, counters, channel)

@@ -42,6 +42,7 @@ from embedserve.processes.next_version import (
     restorer,
     router_restorer,
 )
+from embedserve.processes.rollout.messages import Target
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.startup.ports import Ports
 from embedserve.processes.watchdog import watched
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 INTEGRITY_CHECK_S = 10.0
 """Seconds between two integrity checks of the served models."""
-LOOK_AT_TIME_S = 1.0
+EXPIRY_CHECK_S = 1.0
 """Seconds between two checks of what has expired."""
 MANAGEMENT_LIMITS = Limits(connections_max=256, connection_bytes_max=64 << 20)
 """Limits on the connections of the management port; its requests are counted with all others."""
@@ -166,13 +167,14 @@ def build_version_manager(
         if shards is None
         else router_restorer(shards)
     )
+
+    def open_version(name: str, target: Target) -> ModelVersion:
+        return open_folder(target.path, holding)
+
+    of_shards = () if shards is None else (shards.expect, shards.start)
     version_manager: VersionManager = VersionManager(
-        pipeline, versions, engines, restore, make_batcher
+        pipeline, versions, engines, open_version, restore, make_batcher, *of_shards
     )
-    version_manager.open_version = lambda name, target: open_folder(target.path, holding)
-    if shards is not None:
-        version_manager.why_not_yet = shards.expect
-        version_manager.start = shards.start
     return version_manager
 
 
@@ -283,11 +285,11 @@ def _start_periodic(
         asyncio.create_task(poll_all(followed)),
     ]
     if access is not None:
-        periodic.append(asyncio.create_task(repeat(LOOK_AT_TIME_S, access.refresh_expiry)))
+        periodic.append(asyncio.create_task(repeat(EXPIRY_CHECK_S, access.refresh_expiry)))
     if shared is not None:
         may_embed = None if access is None else access.may_embed
         periodic.append(
-            asyncio.create_task(repeat(LOOK_AT_TIME_S, partial(shared.drop_stale, may_embed)))
+            asyncio.create_task(repeat(EXPIRY_CHECK_S, partial(shared.drop_stale, may_embed)))
         )
     return periodic
 

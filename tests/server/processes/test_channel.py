@@ -40,7 +40,7 @@ def worker_main(index, channel):
     channel.send(report_to_bytes(StartReport(WorkerStage.LISTENING)))
     while not told.may_accept:
         told = receive()
-    assert {name: one.shares for name, one in told.names.items()} == dict.fromkeys(
+    assert {name: one.alias_settings for name, one in told.names.items()} == dict.fromkeys(
         names, AliasSettings(1, 5.0)
     )
     print("all", flush=True)

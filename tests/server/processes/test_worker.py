@@ -38,7 +38,7 @@ class Told:
         self._lines = LineSocket(self._supervisors)
         counters = WorkerCounters(SharedCounters(1, cells_per_worker(1, COLUMNS_MIN)), 0)
         pipeline = make_pipeline(FakeEngine(), executor=executor, counters=counters)
-        manager = VersionManager(pipeline, {}, {}, None, None)  # type: ignore[arg-type]
+        manager = VersionManager(pipeline, {}, {}, None, None, None)  # type: ignore[arg-type]
         channel = WorkerChannel(self._ours)
         settings = ServeSettings(store="", workers=2, follow="none")
         self.running = asyncio.create_task(

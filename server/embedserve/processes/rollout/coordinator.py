@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import monotonic
@@ -30,7 +31,6 @@ from embedserve.processes.rollout.messages import (
     StoreReport,
     Target,
     WorkerStatus,
-    is_news,
 )
 from embedserve.processes.rollout.served_name import Rollout, RolloutVersion, ServedName
 from embedserve_store import StoreError
@@ -45,6 +45,7 @@ ROLLOUT_S_MAX = 1800.0
 SWITCHED = "%s: switched to version %d (before: %s)"
 REMOVED = "%s is no longer served"
 REFUSED = "%s: version %d stays out: %s"
+_DIGITS = re.compile(r"[\d.,]+")
 
 
 class RolloutCoordinator:
@@ -85,7 +86,7 @@ class RolloutCoordinator:
         self._joined: set[int] = set()
         self._sent: dict[int, Desired] = {}
         self._watcher: int | None = None
-        self._polls = self._polls_answered = 0
+        self._polls_requested = self._polls_completed = 0
 
     def on_worker_fork(self) -> None:
         """Adopts versions that could not be adopted before; called before a worker is forked."""
@@ -109,7 +110,8 @@ class RolloutCoordinator:
         if worker == self._watcher:
             self._watcher = min(self._workers, default=None)
             # The next one repeats a poll that was requested and has not ended.
-            self._polls, self._polls_answered = int(self._polls > self._polls_answered), 0
+            is_polling = self._polls_requested > self._polls_completed
+            self._polls_requested, self._polls_completed = int(is_polling), 0
         if rollout is not None and status is not None and not rollout.is_prepared(status):
             rollout.deaths += 1
             if rollout.deaths >= DEATHS_MAX:
@@ -125,7 +127,7 @@ class RolloutCoordinator:
         elif isinstance(report, StoreReport):
             for name, found in report.names.items():
                 self._on_found(name, found)
-            self._polls_answered = max(self._polls_answered, report.answers)
+            self._polls_completed = max(self._polls_completed, report.poll_completed)
         else:
             self._on_command(report)
         self._advance()
@@ -164,7 +166,7 @@ class RolloutCoordinator:
         if self._watcher is None:
             logger.warning("cannot poll the store: no worker is ready")
             return
-        self._polls += 1
+        self._polls_requested += 1
         for one in self._names.values():
             if one.failure is not None and one.failure.is_final:
                 one.failure = None
@@ -219,11 +221,11 @@ class RolloutCoordinator:
         one = self._names.get(name)
         if one is None or one.serving is None:  # unloaded, or no version serves yet
             return
-        one.found_shares = found.shares
-        one.update_shares()
+        one.found_alias_settings = found.alias_settings
+        one.update_alias_settings()
         if not found.wanted:
             return
-        self._followed.set_at_seq(name, found.wanted, found.shares.at_seq)
+        self._followed.set_at_seq(name, found.wanted, found.alias_settings.at_seq)
         self._set_wanted(name, one, found.wanted)
         needs_no_rollout = (
             self._is_being_rolled_out(name, found.wanted) or found.wanted == one.number
@@ -310,7 +312,7 @@ class RolloutCoordinator:
             one.candidate = None
         if self._is_being_rolled_out(name, number):
             self._rollout = None
-        if before is None or not is_same or is_news(reason, before.reason):
+        if before is None or not is_same or _is_news(reason, before.reason):
             logger.error(REFUSED, name, number, reason)
 
     def _advance(self) -> None:
@@ -329,7 +331,7 @@ class RolloutCoordinator:
         self._rollout = None
         one = self._names[rollout.name]
         before, one.serving = one.number, rollout.version
-        one.update_shares()
+        one.update_alias_settings()
         self._publish()
         logger.info(SWITCHED, rollout.name, rollout.version.number, before or "none")
         self._adopt_serving(rollout.name)
@@ -378,7 +380,7 @@ class RolloutCoordinator:
             desired = Desired(
                 serving if is_behind else names,
                 watches_store=worker == self._watcher,
-                polls=self._polls,
+                polls_requested=self._polls_requested,
                 may_listen=not is_behind,
             )
             if self._sent.get(worker) != desired:
@@ -389,3 +391,9 @@ class RolloutCoordinator:
 def _is_loading(status: NameStatus, target: Target) -> bool:
     has_ended = status.state is not LoadState.LOADING and status.generation == target.generation
     return target.version != 0 and not status.is_serving(target) and not has_ended
+
+
+def _is_news(reason: str, before: str) -> bool:
+    """Returns whether ``reason`` differs from ``before`` in more than numbers, such as free bytes.
+    Only new reasons are logged."""
+    return _DIGITS.sub("", reason) != _DIGITS.sub("", before)

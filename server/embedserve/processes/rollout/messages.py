@@ -8,7 +8,6 @@ A single process passes the objects themselves.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +18,6 @@ import orjson
 START = b"start"
 """Supervisor to a warm worker: it may run. It is the first message; all others are `Desired`."""
 REASON_CHARACTERS_MAX = 1000
-_DIGITS = re.compile(r"[\d.,]+")
 
 
 class TargetPhase(StrEnum):
@@ -81,7 +79,8 @@ class Failure:
 
     Attributes:
         is_final: False if each poll of the store retries the version.
-        serial: distinguishes failures of repeated attempts.
+        serial: number that no other failure has, so that a repeated attempt fails anew. It comes
+            from the counter of `Target.generation`.
     """
 
     version: int
@@ -100,7 +99,8 @@ class Target:
     Attributes:
         version: version to prepare or to serve; 0 if no version can be served.
         path: folder of the version.
-        generation: number of the rollout; a repeated attempt has a new one.
+        generation: number of the rollout, larger than that of all before; a repeated attempt has a
+            new one.
         wanted: version that the store points to; 0 if that is not known.
         memory: path of the memory of its changed rows; "" if it follows no deltas.
         queued: version that is prepared after the present rollout; 0 for none.
@@ -112,7 +112,7 @@ class Target:
     phase: TargetPhase
     wanted: int = 0
     failure: Failure | None = None
-    shares: AliasSettings | None = None
+    alias_settings: AliasSettings | None = None
     memory: str = ""
     queued: int = 0
 
@@ -123,7 +123,7 @@ class Desired:
 
     Attributes:
         watches_store: whether this process watches the store for all.
-        polls: number of immediate polls that were requested of the process that watches.
+        polls_requested: number of immediate polls that were requested of the process that watches.
         may_listen: whether a worker that starts may listen, because it serves what the others
             serve, or no other serves. A worker that listens ignores it.
         may_accept: whether this worker listens and the startup server has ended, so that it may
@@ -133,7 +133,7 @@ class Desired:
 
     names: Mapping[str, Target] = field(default_factory=dict)
     watches_store: bool = False
-    polls: int = 0
+    polls_requested: int = 0
     may_listen: bool = False
     may_accept: bool = False
     logs_ready: bool = False
@@ -202,7 +202,7 @@ class StoreEntry:
     """
 
     wanted: int
-    shares: AliasSettings = AliasSettings(0)
+    alias_settings: AliasSettings = AliasSettings(0)
     path: str = ""
     reason: str = ""
     is_final: bool = False
@@ -214,11 +214,12 @@ class StoreReport:
     sends one report of all names, then one for each version that it has opened.
 
     Attributes:
-        answers: `Desired.polls` of the request whose poll ends with this report; 0 for none.
+        poll_completed: `Desired.polls_requested` of the request whose poll ends with this report;
+            0 for none.
     """
 
     names: Mapping[str, StoreEntry]
-    answers: int = 0
+    poll_completed: int = 0
 
 
 @dataclass(frozen=True)
@@ -254,9 +255,3 @@ def report_to_bytes(report: Report | StartReport) -> bytes:
 def report_from_bytes(message: bytes) -> Report | StartReport:
     ((kind, fields),) = msgspec.json.decode(message, type=dict[str, msgspec.Raw]).items()
     return msgspec.json.decode(fields, type=_REPORTS[kind])
-
-
-def is_news(reason: str, before: str) -> bool:
-    """Returns whether ``reason`` differs from ``before`` in more than numbers, such as free bytes.
-    Only new reasons are logged."""
-    return _DIGITS.sub("", reason) != _DIGITS.sub("", before)

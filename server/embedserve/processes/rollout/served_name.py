@@ -47,8 +47,9 @@ class ServedName:
         candidate: opened version whose rollout has not begun.
         failure: version that is not served now, and why.
         retried: failure of the attempt before the present one, which is not logged again.
-        shares: those of the version that serves, also while the next one is prepared or rejected.
-        found_shares: those that the store was last found to have.
+        alias_settings: those of the version that serves, also while the next one is prepared or
+            rejected.
+        found_alias_settings: those that the store was last found to have.
     """
 
     serving: RolloutVersion | None = None
@@ -57,17 +58,20 @@ class ServedName:
     candidate: RolloutVersion | None = None
     failure: Failure | None = None
     retried: Failure | None = None
-    shares: AliasSettings | None = None
-    found_shares: AliasSettings | None = None
+    alias_settings: AliasSettings | None = None
+    found_alias_settings: AliasSettings | None = None
 
     @property
     def number(self) -> int:
         return 0 if self.serving is None else self.serving.number
 
-    def update_shares(self) -> None:
-        """Adopts the shares in the store if their version serves."""
-        if self.found_shares is not None and self.found_shares.version in (0, self.number):
-            self.shares = self.found_shares
+    def update_alias_settings(self) -> None:
+        """Adopts the alias settings in the store if their version serves."""
+        if self.found_alias_settings is not None and self.found_alias_settings.version in (
+            0,
+            self.number,
+        ):
+            self.alias_settings = self.found_alias_settings
 
     def serving_target(self) -> Target:
         """Returns the target of a process that is to serve what the others serve."""
@@ -79,7 +83,7 @@ class ServedName:
             TargetPhase.SERVE,
             self.wanted,
             self.failure,
-            self.shares,
+            self.alias_settings,
             version.memory,
             0 if self.candidate is None else self.candidate.number,
         )

@@ -64,7 +64,7 @@ class StoreWatcher:
         self._resolver = resolver
         self._version_manager = version_manager
         self._send = send
-        self._polls = self._unanswered = 0
+        self._polls_requested = self._unreported = 0
         self._poll_requested = asyncio.Event()
         self._reading = asyncio.Lock()  # reports go out in the order in which the store was read
         self._watching: asyncio.Task[None] | None = None
@@ -79,8 +79,8 @@ class StoreWatcher:
             return
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        if desired.polls != self._polls:
-            self._polls = desired.polls
+        if desired.polls_requested != self._polls_requested:
+            self._polls_requested = desired.polls_requested
             self._poll_requested.set()
 
     async def _watch(self) -> None:
@@ -102,7 +102,7 @@ class StoreWatcher:
     async def poll(self, *, is_all: bool = False) -> None:
         """Polls the store for the followed names, or for all served names if ``is_all``. In that
         case it logs when there is nothing new."""
-        names, request = tuple(self._version_manager.versions), self._polls
+        names, request = tuple(self._version_manager.versions), self._polls_requested
         async with self._reading:
             entries = await self._resolve(names, is_all=is_all)
             if is_all and not any(self._is_new(name, entry) for name, entry in entries.items()):
@@ -117,8 +117,8 @@ class StoreWatcher:
             elif not self._is_loading(name):
                 self._resolver.forget(name)
         if is_all:
-            self._unanswered = request
-        self._answer()
+            self._unreported = request
+        self._report_poll()
         if self._held is not None:
             self._is_update_due = True
             if self._updating is None or self._updating.done():
@@ -128,20 +128,22 @@ class StoreWatcher:
         resolve = partial(self._resolver.resolve, names, is_all=is_all)
         return await run_in_daemon_thread("follow", resolve)
 
-    def _answer(self) -> None:
+    def _report_poll(self) -> None:
         """Reports the end of a requested poll, once the versions that it found were opened."""
-        if self._unanswered and not self._openings:
-            self._send(StoreReport({}, self._unanswered))
-            self._unanswered = 0
+        if self._unreported and not self._openings:
+            self._send(StoreReport({}, self._unreported))
+            self._unreported = 0
 
     def _is_new(self, name: str, entry: StoreEntry) -> bool:
         if entry.wanted not in (0, self._version_manager.number(name)):
             return True
         target = self._version_manager.target(name)
         before = (
-            target.shares if target is not None and target.shares is not None else AliasSettings(0)
+            target.alias_settings
+            if target is not None and target.alias_settings is not None
+            else AliasSettings(0)
         )
-        return replace(entry.shares, version=0) != replace(before, version=0)
+        return replace(entry.alias_settings, version=0) != replace(before, version=0)
 
     def _is_to_be_opened(self, name: str, number: int) -> bool:
         target = self._version_manager.target(name)
@@ -162,7 +164,7 @@ class StoreWatcher:
     async def _open(self, name: str, number: int) -> None:
         await _log_fault(self._open_wanted(name, number))
         del self._openings[name]
-        self._answer()
+        self._report_poll()
 
     async def _open_wanted(self, name: str, number: int) -> None:
         """Opens the version that the store names, and reports its folder, or why it cannot be
@@ -175,7 +177,9 @@ class StoreWatcher:
                 if entry is None:  # the next poll tries again
                     return
                 if entry.wanted == number:
-                    self._send(StoreReport({name: replace(opened, shares=entry.shares)}))
+                    self._send(
+                        StoreReport({name: replace(opened, alias_settings=entry.alias_settings)})
+                    )
                     return
                 self._resolver.forget(name)
                 self._send(StoreReport({name: entry}))
@@ -222,4 +226,4 @@ async def apply_initial_shares(settings: ServeSettings, version_manager: Version
         logger.exception("the shares cannot be read: they begin later")
         return
     for name, entry in entries.items():
-        version_manager.apply_shares(name, entry.shares)
+        version_manager.apply_alias_settings(name, entry.alias_settings)

@@ -22,7 +22,6 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.metrics.model_metrics import ModelMetrics, columns_of
 from embedserve.model_info import ModelInfo, PendingVersion, now_iso
 from embedserve.pipeline import RequestPipeline
-from embedserve.processes.holding import open_folder
 from embedserve.processes.rollout.messages import (
     REASON_CHARACTERS_MAX,
     AliasSettings,
@@ -76,20 +75,21 @@ class _Load:
             _release_in_background(held)
 
 
+async def _start_nothing() -> None:
+    return None
+
+
 class VersionManager:
     """The versions that a process serves and loads, by their served names.
 
     Attributes:
         versions, engines: current versions and their engines; replaced when other versions take
             over.
-        open_version: function that opens the version of a target for a name. Runs in a thread. Set
-            by start_rollouts in a single process; workers open the folder of the target.
+        open_version: as in the constructor; replaced by start_rollouts in a single process, which
+            has opened the version already.
         report: function that reports what this process serves and loads, when that has changed. Set
             by the RolloutAgent.
-        why_not_yet: function that returns why an opened version cannot be served yet, "" if it can.
-            Set for routers, whose shards have to hold it first.
-        start: coroutine function that starts what the engines need on the running event loop,
-            before the process listens.
+        why_not_yet, start: as in the constructor.
     """
 
     def __init__(
@@ -97,19 +97,27 @@ class VersionManager:
         pipeline: RequestPipeline,
         versions: dict[str, ModelVersion],
         engines: Mapping[str, LookupEngine],
+        open_version: Callable[[str, Target], ModelVersion],
         restore: Restore,
         make_batcher: Callable[[LookupEngine, ModelInfo], Batcher],
+        why_not_yet: Callable[[ModelVersion], str] = lambda version: "",
+        start: Callable[[], Awaitable[None]] = _start_nothing,
     ) -> None:
         """
         Args:
+            open_version: opens the version of a target for a name. Runs in a thread.
             make_batcher: called when a version takes over.
+            why_not_yet: returns why an opened version cannot be served yet, "" if it can. For
+                routers, whose shards have to hold it first.
+            start: coroutine function that starts what the engines need on the running event loop,
+                before the process listens.
         """
         self.versions = versions
         self.engines = dict(engines)
-        self.open_version: Callable[[str, Target], ModelVersion] = _open_folder
+        self.open_version = open_version
         self.report: Callable[[WorkerStatus], None] = lambda status: None
-        self.why_not_yet: Callable[[ModelVersion], str] = lambda version: ""
-        self.start: Callable[[], Awaitable[None]] = _start_nothing
+        self.why_not_yet = why_not_yet
+        self.start = start
         self._models = pipeline.models
         self._metrics = pipeline.metrics
         self._restore = restore
@@ -201,17 +209,17 @@ class VersionManager:
             load = self._begin_load(name, target)
         if load is not None and target.phase is TargetPhase.SERVE and load.prepared is not None:
             self._activate(name, load, load.prepared)
-        if target.shares is not None:
-            self.apply_shares(name, target.shares)
+        if target.alias_settings is not None:
+            self.apply_alias_settings(name, target.alias_settings)
         self._show_pending(name, target)
         self._update_metrics(name, target)
 
-    def apply_shares(self, name: str, shares: AliasSettings) -> None:
-        """Applies ``shares`` if their version serves. Until then the previous version keeps its
-        own, permanently if the new version cannot be loaded."""
-        if name in self.versions and shares.version in (0, self.number(name)):
-            self._models.set_share(name, shares.traffic)
-            self._models.set_shadow(name, shares.shadow)
+    def apply_alias_settings(self, name: str, alias_settings: AliasSettings) -> None:
+        """Applies ``alias_settings`` if their version serves. Until then the previous version keeps
+        its own, permanently if the new version cannot be loaded."""
+        if name in self.versions and alias_settings.version in (0, self.number(name)):
+            self._models.set_share(name, alias_settings.traffic)
+            self._models.set_shadow(name, alias_settings.shadow)
 
     def _show_pending(self, name: str, target: Target) -> None:
         """Shows in /models which other version is loading, or has failed."""
@@ -325,14 +333,6 @@ class VersionManager:
             _release_in_background(held)
 
         batcher.retire(end)
-
-
-async def _start_nothing() -> None:
-    return None
-
-
-def _open_folder(name: str, target: Target) -> ModelVersion:
-    return open_folder(target.path)
 
 
 def _release_in_background(held: list[object]) -> None:

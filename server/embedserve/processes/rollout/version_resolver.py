@@ -78,8 +78,8 @@ class VersionResolver:
             return StoreEntry(number, AliasSettings(number))
         alias = store.alias(model, tag)
         assert alias.version is not None  # the store rejects an alias without a version
-        shares = AliasSettings(alias.version, alias.share, alias.shadow, alias.at_seq)
-        return StoreEntry(alias.version, shares)
+        alias_settings = AliasSettings(alias.version, alias.share, alias.shadow, alias.at_seq)
+        return StoreEntry(alias.version, alias_settings)
 
     def _log_fault(self, name: str, fault: str) -> None:
         before = self._faults.get(name, "")

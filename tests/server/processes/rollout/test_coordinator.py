@@ -163,7 +163,7 @@ class Workers:
         return [worker.desired.may_listen for worker in self.workers.values()]
 
     def shares(self) -> list[AliasSettings | None]:
-        return [worker.desired.names["shop"].shares for worker in self.workers.values()]
+        return [worker.desired.names["shop"].alias_settings for worker in self.workers.values()]
 
     def watchers(self) -> list[int]:
         return [number for number, one in self.workers.items() if one.desired.watches_store]
@@ -646,7 +646,7 @@ def test_shares_are_told_to_all_and_to_those_that_come(workers: Workers) -> None
     shares = AliasSettings(7, 10.0, 5.0)
     workers.find(StoreEntry(0, shares))
     workers.start(2)
-    told = [one.desired.names["shop"].shares for one in workers.workers.values()]
+    told = [one.desired.names["shop"].alias_settings for one in workers.workers.values()]
     assert told == [shares] * 3
 
 
@@ -680,12 +680,12 @@ def test_a_look_that_was_asked_for_is_not_lost_with_the_one_that_looks(workers: 
     workers.command(Operation.RELOAD, "")
     workers.kill(0)
     assert workers.watchers() == [1]
-    assert workers.workers[1].desired.polls == 1
-    workers.coordinator.on_report(1, StoreReport({}, answers=1))
+    assert workers.workers[1].desired.polls_requested == 1
+    workers.coordinator.on_report(1, StoreReport({}, poll_completed=1))
     workers.start(0)
     workers.kill(1)
     assert workers.watchers() == [0]
-    assert workers.workers[0].desired.polls == 0
+    assert workers.workers[0].desired.polls_requested == 0
 
 
 def test_a_reload_has_the_one_that_looks_poll_and_what_was_refused_tried_again(
@@ -694,7 +694,7 @@ def test_a_reload_has_the_one_that_looks_poll_and_what_was_refused_tried_again(
     workers.find(EIGHT)
     workers.load(0, reason="damaged")
     workers.command(Operation.RELOAD, "")
-    assert [one.desired.polls for one in workers.workers.values()] == [1, 1]
+    assert [one.desired.polls_requested for one in workers.workers.values()] == [1, 1]
     assert workers.failures() == [None, None]
     workers.told()
     workers.find(EIGHT)

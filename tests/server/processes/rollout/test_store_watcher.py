@@ -28,6 +28,7 @@ from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.config import ServeSettings
 from embedserve.model_info import ModelInfo
 from embedserve.processes import single_process
+from embedserve.processes.holding import open_folder
 from embedserve.processes.rollout import store_watcher, version_resolver
 from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.messages import (
@@ -126,7 +127,12 @@ class Serving:
         self._executor = executor
         versions = {model: first}
         self.rollout = VersionManager(
-            self.pipeline, versions, {model: engine}, self._restore, self._make_batcher
+            self.pipeline,
+            versions,
+            {model: engine},
+            lambda name, target: open_folder(target.path),
+            self._restore,
+            self._make_batcher,
         )
         self.stop = asyncio.Event()
 
@@ -524,8 +530,8 @@ async def test_one_that_takes_over_repeats_the_look_that_was_asked_for(
     assert not any(isinstance(one, StoreReport) for one in sent)
     agent = RolloutAgent(serving.settings, serving.rollout, sent.append, serving.stop)
     targets = {"shop": Target(1, "", 0, TargetPhase.SERVE)}
-    agent.apply(Desired(targets, watches_store=True, polls=1))
-    await until(lambda: sent[-1] == StoreReport({}, answers=1))
+    agent.apply(Desired(targets, watches_store=True, polls_requested=1))
+    await until(lambda: sent[-1] == StoreReport({}, poll_completed=1))
     assert sent[-2] == StoreReport({"shop": StoreEntry(1, AliasSettings(1))})
     serving.stop.set()
 
@@ -561,15 +567,15 @@ async def test_no_name_waits_for_the_version_of_another(
     watcher = StoreWatcher(settings, VersionResolver(settings), manager, sent.append, stop)
     wait = gate.before(lambda: None)
     before_open(monkeypatch, lambda name: wait() if name == "shop@canary" else None)
-    watcher.apply(Desired(watches_store=True, polls=1))
+    watcher.apply(Desired(watches_store=True, polls_requested=1))
     await until(lambda: gate.threads)
     set_alias(store, "shop", "stable", 2)
-    watcher.apply(Desired(watches_store=True, polls=2))
+    watcher.apply(Desired(watches_store=True, polls_requested=2))
     await until(lambda: opened_for("shop@stable", sent))
     assert not opened_for("shop@canary", sent)
-    assert not any(isinstance(one, StoreReport) and one.answers for one in sent)
+    assert not any(isinstance(one, StoreReport) and one.poll_completed for one in sent)
     gate.opened.set()
-    await until(lambda: sent[-1] == StoreReport({}, answers=2))
+    await until(lambda: sent[-1] == StoreReport({}, poll_completed=2))
     assert len(opened_for("shop@canary", sent)) == len(gate.threads) == 1
     stop.set()
 
@@ -613,8 +619,8 @@ async def test_a_shard_is_polled_while_it_loads_a_version(store: Path) -> None:
     resolver = VersionResolver(settings)
     watcher = StoreWatcher(settings, resolver, manager, sent.append, stop, held)
     for polls in (1, 2):
-        watcher.apply(Desired(watches_store=True, polls=polls))
-        await until(lambda: sent and sent[-1] == StoreReport({}, answers=polls))  # noqa: B023
+        watcher.apply(Desired(watches_store=True, polls_requested=polls))
+        await until(lambda: sent and sent[-1] == StoreReport({}, poll_completed=polls))  # noqa: B023
     assert updates == [0]
     loaded.set()
     await until(lambda: updates == [0, 1])

@@ -83,9 +83,8 @@ class Moving:
         self.opened: dict[int, ModelVersion] = {}
         self.reports: list[WorkerStatus] = []
         self.rollout = VersionManager(
-            self.pipeline, versions, engines, self._restore, self._make_batcher
+            self.pipeline, versions, engines, self._open, self._restore, self._make_batcher
         )
-        self.rollout.open_version = self._open
         self.rollout.report = self.reports.append
         self._targets = {"shop": Target(7, "", 0, TargetPhase.SERVE)}
         self._generation = 0
@@ -476,7 +475,7 @@ async def canary(moving: Moving) -> Moving:
 
 
 def share(moving: Moving, version: int, traffic: float, shadow: float = 0.0) -> None:
-    moving.desire("shop@canary", shares=AliasSettings(version, traffic, shadow))
+    moving.desire("shop@canary", alias_settings=AliasSettings(version, traffic, shadow))
 
 
 def shares(moving: Moving) -> tuple[float, float]:
