@@ -15,6 +15,11 @@ import typer
 
 from embedserve.config import Limits, ServeSettings
 
+REPEATABLE = tuple(
+    name for name, kind in get_type_hints(ServeSettings).items() if kind == tuple[str, ...]
+)
+"""Settings that may be repeated: typer passes a list of them, or None."""
+
 
 def with_settings_as_options(command: Callable[..., None]) -> Callable[..., None]:
     """Returns ``command``, which takes arbitrary keyword arguments, with the signature that typer
@@ -50,7 +55,7 @@ def _serve_parameters() -> Iterator[inspect.Parameter]:
                     metavar="" if kinds[one.name] is bool else None,
                     **one.metadata,
                 )
-                is_many = kinds[one.name] == tuple[str, ...]
+                is_many = one.name in REPEATABLE
                 kind = list[str] | None if is_many else kinds[one.name]
                 yield _parameter(one.name, kind, option, None if is_many else one.default)
 

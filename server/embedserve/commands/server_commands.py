@@ -13,6 +13,7 @@ import typer
 
 from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import check_engine
+from embedserve.commands.serve_options import REPEATABLE
 from embedserve.commands.store_commands import CACHE, Store
 from embedserve.commands.switch import switch
 from embedserve.config import LIMIT_MAX, Limits, ServeSettings
@@ -53,8 +54,7 @@ def serve(**values: Any) -> None:
     """
     values.pop("config")
     limits = Limits(**{f.name: values.pop(f.name) for f in fields(Limits)})
-    several = ("model", "allowed_host", "trusted_proxy", "on_missing")
-    values |= {name: tuple(values[name] or ()) for name in several}
+    values |= {name: tuple(values[name] or ()) for name in REPEATABLE}
     settings = ServeSettings(**values, limits=limits)
     with cli_errors():
         check_engine()
