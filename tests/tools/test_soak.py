@@ -111,7 +111,7 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
         (report_of(replace(KILLED, whole_s=0.0), tally=tally_of(), log=log), "1 planned, 0 done"),
         (report_of(KILLED, tally=tally_of(), log=log, text="-"), "0 workers ended, 1 of them"),
         (report_of(tally=tally_of(), log=log, text="Traceback"), "the server's log"),
-        (report_of(tally=tally_of(), log=log, text="hangs: no sign of life"), "1 workers hung"),
+        (report_of(tally=tally_of(), log=log, text="hangs: no heartbeat"), "1 workers hung"),
         (report_of(replace(KILLED, lost={}), tally=too_many, log=log), "grpcio lost 9"),
     ]
     for report, expected in cases:

@@ -135,7 +135,7 @@ def _logs(report: Report) -> Iterator[str]:
         if bad in text:
             at = text.index(bad)
             yield f"the server's log: …{text[max(0, at - 200) : at + 1500]}"
-    hangs, ends = text.count("hangs: no sign of life"), text.count("was ended by")
+    hangs, ends = text.count("hangs: no heartbeat"), text.count("was ended by")
     if hangs != report.planned[HANG]:
         yield f"{hangs} workers hung, {report.planned[HANG]} of them stopped by us"
     if ends != report.planned[HANG] + report.planned[KILL]:

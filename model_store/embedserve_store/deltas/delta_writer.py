@@ -170,7 +170,7 @@ class DeltaWriter:
                 ranks. After such an error this call has not pushed.
 
         Returns:
-            The seq of the delta. A delta without rows is a sign of life. With ``wait=False`` a
+            The seq of the delta. A delta without rows is a heartbeat. With ``wait=False`` a
             future of it. Its ``result`` waits on this rank alone, and raises what all ranks raise;
             the error counts as raised only once one of the calls above has raised it.
 
@@ -244,7 +244,7 @@ class DeltaWriter:
             changes: row numbers [n] and rows [n, dim] by table; rows are float32, float16 or
                 bfloat16, on any device. For a table with a vocabulary (id rule map), ids replace
                 the row numbers. A new id gets a row of the table that no id has. No row may occur
-                twice, on one rank or on two. Without rows the delta is empty: a sign of life.
+                twice, on one rank or on two. Without rows the delta is empty: a heartbeat.
             step: number of the training step, for people.
             goldens: bags, and the results [B, sum of dims] that they have after the delta, in the
                 order of the version's keys; without pooling [N, dim]. Ids are as in ``changes``.

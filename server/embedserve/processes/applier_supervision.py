@@ -82,7 +82,7 @@ class Applier:
                 os.kill(self.pid, signal.SIGKILL)
         elif self._silent_s > max(hang_s, HANG_S_MIN):
             logger.error(
-                "the applier of deltas (process %d) hangs: no sign of life for %.0f s; it is ended",
+                "the applier of deltas (process %d) hangs: no heartbeat for %.0f s; it is ended",
                 self.pid,
                 self._silent_s,
             )

@@ -206,7 +206,7 @@ class Supervisor:
 
     def _end_hung(self, worker: _Worker, now_s: float) -> None:
         logger.error(
-            "worker %d (process %d) hangs: no sign of life for %.0f s; it is ended",
+            "worker %d (process %d) hangs: no heartbeat for %.0f s; it is ended",
             worker.index,
             worker.pid,
             worker.silent_s,

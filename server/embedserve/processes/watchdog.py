@@ -68,7 +68,7 @@ class Watchdog:
 def _end(silent_s: float) -> None:
     # Before logging, because the hung thread may hold the lock of the log.
     faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=sys.stderr)
-    logger.error("the event loop hangs: no sign of life for %.0f s; the server is ended", silent_s)
+    logger.error("the event loop hangs: no heartbeat for %.0f s; the server is ended", silent_s)
 
 
 @contextlib.asynccontextmanager

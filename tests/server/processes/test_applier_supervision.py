@@ -76,7 +76,7 @@ async def test_an_applier_that_hangs_is_replaced_while_workers_serve(tmp_path: P
         server.http_port = int((await server.until_line("ready"))[-1].split()[1])
         lines = await server.until_line("applier")
         said = "\n".join(lines)
-        assert f"applier of deltas (process {hung}) hangs: no sign of life for " in said
+        assert f"applier of deltas (process {hung}) hangs: no heartbeat for " in said
         assert "in applier_main" in said  # its stack
         assert f"(process {hung}) was ended by SIGABRT: restarted" in said
         assert await server.post() == 200
@@ -148,7 +148,7 @@ async def test_only_an_applier_without_heartbeats_hangs(
     applier.check_heartbeat(HANG_S_MIN + 1, 10)
     await until(is_replaced)
     hangs, ended = caplog.messages
-    assert f"(process {pid}) hangs: no sign of life for {HANG_S_MIN + 1:.0f} s" in hangs
+    assert f"(process {pid}) hangs: no heartbeat for {HANG_S_MIN + 1:.0f} s" in hangs
     assert f"(process {pid}) was ended by SIGKILL: restarted" in ended
     applier.check_heartbeat(HANG_S_MIN - 1, 10)  # the time of the one before does not count
     beat()

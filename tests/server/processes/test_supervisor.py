@@ -290,7 +290,7 @@ async def test_a_worker_that_hangs_is_replaced(tmp_path: Path, number: signal.Si
         hung = server.worker_pids()[1]
         os.kill(hung, number)
         lines = await server.until_line("ERROR embedserve.processes.supervisor: worker 1")
-        assert f"worker 1 (process {hung}) hangs: no sign of life for " in lines[-1]
+        assert f"worker 1 (process {hung}) hangs: no heartbeat for " in lines[-1]
         ended = await server.until_line("ERROR embedserve.processes.supervisor: worker 1")
         assert await asyncio.gather(*(server.post() for _ in range(20))) == [200] * 20
         ready = await server.until_line("INFO embedserve.processes.supervisor: worker 1 is ready")

@@ -51,7 +51,7 @@ def test_a_process_whose_event_loop_hangs_is_ended(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGUSR1)
         assert process.wait(WAIT_S_MAX) == 1
     text = log.read_text()
-    assert "ERROR embedserve.processes.watchdog: the event loop hangs: no sign of life for " in text
+    assert "ERROR embedserve.processes.watchdog: the event loop hangs: no heartbeat for " in text
     assert "in hang_here" in text
 
 
