@@ -72,7 +72,7 @@ class Authenticator:
     def __init__(self, path: str, clock: JumpTolerantClock | None = None) -> None:
         """Reads the token file at ``path``. Raises OSError and ValueError, like read_grants."""
         self._clock = clock or JumpTolerantClock()
-        self._clients: dict[str, CallerQuota] = {}
+        self._callers: dict[str, CallerQuota] = {}
         self._names = frozenset({UNKNOWN})
         self._by_hash: dict[str, CallerQuota] = {}
         self._by_certificate: dict[str, CallerQuota] = {}
@@ -81,24 +81,24 @@ class Authenticator:
         self.reloader = FileReloader("tokens", [path], lambda: read_grants(path), self._adopt)
 
     def _adopt(self, grants: list[Grant]) -> None:
-        before, self._clients = self._clients, {}
+        before, self._callers = self._callers, {}
         self._by_hash, self._by_certificate, self._cached = {}, {}, {}
         for grant in grants:
-            client = before.get(grant.name) or CallerQuota(grant)
-            client.set_grant(grant)
-            self._clients[grant.name] = client
-            self._by_hash |= dict.fromkeys(grant.sha256, client)
+            caller = before.get(grant.name) or CallerQuota(grant)
+            caller.set_grant(grant)
+            self._callers[grant.name] = caller
+            self._by_hash |= dict.fromkeys(grant.sha256, caller)
             if grant.certificate:
-                self._by_certificate[grant.certificate] = client
-        self._names = frozenset({UNKNOWN, *self._clients})
+                self._by_certificate[grant.certificate] = caller
+        self._names = frozenset({UNKNOWN, *self._callers})
         self.refresh_expiry()
 
     def refresh_expiry(self) -> None:
         """Applies expiry to callers and cached certificates; called about every second."""
         self._clock.refresh()
         now_s = self._clock.now_s()
-        for client in self._clients.values():
-            client.refresh_expiry(now_s)
+        for caller in self._callers.values():
+            caller.refresh_expiry(now_s)
         for key in [one for one in self._cached if isinstance(one, Certificate)]:
             if key.expires_s <= now_s:
                 del self._cached[key]
@@ -114,24 +114,24 @@ class Authenticator:
             True, with ``request.quota`` set. False if the request was rejected; its body is then
                 discarded.
         """
-        client = self._cached.get(request.certificate if authorization is None else authorization)
-        if client is None:
+        caller = self._cached.get(request.certificate if authorization is None else authorization)
+        if caller is None:
             try:
-                client = self._find(authorization, request.certificate)
+                caller = self._find(authorization, request.certificate)
             except UnauthenticatedError as unknown:
                 self._unknown_outcomes[unknown.code] += 1
                 request.reject_after(unknown, 0.0)
                 return False
         now_s = request.start_s
-        if client.free_s <= now_s and client.active < client.active_max:
-            client.free_s = now_s + client.interval_s
-        elif (error := client.admission_error(now_s)) is not None:
-            client.outcomes[error.code] += 1
+        if caller.free_s <= now_s and caller.active < caller.active_max:
+            caller.free_s = now_s + caller.interval_s
+        elif (error := caller.admission_error(now_s)) is not None:
+            caller.outcomes[error.code] += 1
             is_often = isinstance(error, RateLimitedError) and request.can_delay_rejection
-            request.reject_after(error, client.rejection_wait_s(now_s) if is_often else 0.0)
+            request.reject_after(error, caller.rejection_wait_s(now_s) if is_often else 0.0)
             return False
-        client.active += 1
-        request.quota = client
+        caller.active += 1
+        request.quota = caller
         return True
 
     def names(self) -> frozenset[str]:
@@ -143,9 +143,9 @@ class Authenticator:
         """Returns (name, requests by outcome) of each caller with requests since the last call, and
         resets the counts."""
         counts = [
-            (name, client.take_outcomes())
-            for name, client in self._clients.items()
-            if client.answered_count or client.outcomes  # most of a large token file are idle
+            (name, caller.take_outcomes())
+            for name, caller in self._callers.items()
+            if caller.answered_count or caller.outcomes  # most of a large token file are idle
         ]
         if self._unknown_outcomes:
             counts.append((UNKNOWN, self._unknown_outcomes))
@@ -170,37 +170,37 @@ class Authenticator:
             PermissionDeniedError: the caller has none of ``roles``.
             RateLimitedError: the caller is over its rate.
         """
-        client = self._find(authorization, certificate)
-        client.check_role(roles, charge)
-        return client
+        caller = self._find(authorization, certificate)
+        caller.check_role(roles, charge)
+        return caller
 
     def may_embed(self, name: str) -> bool:
         """Returns whether a caller of this name exists and may embed now."""
-        client = self._clients.get(name)
-        return client is not None and client.active_max > 0
+        caller = self._callers.get(name)
+        return caller is not None and caller.active_max > 0
 
     def _find(self, authorization: bytes | None, certificate: Certificate | None) -> CallerQuota:
         key: bytes | Certificate | None
         if authorization is not None:
-            key, client = authorization, self._by_token(authorization)
+            key, caller = authorization, self._by_token(authorization)
         elif certificate is not None:
-            key, client = certificate, self._by_certificate_name(certificate)
+            key, caller = certificate, self._by_certificate_name(certificate)
         else:
             raise UnauthenticatedError(
                 "the request has no credentials: send Authorization: Bearer and a token"
             )
         if len(self._cached) >= CACHED_MAX:
             self._cached.clear()
-        self._cached[key] = client
-        return client
+        self._cached[key] = caller
+        return caller
 
     def _by_token(self, authorization: bytes) -> CallerQuota:
         if authorization[: len(BEARER)].lower() != BEARER:
             raise UnauthenticatedError("Authorization is not Bearer and one token")
         token = authorization[len(BEARER) :].strip()
-        client = self._by_hash.get(hash_of(token))
-        if client is not None:
-            return client
+        caller = self._by_hash.get(hash_of(token))
+        if caller is not None:
+            return caller
         if not token.startswith(PREFIX.encode()):
             raise UnauthenticatedError("the token is wrong: embedserve makes no such tokens")
         raise UnauthenticatedError("the token is unknown: wrong, withdrawn or another server's")
@@ -209,9 +209,9 @@ class Authenticator:
         if certificate.expires_s <= self._clock.now_s():
             raise UnauthenticatedError("the client's certificate has expired")
         for name in certificate.names:
-            client = self._by_certificate.get(name)
-            if client is not None:
-                return client
+            caller = self._by_certificate.get(name)
+            if caller is not None:
+                return caller
         raise UnauthenticatedError(
             "there is no token, and the client's certificate belongs to no caller"
         )
