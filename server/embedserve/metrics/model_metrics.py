@@ -23,6 +23,7 @@ from embedserve.metrics.lookup_metrics import LookupMetrics, lookup_cells
 from embedserve.metrics.request_metrics import REQUEST_CELLS, RequestMetrics
 from embedserve.metrics.shadow_metrics import ShadowMetrics, shadow_cells
 from embedserve.metrics.shared_counters import (
+    KEY_CELLS,
     Cells,
     KeyedCounters,
     WorkerCounters,
@@ -51,6 +52,7 @@ VERSION_BUCKETS = {
     "embedserve_lookup_seconds": LOOKUP_SECONDS_BUCKETS,
 }
 """Bucket bounds of the histograms of a version, by family; VersionMetrics names the histograms."""
+SWITCHES_CELLS = 1
 PARTS_COUNTED_MAX = 1024
 """Parts of a version whose absence is counted; further parts are not. They take 8 KiB for each
 version and worker."""
@@ -71,13 +73,14 @@ def columns_of(model: Manifest) -> int:
 
 def name_cells(columns_max: int) -> int:
     """Returns the number of cells of one served name, without its key."""
-    return len(QUEUE_GAUGES) + len(MODEL_GAUGES) + 1 + (1 + version_cells(columns_max))
+    of_version = KEY_CELLS + version_cells(columns_max)
+    return len(QUEUE_GAUGES) + len(MODEL_GAUGES) + SWITCHES_CELLS + of_version
 
 
 def version_cells(columns_max: int) -> int:
     """Returns the number of cells of one version, without its key."""
     buckets = sum(map(histogram_cells, VERSION_BUCKETS.values()))
-    shadow = 1 + shadow_cells(columns_max)
+    shadow = KEY_CELLS + shadow_cells(columns_max)
     of_rows = columns_max + PARTS_COUNTED_MAX + lookup_cells(columns_max)
     return of_rows + shadow + REQUEST_CELLS + buckets
 
@@ -214,7 +217,7 @@ class ModelMetrics:
         self.is_refused: bool = False
         self._queue_gauges = counters.allocate(len(QUEUE_GAUGES))
         self._gauges = counters.allocate(len(MODEL_GAUGES))
-        self._switches = counters.allocate(1)
+        self._switches = counters.allocate(SWITCHES_CELLS)
         self.switches = int(self._switches.own[0])
         self._version_counters = counters.allocate_keyed(version_cells(columns_max))
         self.version = VersionMetrics(model, self._version_counters, columns_max)

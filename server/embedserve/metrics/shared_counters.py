@@ -22,6 +22,8 @@ READY, RESTARTS, HANGS, BEATS = 0, 1, 2, 3
 CONTROL_CELLS = 4
 """Control cells at the start of each row: whether the worker is ready, how often it was replaced,
 how often because of a hang, and its heartbeats. The worker writes the heartbeats."""
+KEY_CELLS = 1
+"""Cells of the key of KeyedCounters, which come before its counters."""
 KEY_BYTES = 6
 """Bytes of the hash of a name: 48 bits fit exactly into a float64 cell."""
 
@@ -135,7 +137,7 @@ class WorkerCounters:
 
     def allocate_keyed(self, count: int) -> KeyedCounters:
         """Returns counters of ``count`` more cells, after the cell of their key."""
-        keyed = KeyedCounters(self, self.take(1 + count))
+        keyed = KeyedCounters(self, self.take(KEY_CELLS + count))
         self._allocated.append(keyed)
         return keyed
 

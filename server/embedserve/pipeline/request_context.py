@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -63,10 +63,6 @@ class RequestOptions:
     timeout_s: float | None
     metrics: ProtocolMetrics
     has_id: bool = False
-
-    def with_codec(self, codec: Codec) -> RequestOptions:
-        """Returns a copy that uses ``codec`` for both the body and the response."""
-        return replace(self, codec=codec, response_codec=codec)
 
 
 class RequestContext(PendingRequest):

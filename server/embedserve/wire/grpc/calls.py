@@ -124,6 +124,7 @@ class GrpcEmbedCall(CallWriter[Stream]):
         self._context = None
         prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
         end = OK_BLOCK if headers is None else OK_BLOCK + encode(headers)
+        # Stream.answer without its call, as this runs for every request.
         stream.connection.frame_writer.write_response(
             stream, HEAD_BLOCK, (prefix, *parts), nbytes + PREFIX_BYTES, end
         )

@@ -35,8 +35,10 @@ SERVICES = (SERVICE_NAME, open_inference_grpc.SERVICE_NAME, PREDICTOR_NAME)
 
 MakeCall = Callable[[Stream], Handler]
 HeadersByName = dict[bytes, bytes]
-Method = Callable[[bytes, RequestOptions, HeadersByName], MakeCall]
-"""Resolver of (encoding, request options, headers) to a handler factory of calls."""
+MakeOptions = Callable[[Codec], RequestOptions]
+"""Returns the request options of a call whose messages a codec reads and writes."""
+Method = Callable[[bytes, MakeOptions, HeadersByName], MakeCall]
+"""Resolver of (encoding, factory of request options, headers) to a handler factory of calls."""
 ONCE_METADATA = frozenset({ROUTING_KEY, MIN_SEQ_HEADER, b"grpc-timeout", b"grpc-encoding"})
 """Metadata that may occur once: with two, a proxy and the server could each read another value."""
 
@@ -140,9 +142,11 @@ class GrpcService:
                 raise WireError("UNIMPLEMENTED", f"there is no method {shown}")
             headers = headers_by_name(request.headers)
             has_id = REQUEST_ID in headers
-            codec = self._codecs.protobuf
-            options = RequestOptions("", codec, codec, wanted_s, self._metrics, has_id)
-            return method(encoding, options, headers)
+
+            def make_options(codec: Codec) -> RequestOptions:
+                return RequestOptions("", codec, codec, wanted_s, self._metrics, has_id)
+
+            return method(encoding, make_options, headers)
         except (WireError, InvalidRequestError) as error:
             wrong = WireError(error.code, error.message)
             return self.rejecting(wrong, request)
@@ -162,34 +166,36 @@ class GrpcService:
         return reject_call
 
     def _embed(
-        self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
+        self, codec: Codec, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
     ) -> MakeCall:
-        return partial(GrpcEmbedCall, options.with_codec(codec), self._pipeline, encoding, headers)
+        return partial(GrpcEmbedCall, make_options(codec), self._pipeline, encoding, headers)
 
     def _predict(
-        self, encoding: bytes, options: RequestOptions, headers: HeadersByName
+        self, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
     ) -> MakeCall:
         codec = self._codecs.predict_from(headers.get(MIN_SEQ_HEADER))
-        return self._embed(codec, encoding, options, headers)
+        return self._embed(codec, encoding, make_options, headers)
 
     def _embed_stream(
-        self, codec: Codec, encoding: bytes, options: RequestOptions, headers: HeadersByName
+        self, codec: Codec, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
     ) -> MakeCall:
         check_encoding(encoding)
-        options = options.with_codec(codec)
+        options = make_options(codec)
         return lambda stream: EmbedStream(options, self._pipeline, encoding, headers, stream)
 
     def _unary(self, function: Callable[[bytes], bytes]) -> Method:
-        return lambda encoding, options, headers: (
+        return lambda encoding, make_options, headers: (
             lambda stream: GrpcUnaryCall(function, encoding, headers, stream)
         )
 
-    def _watch(self, encoding: bytes, options: RequestOptions, headers: HeadersByName) -> MakeCall:
+    def _watch(
+        self, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
+    ) -> MakeCall:
         check_encoding(encoding)
         return lambda stream: health.Watch(self.health, encoding, headers, stream)
 
     def _reflection(
-        self, encoding: bytes, options: RequestOptions, headers: HeadersByName
+        self, encoding: bytes, make_options: MakeOptions, headers: HeadersByName
     ) -> MakeCall:
         check_encoding(encoding)
         return lambda stream: reflection.ServerReflection(self._names, encoding, headers, stream)
@@ -211,8 +217,10 @@ class GrpcService:
         if authenticator is None:
             return method
 
-        def make_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> MakeCall:
-            opened = method(encoding, options, headers)
+        def make_call(
+            encoding: bytes, make_options: MakeOptions, headers: HeadersByName
+        ) -> MakeCall:
+            opened = method(encoding, make_options, headers)
 
             def open_if_right(stream: Stream) -> Handler:
                 authorization = headers.get(b"authorization")
@@ -240,7 +248,9 @@ class GrpcService:
         the message; the quota is None without ``authenticator``.
         """
 
-        def make_call(encoding: bytes, options: RequestOptions, headers: HeadersByName) -> MakeCall:
+        def make_call(
+            encoding: bytes, make_options: MakeOptions, headers: HeadersByName
+        ) -> MakeCall:
             def make_for_client(stream: Stream) -> Handler:
                 client, authorization = None, headers.get(b"authorization")
                 try:
@@ -249,7 +259,9 @@ class GrpcService:
                         client = authenticator.check(authorization, certificate, roles)
                 except EmbedServeError as error:
                     return _denied(stream, error, headers)
-                return self._unary(partial(function, client))(encoding, options, headers)(stream)
+                return self._unary(partial(function, client))(encoding, make_options, headers)(
+                    stream
+                )
 
             return make_for_client
 

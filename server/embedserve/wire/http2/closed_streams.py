@@ -34,7 +34,9 @@ class ClosedStreams:
         self._out = out
         self._passed_over: list[range] = []
         self._ours: dict[int, None] = {}  # ended by the server, oldest first
-        self._unread: dict[int, int] = {}  # answered streams of _ours: request bytes still accepted
+        self._discardable: dict[
+            int, int
+        ] = {}  # answered streams of _ours: request bytes still accepted
         self._due: list[int] = []  # streams that were unread at the last check_time
 
     def pass_over(self, start: int, stop: int) -> None:
@@ -54,31 +56,31 @@ class ClosedStreams:
         """
         if self._due:
             self._reset_due()
-        if len(self._unread) >= REMEMBERED_MAX:
-            self.reset(next(iter(self._unread)), ErrorCode.NO_ERROR)
-        self._unread[stream_id] = UNREAD_BYTES_MAX
+        if len(self._discardable) >= REMEMBERED_MAX:
+            self.reset(next(iter(self._discardable)), ErrorCode.NO_ERROR)
+        self._discardable[stream_id] = UNREAD_BYTES_MAX
         self._remember(stream_id)
 
     def reset(self, stream_id: int, code: ErrorCode) -> None:
         """Sends RST_STREAM for the stream."""
-        self._unread.pop(stream_id, None)
+        self._discardable.pop(stream_id, None)
         self._out.append(frames.rst_stream(stream_id, code))
         self._remember(stream_id)
 
     def reset_unread(self) -> None:
         """Resets every stream whose request is still incomplete."""
-        for stream_id in list(self._unread):
+        for stream_id in list(self._discardable):
             self.reset(stream_id, ErrorCode.NO_ERROR)
 
     def check_time(self) -> bool:
         """Resets streams that were already unread at the last call; returns whether any were."""
         has_reset = self._reset_due()
-        self._due = list(self._unread)
+        self._due = list(self._discardable)
         return has_reset
 
     def _reset_due(self) -> bool:
         due, self._due = self._due, []
-        late = [stream_id for stream_id in due if stream_id in self._unread]
+        late = [stream_id for stream_id in due if stream_id in self._discardable]
         for stream_id in late:
             self.reset(stream_id, ErrorCode.NO_ERROR)
         return bool(late)
@@ -91,7 +93,7 @@ class ClosedStreams:
     def forget(self, stream_id: int) -> None:
         """Forgets a stream that the client has ended, too: no more frames are in flight."""
         self._ours.pop(stream_id, None)
-        self._unread.pop(stream_id, None)
+        self._discardable.pop(stream_id, None)
 
     def read_headers(self, stream_id: int, flags: int) -> None:
         """Discards HEADERS on a closed stream; the caller must still decode their block.
@@ -118,10 +120,10 @@ class ClosedStreams:
         self._throw_away(stream_id, flags, length)
 
     def _throw_away(self, stream_id: int, flags: int, length: int) -> None:
-        if stream_id not in self._unread:
+        if stream_id not in self._discardable:
             return
-        self._unread[stream_id] -= length
+        self._discardable[stream_id] -= length
         if flags & END_STREAM:
-            del self._unread[stream_id]
-        elif self._unread[stream_id] < 0:
+            del self._discardable[stream_id]
+        elif self._discardable[stream_id] < 0:
             self.reset(stream_id, ErrorCode.NO_ERROR)

@@ -230,7 +230,7 @@ class Http2Connection:
         length = upper << 16 | lower
         start = after + HEAD_BYTES
         after = start + length
-        receiver = self.flow_control
+        flow_control = self.flow_control
         if (
             type(opened) is not ResolvedRoute
             or (opened.content_length is not None and opened.content_length != length)
@@ -239,14 +239,14 @@ class Http2Connection:
             or flags != END_STREAM
             or kind != DATA
             or after > end
-            or length > receiver.whole_bytes_max
-            or length > receiver.window
+            or length > flow_control.whole_bytes_max
+            or length > flow_control.window
             or len(self.streams) >= self.streams_max
             or self.frame_writer.unsent_bytes > UNSENT_BYTES_MAX
         ):
             return 0
         self.next_id = stream_id + 2
-        receiver.window -= length
+        flow_control.window -= length
         self.open(stream_id, opened, data[start:after])
         return after
 

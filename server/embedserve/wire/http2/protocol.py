@@ -88,8 +88,8 @@ class Http2Protocol(asyncio.Protocol):
             self._loop.call_soon(self._continue_reading)
         elif connection.flow_control.held_bytes:
             self._manager.record_growth(len(data))
-        sender = connection.frame_writer
-        if not (sender.out or sender.ready or connection.is_over):
+        writer = connection.frame_writer
+        if not (writer.out or writer.ready or connection.is_over):
             self._is_flush_due = False
         elif self._pipeline.models.has_full_unsized_queue:
             # Under overload many rejections follow: they are batched, as each write wakes a client.
@@ -119,13 +119,13 @@ class Http2Protocol(asyncio.Protocol):
         self._is_flush_due = False
         if self._paused_s or self._has_ended or self._transport.is_closing():
             return
-        sender = self._connection.frame_writer
-        out = sender.out
-        if len(out) == 1 and not (sender.ready or sender.fresh or self._connection.is_over):
+        writer = self._connection.frame_writer
+        out = writer.out
+        if len(out) == 1 and not (writer.ready or writer.fresh or self._connection.is_over):
             self._transport.write(out.pop())
             return
         while True:
-            pumped = sender.pump() if sender.ready else 0
+            pumped = writer.pump() if writer.ready else 0
             if not out:
                 break
             if len(out) == 1:
@@ -135,10 +135,10 @@ class Http2Protocol(asyncio.Protocol):
             else:
                 self._transport.writelines(list(out))
             out.clear()
-            if self._paused_s or not sender.ready:
+            if self._paused_s or not writer.ready:
                 break
-        if sender.fresh:
-            sender.detach_small_bodies()
+        if writer.fresh:
+            writer.detach_small_bodies()
         if self._connection.is_over:
             self._end()
 

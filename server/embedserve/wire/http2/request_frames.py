@@ -162,23 +162,23 @@ class RequestFrames:
         stream.handler.receive(b"", True)
 
     def on_data(self, stream_id: int, flags: int, payload: bytes) -> None:
-        length, receiver = len(payload), self._flow_control
+        length, flow_control = len(payload), self._flow_control
         stream = self._connection.streams.get(stream_id)
         if (
             flags == END_STREAM
             and stream is not None
             and length <= stream.receive_window
-            and length <= receiver.window
+            and length <= flow_control.window
             and not (stream.is_received or stream.held_bytes)
             and (stream.missing_bytes is None or stream.missing_bytes == length)
         ):
             # Fast path of most requests: the whole body goes directly to the handler and is never
             # counted in held_bytes.
-            receiver.window -= length
+            flow_control.window -= length
             stream.is_received = True
             stream.handler.receive(payload, True)
             return
-        receiver.take(length)
+        flow_control.take(length)
         if flags & PADDED:
             payload = without_padding(payload, flags)
         if stream is None:
@@ -187,7 +187,7 @@ class RequestFrames:
         if stream.is_received:
             raise StreamError(stream_id, ErrorCode.STREAM_CLOSED, "DATA after the request's end")
         nbytes = len(payload)
-        receiver.hold(stream, length, nbytes)
+        flow_control.hold(stream, length, nbytes)
         if stream.missing_bytes is not None:
             stream.missing_bytes -= nbytes
             if stream.missing_bytes < 0:
