@@ -1,4 +1,7 @@
-"""Restores the versions that take over while a process serves, and describes their engines."""
+"""Restores the next version of a served name while the current one serves, in a server or router.
+
+Also describes an engine and its version to the rest of the server (``model_info``).
+"""
 
 from __future__ import annotations
 

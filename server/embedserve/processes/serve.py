@@ -1,7 +1,8 @@
 """`embedserve serve`: wires a server of one process or of several workers.
 
-With --workers this process opens what the workers share, forks them and then supervises them. It
-imports neither torch nor grpc, and has no thread when it forks. Each worker does its own imports.
+With several --workers, or with --deltas follow, this process opens what the workers share, forks
+them and then supervises them. It imports neither torch nor grpc, and has no thread when it forks.
+Each worker does its own imports.
 
 From the command until the server listens:
 
