@@ -103,6 +103,13 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     STARTED.clear()
 
 
+@pytest.fixture
+def patient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a subscriber wait for a broker that is busy, so that its one connection stays."""
+    for channel in (redis_channel, nats_channel):
+        monkeypatch.setattr(channel, "CONNECT_S_MAX", 20.0)
+
+
 def publish(url: str, *topics: Topic, seq: int = 1) -> None:
     """Publishes once the broker takes it: one that has just been started may not yet."""
     until(lambda: is_published(url, *topics, seq=seq))
@@ -129,6 +136,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
+@pytest.mark.usefixtures("patient")
 def test_each_notification_is_announced(broker: Broker) -> None:
     """Of any seq: nothing in it is believed. Those before the connection count as one."""
     publish(broker.url, TOPIC)
@@ -144,6 +152,7 @@ def test_each_notification_is_announced(broker: Broker) -> None:
     until(lambda: subscribed.announced.counts[OTHER] > 1)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_broker_that_is_killed_is_connected_again(
     broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,14 +202,16 @@ def test_a_file_with_the_url_is_read_for_each_connection(
     until(lambda: subscribed.subscriber.is_connected)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_flood_is_announced_at_a_pace(broker: Broker) -> None:
     """However fast notifications come, one announcement in PACE_S stands for all of them."""
     subscribed = Subscribed(broker.url)
     until(lambda: subscribed.count)
     begin_s, before = time.monotonic(), subscribed.count
     publish(broker.url, *[TOPIC] * 3000)
+    until(lambda: subscribed.count > before)
     announced, took_s = subscribed.count - before, time.monotonic() - begin_s
-    assert 1 <= announced <= took_s / PACE_S + 1
+    assert announced <= took_s / PACE_S + 1
     assert subscribed.subscriber.is_connected
 
 
@@ -325,6 +336,7 @@ def test_a_setting_that_cannot_be_is_refused(notify: str, reason: str) -> None:
     check_settings(ServeSettings(store="store", delta_notify=notify))  # without deltas unused
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_line_that_is_followed_later_is_announced(broker: Broker) -> None:
     """As when a server moves to a version that begins a line of its own."""
     subscribed = Subscribed(broker.url)
