@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 import numpy as np
+import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
@@ -15,11 +16,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 from server.collector import collecting
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline, serving
+from server.waiting import WAIT_S_MAX
 
 from embedserve.call_trace import CallTrace
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import Batch
 from embedserve.pipeline.telemetry import RequestTelemetry
+from embedserve.tracing import otlp
 from embedserve.tracing.otlp import OtlpTraces, spans_of
 from embedserve.tracing.record import RequestRecord
 from embedserve.tracing.stage_timings import StageTimings
@@ -116,8 +119,9 @@ class OneCall:
 
 
 async def test_a_request_that_is_sampled_by_share_and_its_calls_are_in_one_trace(
-    engine: FakeEngine, executor: ThreadPoolExecutor
+    engine: FakeEngine, executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(otlp, "STOP_S_MAX", WAIT_S_MAX)  # for the last spans
     servers = engine.remote = OneCall(engine)
     with collecting() as collector:
         pipeline = make_pipeline(engine, executor=executor)
