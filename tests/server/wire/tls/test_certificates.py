@@ -20,9 +20,17 @@ from embedserve import file_reloader
 from embedserve.wire.tls.certificates import Certificates, TlsFiles, read_context
 
 
+def replace(path: str, data: bytes) -> None:
+    """Replaces a file: one of its size that is written in place within a tick of the file system's
+    clock looks unchanged."""
+    new = Path(f"{path}.new")
+    new.write_bytes(data)
+    new.replace(path)
+
+
 def write(files: TlsFiles, pair: Pair) -> None:
-    Path(files.certificate).write_bytes(pair.certificate)
-    Path(files.key).write_bytes(pair.key)
+    replace(files.certificate, pair.certificate)
+    replace(files.key, pair.key)
 
 
 def half_of_certificate(files: TlsFiles, authority: Authority) -> None:
@@ -41,7 +49,7 @@ def half_of_key(files: TlsFiles, authority: Authority) -> None:
 
 
 def another_key(files: TlsFiles, authority: Authority) -> None:
-    Path(files.key).write_bytes(authority.sign("other").key)
+    replace(files.key, authority.sign("other").key)
 
 
 def locked_key(files: TlsFiles, authority: Authority) -> None:
