@@ -210,11 +210,11 @@ async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
     with pytest.raises(RateLimitedError, match=r"'slow' is over its 0\.01 requests") as raised:
         tokens.admit(slow)
     assert raised.value.retry_after_s == 60
-    some = await tokens.add("some", requests_per_second=5)
-    for _ in range(5):
-        tokens.admit(some)
+    some = FakeTarget(f"Bearer {await tokens.add('some', requests_per_second=5)}")
+    for _ in range(5):  # all at the same time
+        tokens.ask(some)
     with pytest.raises(RateLimitedError) as raised:
-        tokens.admit(some)
+        tokens.ask(some)
     assert raised.value.retry_after_s == 1
 
 
@@ -329,7 +329,7 @@ async def test_the_names_are_the_same_object_until_the_file_is_read_again(tokens
 def test_a_caller_keeps_its_name_and_its_limits_as_its_token_changes(tmp_path: Path) -> None:
     """While both hold it has two tokens, and one rate."""
     (old, old_hash), (new, new_hash), path = new_token(), new_token(), tmp_path / "tokens"
-    limits = {"name": "ranker", "requests_per_second": 1}
+    limits = {"name": "ranker", "requests_per_second": 0.01}
     path.write_text(json.dumps({**limits, "sha256": old_hash}))
     access = Authenticator(str(path))
 

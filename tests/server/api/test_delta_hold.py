@@ -75,7 +75,10 @@ class Server:
 
 
 @pytest.fixture
-async def server(executor: ThreadPoolExecutor) -> AsyncIterator[Server]:
+async def server(
+    executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Server]:
+    monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 3600.0)  # more than a test may take
     server = Server(executor, None, has_admin=True)
     async with server.client:
         yield server
@@ -120,20 +123,14 @@ async def test_a_step_in_progress_is_waited_for(server: Server) -> None:
     assert (await answer).json()["state"] == "held"
 
 
-async def test_a_hold_that_is_reversed_is_not_waited_for(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 3600.0)  # more than a test may take
+async def test_a_hold_that_is_reversed_is_not_waited_for(server: Server) -> None:
     first = asyncio.create_task(server.post(HOLD))
     await until(lambda: server.followed.hold.is_set)
     server.followed.hold.set(False)
     assert (await first).json()["state"] == "catching up"
 
 
-async def test_the_version_that_takes_over_meanwhile_gets_the_hold(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 3600.0)  # more than a test may take
+async def test_the_version_that_takes_over_meanwhile_gets_the_hold(server: Server) -> None:
     other = at_seq(model_info(), 5).deltas
     assert other is not None
     served = [server.followed]

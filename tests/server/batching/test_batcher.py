@@ -14,7 +14,7 @@ import pytest
 from server.conftest import MakeBatcher
 from server.fake_engine import FEATURES, Bags, FakeEngine, model_info
 from server.pending_requests import submit
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.config import Limits
@@ -32,6 +32,7 @@ IN_THREAD = Limits(inline_bytes_max=0)
 ONE_BYTES = 52 + len(FEATURES) * BAG_BYTES
 """Of the work of a request with one id: it reads a row of at most 4 dims, and writes 9."""
 USER: Bags = {"user": [[1, 2, 3]]}
+HOUR_S = 3600
 
 
 async def test_an_idle_engine_takes_a_request_at_once(
@@ -181,22 +182,24 @@ async def test_a_batch_that_no_thread_takes_fails(
 async def test_the_event_loop_goes_on_while_a_large_batch_runs(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    engine.delay_s = 0.2
+    engine.hold()
     answer = submit(make_batcher(IN_THREAD), engine.request(USER))
-    turns = 0
-    while not answer.done():
+    await until(lambda: engine.lookups)
+    for _ in range(20):
         await asyncio.sleep(0.001)
-        turns += 1
-    assert turns > 20
+    assert not answer.done()
+    engine.release()
+    await answer
 
 
 async def test_with_a_delay_a_lone_request_waits_for_company(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher = make_batcher(Limits(delay_ms_max=100))
+    batcher = make_batcher(Limits(delay_ms_max=HOUR_S * 1000))
     first = submit(batcher, engine.request(USER))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
     assert not first.done()
+    first.pending.queued_s -= HOUR_S
     await asyncio.gather(first, submit(batcher, engine.request(USER)))
     assert [lookup.batch_size for lookup in engine.lookups] == [2]
 
@@ -213,11 +216,11 @@ async def test_a_full_batch_does_not_wait_for_company(
 ) -> None:
     batcher = make_batcher(limits)
     answers = [submit(batcher, engine.request(USER)) for _ in range(5)]
-    await asyncio.wait_for(asyncio.gather(*answers[:4]), 5)
+    await asyncio.wait_for(asyncio.gather(*answers[:4]), WAIT_S_MAX)
     await asyncio.sleep(0.01)
     assert not answers[4].done()
     answers.append(submit(batcher, engine.request(USER)))
-    await asyncio.wait_for(asyncio.gather(*answers), 5)
+    await asyncio.wait_for(asyncio.gather(*answers), WAIT_S_MAX)
     assert [lookup.batch_size for lookup in engine.lookups] == [2, 2, 2]
 
 
@@ -241,17 +244,16 @@ async def test_a_batch_that_fills_as_its_delay_ends_begins_once(
 async def test_a_request_that_waited_for_the_engine_has_waited_for_company(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    batcher = make_batcher(Limits(delay_ms_max=300, inline_bytes_max=0))
+    limits = Limits(delay_ms_max=HOUR_S * 1000, batch_ids_max=6, inline_bytes_max=0)
+    batcher = make_batcher(limits)
     engine.hold()
-    running = submit(batcher, engine.request(USER))
+    running = [submit(batcher, engine.request(USER)) for _ in range(2)]  # a full batch
     await until(lambda: engine.lookups)
     waiting = submit(batcher, engine.request(USER))
-    await asyncio.sleep(0.35)
+    waiting.pending.queued_s -= HOUR_S
     engine.release()
-    await running
-    released_s = perf_counter()
-    await waiting
-    assert perf_counter() - released_s < 0.2
+    await asyncio.gather(*running)
+    await asyncio.wait_for(waiting, WAIT_S_MAX)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +413,7 @@ async def test_a_failure_while_splitting_still_answers_everyone(
     requests[1].output_dtype = "float16"
     for answer in [submit(batcher, request) for request in requests]:
         with pytest.raises(EngineError, match="the server's log says why"):
-            await asyncio.wait_for(answer, 5)
+            await asyncio.wait_for(answer, WAIT_S_MAX)
     assert "no room for the rounded values" in caplog.text
     engine.is_failing = False
     assert (await submit(batcher, requests[1])).values.dtype == np.float16
@@ -444,7 +446,7 @@ async def test_a_failure_while_joining_still_answers_everyone(
     answers = [submit(batcher, engine.request(USER)) for _ in range(3)]
     for answer in answers:
         with pytest.raises(EngineError, match="the server's log says why"):
-            await asyncio.wait_for(answer, 5)
+            await asyncio.wait_for(answer, WAIT_S_MAX)
     assert "no room for the batch" in caplog.text
     assert metrics.version.lookup_seconds.samples()[0][-1] == ("+Inf", 0)
     translator.is_failing = False

@@ -89,6 +89,7 @@ async def test_deltas_are_held_and_applied_again(
     assert shop.deltas is not None
     films = FakeEngine(model_info("films", {"user": (7, 2)}))
     pipeline = make_pipeline(FakeEngine(shop), films, executor=executor)
+    monkeypatch.setattr(delta_hold, "EFFECT_S_MAX", 3600.0)  # more than a test may take
     async with our_server(pipeline, management=management_app(pipeline, FakeAdmin())) as server:
 
         async def told(*words: str) -> tuple[int, str]:

@@ -161,8 +161,8 @@ def test_a_page_that_does_not_end_is_given_up() -> None:
 
     for answer, timeout_s, message in (
         (silent, 0.5, "the answer is not all there after 0.5 s|timed out"),
-        (dripping, 0.5, "the answer is not all there after 0.5 s"),
-        (endless, 20.0, "it answers with over 1000000 bytes"),
+        (dripping, 0.5, "the answer is not all there after 0.5 s|timed out"),
+        (endless, 60.0, "it answers with over 1000000 bytes"),
     ):
         is_over.clear()
         with answering(answer) as url:

@@ -61,12 +61,12 @@ class Supervised:
         async with httpx.AsyncClient(timeout=WAIT_S_MAX, transport=transport) as client:
             return (await client.post(f"{self.url}/embed", content=BODY)).status_code
 
-    async def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
-        async with httpx.AsyncClient(verify=False) as client:
+    async def metric(self, *names: str) -> float:
+        """The sum of the samples of metrics, at one time."""
+        async with httpx.AsyncClient(timeout=WAIT_S_MAX, verify=False) as client:
             text = (await client.get(f"{self.url}/metrics")).text
         families = text_string_to_metric_families(text)
-        return sum(s.value for family in families for s in family.samples if s.name == name)
+        return sum(s.value for family in families for s in family.samples if s.name in names)
 
     async def until_metric(self, name: str, is_right: Callable[[float], bool]) -> None:
         """Scrapes on; a connection to a worker that was just killed may break."""
@@ -184,12 +184,12 @@ async def test_what_was_accepted_is_answered_where_all_processes_are_signalled(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """A terminal sends SIGINT, and systemd SIGTERM, to the supervisor and to every worker."""
-    async with supervised(tmp_path, lookup_s=1.5) as server:
+    async with supervised(tmp_path, drain_s=60, lookup_s=1.5) as server:
         ways = (None, str(server.socket_file))
         posts = [asyncio.create_task(server.post(way)) for way in ways for _ in range(5)]
         queued, taken = "embedserve_queue_requests", "embedserve_queue_wait_seconds_count"
         async with asyncio.timeout(WAIT_S_MAX):
-            while await server.metric(queued) + await server.metric(taken) < len(posts):
+            while await server.metric(queued, taken) < len(posts):
                 assert all(post.result() == 200 for post in posts if post.done())
                 await asyncio.sleep(0.02)
         os.killpg(server.process.pid, number)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from server.fake_engine import FakeEngine
 from server.pipelines import make_pipeline
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import ServeSettings
 from embedserve.metrics.metrics import cells_per_worker
@@ -52,12 +53,18 @@ class Told:
     async def receive(self) -> list[Report | StartReport]:
         """What it reports within a while."""
         await asyncio.sleep(0.2)
+        return self._received()
+
+    async def until_told(self, report: StartReport) -> None:
+        await until(lambda: report in self._received())
+
+    def _received(self) -> list[Report | StartReport]:
         return [report_from_bytes(line) for line in self._lines.receive() or ()]
 
     async def end(self) -> None:
         """As where the supervisor is gone."""
         self._supervisors.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S_MAX):
             await self.running
         self._ours.close()
 
@@ -74,7 +81,7 @@ async def test_it_listens_when_it_may(executor: ThreadPoolExecutor) -> None:
     assert LISTENS not in await told.receive()
     assert not accepts(ports.http)
     told.send(Desired(may_listen=True))
-    assert LISTENS in await told.receive()
+    await told.until_told(LISTENS)
     assert accepts(ports.http)
     await told.end()
     ports.close()

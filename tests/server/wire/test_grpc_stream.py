@@ -70,7 +70,7 @@ async def test_a_cancelled_stream_with_a_full_window_leaves_the_queue(
     await until(lambda: live.queued() == REQUESTS_MAX)
     await asyncio.sleep(0.05)
     call.cancel()
-    await asyncio.sleep(0.05)
+    await until(lambda: live.queued() == 0)
     engine.release()
     await running
     await live.stub.Embed(request_for(3))

@@ -31,7 +31,7 @@ async def test_other_methods_keep_the_connection_usable(live: Live, method: str)
 async def test_a_client_that_hangs_up_while_its_request_waits_for_company_costs_no_lookup(
     engine: FakeEngine,
 ) -> None:
-    async with live_server(engine, limits=Limits(delay_ms_max=500)) as live:
+    async with live_server(engine, limits=Limits(delay_ms_max=600_000)) as live:
         _, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
         writer.write(SENT)
         await until(lambda: live.queued() == 1)

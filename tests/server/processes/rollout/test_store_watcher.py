@@ -171,12 +171,12 @@ class Serving:
         """Looks at the store; gives the version that answers once all is loaded."""
         if not hasattr(self, "agent"):
             self.start()
-            await self._settled()
+            await self.settled()
         await self.agent._watcher.poll()
-        await self._settled()
+        await self.settled()
         return await self.answering()
 
-    async def _settled(self) -> None:
+    async def settled(self) -> None:
         """Waits for the look that begins by itself at the start, too."""
         for _ in range(2):
             for _ in range(10):  # what is sent through the event loop
@@ -514,7 +514,7 @@ async def test_the_store_is_looked_at_until_the_stop(
     appear(later, store, 2)
     await until(lambda: serving.rollout.number("shop") == 2)
     serving.stop.set()
-    await asyncio.sleep(serving.settings.follow_s)  # a look that had begun may end
+    await serving.settled()  # a look that had begun may end
     appear(later, store, 3)
     await asyncio.sleep(5 * serving.settings.follow_s)
     assert await serving.answering() == 2

@@ -19,7 +19,9 @@ from embedserve.processes.startup.socket_files import listen_at
 
 CLAIM = """
 import sys
+from embedserve.processes.startup import socket_files
 from embedserve.processes.startup.socket_files import listen_at
+socket_files.LOCK_S_MAX = 60.0  # those that have it may be stopped for a while
 sys.stdin.read(1)
 try:
     listening = listen_at(sys.argv[1], 0o600, "HTTP")

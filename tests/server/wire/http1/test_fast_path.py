@@ -30,10 +30,11 @@ from server.raw_http import (
     post,
     read_answer,
 )
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
 from embedserve.pipeline import RequestPipeline
+from embedserve.wire import connections
 from embedserve.wire.connections import DRAIN_IDLE_S, FIRST_BYTES_S_MAX
 from embedserve.wire.http1 import connection as http1_connection
 from embedserve.wire.http1.connection import KEEP_ALIVE_S
@@ -415,15 +416,17 @@ async def test_a_drain_closes_an_idle_connection_after_a_while(
 @pytest.mark.parametrize("before", [[], [post(BODY)], [get("/health/live")]])
 @pytest.mark.parametrize("request_sent", [post(BODY), get("/health/live"), chunked(BODY)])
 async def test_a_request_on_its_way_is_answered_in_a_drain_and_told_to_be_the_last(
-    slow: OurServer, before: list[bytes], request_sent: bytes
+    slow: OurServer, before: list[bytes], request_sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its client had no way to know: a connection that was kept open is used."""
+    for module in (connections, http1_connection):
+        monkeypatch.setattr(module, "DRAIN_IDLE_S", WAIT_S_MAX)
     reader, writer = await slow.open()
     for request in before:
         writer.write(request)
         await read_answer(reader)
     await until(lambda: slow.wire.connections)
-    drain = asyncio.create_task(slow.wire.drain(10))
+    drain = asyncio.create_task(slow.wire.drain(WAIT_S_MAX))
     await asyncio.sleep(0)
     writer.write(request_sent)
     status, headers, _ = await read_answer(reader)
@@ -458,7 +461,7 @@ async def test_a_request_of_a_connection_that_waits_to_be_accepted_is_answered(
 ) -> None:
     with socket.create_connection(("127.0.0.1", slow.port)) as client:
         client.sendall(post(BODY))
-        drain = asyncio.create_task(slow.wire.drain(10))
+        drain = asyncio.create_task(slow.wire.drain(WAIT_S_MAX))
         answer = await asyncio.get_running_loop().run_in_executor(None, client.recv, 4096)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     await drain
