@@ -13,7 +13,7 @@ from protocols.servers import Servers
 from server.waiting import given_up_after
 
 __all__ = ["event_loop_policy"]
-TEST_S_MAX = 60
+TEST_S_MAX = 120
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from protocols.requests import Raw, Sent
 from server.http2_client import Http2Client
 
-ANSWER_S_MAX = 20.0
+ANSWER_S_MAX = 60.0
 
 
 class Exchange:

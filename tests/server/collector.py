@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-HANG_S_MAX = 20.0
+HANG_S_MAX = 60.0
 ENDLESS_BYTES = 100 << 20
 
 

@@ -30,7 +30,7 @@ Bags = dict[str, list[list[Any]]]
 """Integers or strings."""
 Weights = dict[str, list[list[float]]]
 
-HOLD_S_MAX = 10.0
+HOLD_S_MAX = 60.0
 
 
 @dataclass

@@ -18,7 +18,7 @@ from h2.events import (
     TrailersReceived,
 )
 
-READ_S_MAX = 10.0
+READ_S_MAX = 60.0
 GOAWAY = 7
 
 

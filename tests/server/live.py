@@ -13,6 +13,7 @@ import httpx
 from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 from server.pipelines import IN_THREAD, make_pipeline, outcomes_of
+from server.waiting import WAIT_S_MAX
 
 from embedserve.config import Limits, ServeSettings
 from embedserve.pipeline import RequestPipeline
@@ -99,13 +100,12 @@ async def serving(
     ports = claim_ports("127.0.0.1", 0, 0, management, sockets)
     ready, stop = asyncio.Event(), asyncio.Event()
     running = asyncio.create_task(run_server(stop, pipeline, settings, ports, ready.set))
-    await asyncio.wait_for(ready.wait(), 10)
+    await asyncio.wait_for(ready.wait(), WAIT_S_MAX)
     target = f"127.0.0.1:{ports.grpc}"
     channel = grpc.aio.insecure_channel(target, options=OWN_CONNECTION)
     try:
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{ports.http}", verify=False
-        ) as http:
+        base_url = f"http://127.0.0.1:{ports.http}"
+        async with httpx.AsyncClient(base_url=base_url, timeout=WAIT_S_MAX, verify=False) as http:
             stub = EmbeddingServiceStub(channel)
             yield Live(
                 pipeline, ports.http, target, http, channel, stub, running, stop, ports.management
@@ -113,4 +113,4 @@ async def serving(
     finally:
         await channel.close()
         stop.set()
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, WAIT_S_MAX)

@@ -30,7 +30,7 @@ from embedserve.wire.wire_server import WireServer
 BUFFER_BYTES = 4096
 """Of each socket, so that a reader is slow soon."""
 
-READ_S_MAX = 10.0
+READ_S_MAX = 60.0
 
 
 class RecordingServer(WireServer):
@@ -223,7 +223,9 @@ async def http_client(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncCli
     """A client of a server over ``pipeline``, until the block ends."""
     async with our_server(pipeline) as server:
         base_url = f"http://127.0.0.1:{server.port}"
-        async with httpx.AsyncClient(base_url=base_url, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=base_url, timeout=READ_S_MAX, trust_env=False
+        ) as client:
             yield client
 
 

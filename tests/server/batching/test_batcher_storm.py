@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from server.fake_engine import FEATURES, Bags, FakeEngine
 from server.pending_requests import submit
+from server.waiting import WAIT_S_MAX
 
 from embedserve.batching.batcher import BAG_BYTES, Batcher
 from embedserve.config import Limits
@@ -60,7 +61,7 @@ class Storm:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self.loop_errors.append(context))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S_MAX):
             await asyncio.gather(*(self._caller() for _ in range(CALLERS)))
 
     async def _caller(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from server.conftest import MakeBatcher
 from server.fake_engine import Bags, FakeEngine
 from server.pending_requests import Waiting, submit
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.batching.batcher import Batcher
 from embedserve.batching.fair_queue import GONE_MIN
@@ -167,7 +167,7 @@ async def test_a_full_queue_is_open_again_when_its_batch_begins(
         submit(batcher, engine.request(ONE))
     assert not has_room.is_set()
     engine.release()
-    await asyncio.wait_for(has_room.wait(), 5)
+    await asyncio.wait_for(has_room.wait(), WAIT_S_MAX)
     await asyncio.gather(running, *waiting)
 
 
@@ -216,7 +216,7 @@ async def test_the_end_of_a_batch_whose_requests_all_expired_is_told(
     has_ended = asyncio.Event()
     batcher.runner.on_batch_done = has_ended.set
     late = submit(batcher, engine.request(ONE), deadline_s=0.0)
-    await asyncio.wait_for(has_ended.wait(), 5)
+    await asyncio.wait_for(has_ended.wait(), WAIT_S_MAX)
     assert isinstance(late.exception(), DeadlineExceededError)
     assert engine.lookups == []
 

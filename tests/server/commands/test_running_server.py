@@ -42,7 +42,7 @@ async def told(command: str, *arguments: object, **variables: str) -> tuple[int,
 
 
 def ask(client: ServerClient) -> bytes:
-    return client.request("/metrics", timeout_s=5, bytes_max=BYTES_MAX)
+    return client.request("/metrics", timeout_s=60, bytes_max=BYTES_MAX)
 
 
 async def test_a_server_is_named_in_each_form(pipeline: RequestPipeline, tmp_path: Path) -> None:

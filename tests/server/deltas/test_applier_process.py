@@ -21,7 +21,7 @@ from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes.holding import open_folder
 from embedserve_store import DeltaLine
 
-WAIT_S_MAX = 30
+WAIT_S_MAX = 60
 
 
 class Process:

@@ -137,7 +137,7 @@ def test_the_applier_verifies_with_its_keys(
         versions = {DeltaTarget("m", "", "", 0): model}
         run_applier(settings, versions, open_folder, theirs, keys=trusted_keys(pair.public))
     theirs.close()
-    ours.settimeout(30)
+    ours.settimeout(60)
     try:
         while not followed.status.read().is_ready:
             assert ours.recv(1) == b"\n"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 from server.python import run_python
+from server.waiting import WAIT_S_MAX
 
 from embedserve.processes.channel import LineSocket, SupervisorChannel, WorkerChannel
 
@@ -82,7 +83,7 @@ def test_a_worker_sees_the_end_of_a_supervisor_that_has_not_read_all(
             channel.send(b"nobody reads this")
             supervisors.send(b"last\n")
             supervisors.close()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S_MAX):
                 await ended.wait()
             assert received == [b"last"]
 
@@ -101,7 +102,7 @@ async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:
             channel.send(line)
         received: list[bytes] = []
         theirs = LineSocket(supervisors)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S_MAX):
             while len(received) < len(sent):
                 received += theirs.receive() or []
                 await asyncio.sleep(0)

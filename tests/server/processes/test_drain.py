@@ -29,8 +29,10 @@ from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 SCRIPT = Path(__file__).parents[1] / "drain_server.py"
 BODY = b'{"features": {"user": [1]}}'
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
-START_S_MAX = 20
-STOP_S_MAX = 20
+START_S_MAX = 60
+STOP_S_MAX = 60
+DRAIN_S = 600
+"""Far more than STOP_S_MAX: a server that waits for the end of it fails the test."""
 HELD = -1.0
 """Seconds of lookups that wait until they are released."""
 pytestmark = pytest.mark.usefixtures("warm")
@@ -71,17 +73,15 @@ class Process:
 
 
 @asynccontextmanager
-async def server_process(
-    grpc_server: str, lookup_s: float = 0, drain_s: float = 10
-) -> AsyncIterator[Process]:
-    process = await start_python(SCRIPT, lookup_s, drain_s, grpc_server)
+async def server_process(grpc_server: str, lookup_s: float = 0) -> AsyncIterator[Process]:
+    process = await start_python(SCRIPT, lookup_s, DRAIN_S, grpc_server)
     try:
         line = await asyncio.wait_for(process.stdout.readline(), START_S_MAX)
         http_port, grpc_port = line.split()
         url = f"http://127.0.0.1:{int(http_port)}"
         target = f"127.0.0.1:{int(grpc_port)}"
         async with (
-            httpx.AsyncClient(base_url=url, timeout=30, verify=False) as http,
+            httpx.AsyncClient(base_url=url, timeout=STOP_S_MAX, verify=False) as http,
             grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel,
         ):
             yield Process(process, target, http, channel)
@@ -159,7 +159,7 @@ async def test_grpcio_refuses_connections_before_the_http_port_does(
 
 def is_refused(port: int) -> bool:
     """Blocks the event loop, so that nothing can close the port meanwhile but other threads."""
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + STOP_S_MAX
     while time.monotonic() < give_up:
         try:
             socket.create_connection(("127.0.0.1", port), STOP_S_MAX).close()
@@ -173,20 +173,20 @@ async def statuses_until_refused(server: Process) -> list[int]:
     statuses = []
     with contextlib.suppress(httpx.TransportError):
         while True:
-            async with httpx.AsyncClient(base_url=server.http.base_url, verify=False) as fresh:
+            async with httpx.AsyncClient(
+                base_url=server.http.base_url, timeout=STOP_S_MAX, verify=False
+            ) as fresh:
                 statuses.append((await fresh.get("/health/ready")).status_code)
     return statuses
 
 
 async def test_an_idle_stream_is_ended_soon(grpc_server: str) -> None:
-    async with server_process(grpc_server, drain_s=15) as server:
+    async with server_process(grpc_server) as server:
         stream = EmbeddingServiceStub(server.channel).EmbedStream()
         await stream.write(REQUEST)
         assert (await stream.read()).batch_size == 1
-        start = asyncio.get_running_loop().time()
         server.process.send_signal(signal.SIGTERM)
         assert await server.stopped() == 0
-        assert asyncio.get_running_loop().time() - start < 10
         await expect_draining(stream)
 
 
@@ -218,8 +218,6 @@ async def test_an_idle_server_ends_at_once(grpc_server: str) -> None:
     async with server_process(grpc_server) as server:
         assert (await server.http.post("/embed", content=BODY)).status_code == 200
         assert (await EmbeddingServiceStub(server.channel).Embed(REQUEST)).batch_size == 1
-        start = asyncio.get_running_loop().time()
         server.process.send_signal(signal.SIGTERM)
+        # Not by the end of drain_s, although both clients keep their connections open.
         assert await server.stopped() == 0
-        # Far less than drain_s, although both clients keep their connections open.
-        assert asyncio.get_running_loop().time() - start < 5

@@ -18,7 +18,7 @@ from forkserver import PYTHON, WarmPopen
 from prometheus_client.parser import text_string_to_metric_families
 from server.python import environment
 
-WAIT_S_MAX = 20.0
+WAIT_S_MAX = 60.0
 SERVER = Path(__file__).parents[1]
 KINDS = ("one process", "two workers")
 pytestmark = pytest.mark.usefixtures("warm")

@@ -47,7 +47,7 @@ def watched_server(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 def test_a_process_whose_event_loop_hangs_is_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with watched_server(log) as (process, url):
-        assert httpx.get(f"{url}/health/live").status_code == 200
+        assert httpx.get(f"{url}/health/live", timeout=WAIT_S_MAX).status_code == 200
         os.kill(process.pid, signal.SIGUSR1)
         assert process.wait(WAIT_S_MAX) == 1
     text = log.read_text()

@@ -19,7 +19,7 @@ from server.fake_engine import FakeEngine, model_info
 from server.http2_client import Http2Client
 from server.live import Live, make_pipeline, serving
 from server.raw_http import OurServer, chunked, our_server, post, read_answer
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.caller_quota import REFUSALS_BURST_S, REFUSALS_PER_S
@@ -238,7 +238,7 @@ async def test_a_caller_whose_connection_is_cut_as_it_pipelines_keeps_its_limit(
 async def test_our_clients(live: Live) -> None:
     rest, target = f"127.0.0.1:{live.http_port}", live.grpc_target
     for make, address in ((AsyncEmbedClient, rest), (AsyncGrpcEmbedClient, target)):
-        async with make(address, token="es_right") as client:
+        async with make(address, token="es_right", timeout_s=WAIT_S_MAX) as client:
             assert (await client.embed({"user": [[1]]})).values.size
             assert (await client.models()).models
         for token, error in {
@@ -246,10 +246,10 @@ async def test_our_clients(live: Live) -> None:
             "es_late": Unauthenticated,
             "es_boss": PermissionDenied,
         }.items():
-            async with make(address, token=token) as client:
+            async with make(address, token=token, timeout_s=WAIT_S_MAX) as client:
                 with pytest.raises(error):
                     await client.embed({"user": [[1]]})
-    async with AsyncEmbedClient(rest, token="es_slow") as client:
+    async with AsyncEmbedClient(rest, token="es_slow", timeout_s=WAIT_S_MAX) as client:
         await client.embed({"user": [[1]]})
         with pytest.raises(Overloaded) as raised:
             await client.embed({"user": [[1]]})

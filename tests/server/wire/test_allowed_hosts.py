@@ -12,9 +12,11 @@ from pathlib import Path
 import grpc
 import pytest
 from certificates import Authority
+from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 from server.http2_client import http2_client
 from server.live import Live, make_pipeline, serving
+from server.waiting import WAIT_S_MAX
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
@@ -81,9 +83,9 @@ async def over_http1(port: int | str, host: str | None, target: str, cuts: bool 
         for piece in (data[i : i + 1] for i in range(len(data))) if cuts else [data]:
             writer.write(piece)
             await writer.drain()
-        response = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        response = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WAIT_S_MAX)
         length = int(response.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-        body = await asyncio.wait_for(reader.readexactly(length), 10)
+        body = await asyncio.wait_for(reader.readexactly(length), WAIT_S_MAX)
     finally:
         writer.close()
     return (response + body).decode()
@@ -144,12 +146,12 @@ async def test_its_own_names_are_answered(engine: FakeEngine) -> None:
 
 async def test_grpc_names_its_authority(engine: FakeEngine) -> None:
     async with server(engine, allowed_hosts=()) as live:
-        await live.stub.ListModels(pb.ListModelsRequest(), timeout=10)
-        options = [("grpc.default_authority", EVIL)]
+        await live.stub.ListModels(pb.ListModelsRequest(), timeout=WAIT_S_MAX)
+        options = [*OWN_CONNECTION, ("grpc.default_authority", EVIL)]
         async with grpc.aio.insecure_channel(live.grpc_target, options=options) as channel:
             stub = EmbeddingServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ListModels(pb.ListModelsRequest(), timeout=10)
+                await stub.ListModels(pb.ListModelsRequest(), timeout=WAIT_S_MAX)
         assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
         assert EVIL in str(raised.value.details())
 

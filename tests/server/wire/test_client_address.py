@@ -15,7 +15,7 @@ from protocols.logs import fields_of
 from server.fake_engine import FakeEngine
 from server.http2_client import http2_client
 from server.live import live_server, make_pipeline, serving
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.client_address import ClientAddresses
@@ -75,7 +75,7 @@ async def test_a_request_that_is_none_is_logged_with_the_address(
     async with live_server(engine) as live:
         reader, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
         writer.write(b"GET %b\r\n\r\n" % path)
-        assert (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP/1.1 400 ")
+        assert (await asyncio.wait_for(reader.read(), WAIT_S_MAX)).startswith(b"HTTP/1.1 400 ")
         writer.close()
     (fields,) = fields_of(caplog, REFUSED)
     assert fields["address"] == "127.0.0.1"
@@ -89,7 +89,7 @@ async def test_a_unix_socket_has_no_address(
     with ThreadPoolExecutor(1) as executor:
         async with serving(make_pipeline(engine, executor=executor), unix=[path]):
             transport = httpx.AsyncHTTPTransport(uds=path)
-            async with httpx.AsyncClient(transport=transport) as client:
+            async with httpx.AsyncClient(transport=transport, timeout=WAIT_S_MAX) as client:
                 body = {"features": {"user": [[7]]}}
                 answer = await client.post("http://localhost/embed", json=body)
                 assert answer.status_code == 400
@@ -107,7 +107,7 @@ async def test_a_handshake_that_fails_is_logged_with_the_address(
         async with serving(pipeline, tls=(certificate, key)) as live:
             reader, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
-            await asyncio.wait_for(reader.read(), 10)
+            await asyncio.wait_for(reader.read(), WAIT_S_MAX)
             writer.close()
             await until(lambda: bool(fields_of(caplog, "a TLS handshake failed")))
     (fields,) = fields_of(caplog, "a TLS handshake failed: what came is no TLS")

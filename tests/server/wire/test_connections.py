@@ -17,7 +17,7 @@ from hyperframe.frame import GoAwayFrame, PingFrame
 from server.fake_engine import FakeEngine
 from server.live import IN_THREAD, PROTOBUF
 from server.raw_http import OurServer, post
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 from server.wire.http2.peer import body_of, frames_of, has_ended
 
 from embedserve.wire import connections
@@ -62,7 +62,7 @@ async def test_what_comes_late_takes_no_answer_away(server: OurServer, engine: F
     """The kernel would throw away what it has not sent, if what it has received stays unread."""
     client = asking_client()
     reader, writer = await server.open_held(engine, client.data_to_send())
-    drain = asyncio.create_task(server.wire.drain(10))
+    drain = asyncio.create_task(server.wire.drain(WAIT_S_MAX))
     writer.write(PingFrame(0, DRAIN_PING, flags=["ACK"]).serialize())
     while not (await read_frame(reader)).startswith(LAST_GOAWAY):
         pass
@@ -86,7 +86,7 @@ async def test_a_client_that_does_not_close_is_closed(server: OurServer) -> None
     reader, writer = await server.open()
     writer.write(client.data_to_send())
     await read_frame(reader)
-    drain = asyncio.create_task(server.wire.drain(10))
+    drain = asyncio.create_task(server.wire.drain(WAIT_S_MAX))
     await reader.read()
     (connection,) = server.wire.connections
     connection.check_time(perf_counter())

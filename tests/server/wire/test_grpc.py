@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server.fake_engine import Bags, FakeEngine
 from server.live import GRPC_SERVERS, Live, live_server
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
 from embedserve.wire.grpc.service import SERVICE_NAME
@@ -84,7 +84,7 @@ async def test_while_the_queue_for_large_requests_is_full_a_small_one_uploads(
         assert "for large requests holds 1 examples; 1 more would exceed its limit" in refused.text
         assert live.pipeline.models.has_full_queue
         embed = live.channel.unary_unary("/embedserve.v1.EmbeddingService/Embed")
-        answer = pb.EmbedResponse.FromString(await embed(small + unknown_field, timeout=20))
+        answer = pb.EmbedResponse.FromString(await embed(small + unknown_field, timeout=WAIT_S_MAX))
         assert answer.batch_size == 1
         engine.release()
         await asyncio.gather(*held)

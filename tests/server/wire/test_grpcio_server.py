@@ -53,7 +53,7 @@ async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) ->
     async with started(pipeline) as (server, channel):
         watch = watch_health(channel)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        draining = await server.begin_drain(10)
+        draining = await server.begin_drain(300)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
         await draining
@@ -104,7 +104,7 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
         call = EmbeddingServiceStub(channel).EmbedStream()
         await call.write(REQUEST)
         assert (await call.read()).batch_size == 2
-        await (await server.begin_drain(5))
+        await (await server.begin_drain(300))
         with pytest.raises(grpc.aio.AioRpcError, match="draining before the stop"):
             await call.read()
     gc.collect()  # an error that nobody looked at is told when its task is collected

@@ -12,6 +12,7 @@ from server.fake_engine import Bags, FakeEngine
 from server.fake_models import ruled_info, unpooled_info
 from server.live import Live, live_server
 from server.openapi import validate
+from server.waiting import WAIT_S_MAX
 
 from embedserve_client import (
     AsyncEmbedClient,
@@ -56,8 +57,8 @@ async def test_every_client_reads_the_answer(
     live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
 ) -> None:
     name = engine.model.name
-    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}")
-    grpc = AsyncGrpcEmbedClient(live.grpc_target)
+    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}", timeout_s=WAIT_S_MAX)
+    grpc = AsyncGrpcEmbedClient(live.grpc_target, timeout_s=WAIT_S_MAX)
     async with rest, grpc:
         results = [await rest.embed(bags, model=name), await grpc.embed(bags, model=name)]
         items = [StreamRequest(bags, model=name)] * 2
@@ -97,8 +98,8 @@ async def test_a_bad_id_is_refused_alike_by_every_frontend(
     assert answer.status_code == 400
     expected = {"code": "INVALID_ARGUMENT", "message": message, "field": field}
     assert answer.json()["error"] == expected
-    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}")
-    grpc = AsyncGrpcEmbedClient(live.grpc_target)
+    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}", timeout_s=WAIT_S_MAX)
+    grpc = AsyncGrpcEmbedClient(live.grpc_target, timeout_s=WAIT_S_MAX)
     async with rest, grpc:
         streamed = [answer async for answer in grpc.embed_stream([bags])]
         assert [str(error) for error in streamed] == [message]
@@ -120,8 +121,8 @@ async def test_integers_may_be_given_as_strings_by_every_client(
     }
     answer = await live.http.post(f"/models/{name}/embed", json={"features": as_strings})
     assert np.array_equal(json_values(answer.json()), engine.expected(bags))
-    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}")
-    grpc = AsyncGrpcEmbedClient(live.grpc_target)
+    rest = AsyncEmbedClient(f"http://127.0.0.1:{live.http_port}", timeout_s=WAIT_S_MAX)
+    grpc = AsyncGrpcEmbedClient(live.grpc_target, timeout_s=WAIT_S_MAX)
     async with rest, grpc:
         for client in (rest, grpc):
             check(await client.embed(as_strings, model=name), engine, bags, unknown)

@@ -10,8 +10,10 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 from server.live import Live, make_pipeline, serving
+from server.waiting import WAIT_S_MAX
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
@@ -51,13 +53,15 @@ async def live(
 async def statuses(live: Live, port: int, paths: list[str], token: str = "") -> set[int]:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     url = f"http://127.0.0.1:{port}"
-    async with httpx.AsyncClient(base_url=url, headers=headers, verify=False) as http:
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=WAIT_S_MAX, verify=False
+    ) as http:
         return {(await http.get(path)).status_code for path in paths}
 
 
 async def list_models(target: str, token: str = "") -> str:
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    async with grpc.aio.insecure_channel(target) as channel:
+    async with grpc.aio.insecure_channel(target, options=OWN_CONNECTION) as channel:
         stub = EmbeddingServiceStub(channel)
         try:
             await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
@@ -83,7 +87,7 @@ async def test_who_is_told_what_where(live: Live, request: pytest.FixtureRequest
 async def test_vectors_need_a_token_there_too(live: Live) -> None:
     for port in (live.http_port, live.management_port):
         url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, verify=False) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S_MAX, verify=False) as http:
             assert (await http.post("/embed", content=BODY)).status_code == 401
 
 

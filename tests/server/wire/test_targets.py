@@ -14,6 +14,7 @@ from h2.connection import H2Connection
 from h2.events import DataReceived, ResponseReceived, StreamEnded
 from server.fake_engine import FakeEngine
 from server.live import Live, live_server
+from server.waiting import WAIT_S_MAX
 
 from embedserve.metrics.metrics import LINES_MAX
 from embedserve.metrics.rate_limited_logger import TRACEBACKS_MAX
@@ -58,7 +59,7 @@ async def over_http1(port: int, target: bytes) -> tuple[int, bytes]:
     try:
         head = b"POST %b HTTP/1.1\r\nHost: test\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
         writer.write(head % target)
-        answer = await asyncio.wait_for(reader.read(), 10)
+        answer = await asyncio.wait_for(reader.read(), WAIT_S_MAX)
     finally:
         writer.close()
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -85,7 +86,9 @@ async def over_http2(
             client.send_headers(number, [*head, (b":authority", b"test")], end_stream=True)
             writer.write(client.data_to_send())
             while number not in statuses or ended < len(statuses):
-                for event in client.receive_data(await asyncio.wait_for(reader.read(1 << 16), 10)):
+                for event in client.receive_data(
+                    await asyncio.wait_for(reader.read(1 << 16), WAIT_S_MAX)
+                ):
                     if isinstance(event, ResponseReceived):
                         statuses[event.stream_id] = int(dict(event.headers)[b":status"])
                         bodies[event.stream_id] = b""

@@ -17,10 +17,11 @@ import httpx
 import pytest
 from certificates import Authority
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server.channels import OWN_CONNECTION
 from server.fake_engine import FakeEngine
 from server.live import Live, make_pipeline, serving
 from server.python import run_python
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.access.authenticator import Authenticator
 from embedserve.access.grants import hash_of
@@ -54,7 +55,7 @@ async def main():
         await asyncio.sleep(0)
     print("waits")
     resource.setrlimit(resource.RLIMIT_NOFILE, most)
-    (await asyncio.wait_for(taken, 10)).close()
+    (await asyncio.wait_for(taken, 60)).close()
     print("taken")
     await listener.close(0)
     client.close()
@@ -88,17 +89,19 @@ async def test_both_take_every_protocol(live: Live, paths: list[str], position: 
 
     def ask() -> list[int]:
         with (
-            EmbedClient(address, token=TOKEN) as rest,
-            GrpcEmbedClient(address, token=TOKEN) as rpc,
+            EmbedClient(address, token=TOKEN, timeout_s=WAIT_S_MAX) as rest,
+            GrpcEmbedClient(address, token=TOKEN, timeout_s=WAIT_S_MAX) as rpc,
         ):
             assert rest.models() == rpc.models()
             answers = [rest.embed({"user": [[1], [2]]}), rpc.embed({"user": [[1]]})]
             return [one.batch_size for one in answers]
 
     assert await asyncio.to_thread(ask) == [2, 1]
-    async with AsyncEmbedClient(f"unix://{paths[position]}", token=TOKEN) as rest:
+    async with AsyncEmbedClient(
+        f"unix://{paths[position]}", token=TOKEN, timeout_s=WAIT_S_MAX
+    ) as rest:
         assert (await rest.embed({"user": [[1]]})).batch_size == 1
-    async with AsyncGrpcEmbedClient(address, token=TOKEN) as rpc:
+    async with AsyncGrpcEmbedClient(address, token=TOKEN, timeout_s=WAIT_S_MAX) as rpc:
         assert (await rpc.embed({"user": [[1]]})).batch_size == 1
 
 
@@ -107,22 +110,26 @@ async def test_management_is_there_as_on_the_ports(
     live: Live, paths: list[str], is_http2: bool
 ) -> None:
     transport = httpx.AsyncHTTPTransport(uds=paths[0], http1=not is_http2, http2=is_http2)
-    async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as http:
+    async with httpx.AsyncClient(
+        base_url="http://localhost", transport=transport, timeout=WAIT_S_MAX
+    ) as http:
         assert (await http.get("/health/ready")).status_code == 200
         assert (await http.get("/metrics")).status_code == 401
         allowed = await http.get("/metrics", headers={"Authorization": f"Bearer {TOKEN}"})
         assert "embedserve_requests_total" in allowed.text
         assert allowed.http_version == ("HTTP/2" if is_http2 else "HTTP/1.1")
-    async with grpc.aio.insecure_channel(f"unix:{paths[0]}") as channel:
+    async with grpc.aio.insecure_channel(f"unix:{paths[0]}", options=OWN_CONNECTION) as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_who_asks_is_asked_for(live: Live, paths: list[str]) -> None:
-    async with AsyncEmbedClient(f"unix:{paths[0]}") as rest:
+    async with AsyncEmbedClient(f"unix:{paths[0]}", timeout_s=WAIT_S_MAX) as rest:
         with pytest.raises(Unauthenticated):
             await rest.embed({"user": [[1]]})
-    async with AsyncGrpcEmbedClient(f"unix:{paths[1]}", token="es_other") as rpc:
+    async with AsyncGrpcEmbedClient(
+        f"unix:{paths[1]}", token="es_other", timeout_s=WAIT_S_MAX
+    ) as rpc:
         with pytest.raises(Unauthenticated):
             await rpc.embed({"user": [[1]]})
 
@@ -133,9 +140,9 @@ async def test_a_drain_answers_what_came_and_nobody_finds_the_way_again(
     engine.hold()
     pipeline = make_pipeline(engine, executor=executor, limits=Limits(inline_bytes_max=0))
     async with (
-        serving(pipeline, unix=paths) as live,
-        AsyncEmbedClient(f"unix:{paths[0]}") as rest,
-        AsyncEmbedClient(f"unix:{paths[0]}") as late,
+        serving(pipeline, drain_s=WAIT_S_MAX, unix=paths) as live,
+        AsyncEmbedClient(f"unix:{paths[0]}", timeout_s=WAIT_S_MAX) as rest,
+        AsyncEmbedClient(f"unix:{paths[0]}", timeout_s=WAIT_S_MAX) as late,
     ):
         asked = asyncio.create_task(rest.embed({"user": [[1]]}))
         await until(lambda: engine.lookups)

@@ -15,7 +15,7 @@ from server.processes.rollout.test_store_watcher import Serving, appear
 from server.processes.rollout.test_store_watcher import later as later
 from server.processes.rollout.test_store_watcher import published as published
 from server.processes.rollout.test_store_watcher import store as store
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.errors import RefusedError
 from embedserve.processes.rollout import version_resolver
@@ -249,7 +249,7 @@ async def test_a_load_of_a_name_that_is_unloaded_meanwhile_ends(
     else:
         await operated.admin.unload(name)
     with pytest.raises(RefusedError, match=f"^{name} was unloaded meanwhile$"):
-        await asyncio.wait_for(loading, 5)
+        await asyncio.wait_for(loading, WAIT_S_MAX)
     gate.opened.set()
 
 

@@ -18,7 +18,7 @@ with serve_health_while_loading(ServeSettings(store=""), ports) as end:
     socket.create_connection(("127.0.0.1", ports.http))
     end()
     print("there" if Path(f"/proc/{front}").exists() else "ended")
-    ports.http_socket.settimeout(10)
+    ports.http_socket.settimeout(60)
     print(ports.http_socket.accept()[1][0])
 """
 

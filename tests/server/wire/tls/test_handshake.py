@@ -11,7 +11,7 @@ from time import perf_counter
 import pytest
 from certificates import Authority, client_context
 from server.raw_http import OurServer, get, our_server, read_answer
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
 from embedserve.pipeline import RequestPipeline
@@ -169,10 +169,13 @@ async def test_a_client_that_goes_within_is_forgotten(
     assert await is_served(server, client)
 
 
-async def test_drain_waits_for_no_handshake(server: OurServer) -> None:
+async def test_drain_waits_for_no_handshake(
+    server: OurServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{Handshake.__module__}.HANDSHAKE_S_MAX", 600)
     reader, _ = await server.open()
     await until(lambda: server.wire.connections)
-    await asyncio.wait_for(server.wire.drain(20), 10)
+    await asyncio.wait_for(server.wire.drain(600), WAIT_S_MAX)
     assert await rest_of(reader) == b""
 
 

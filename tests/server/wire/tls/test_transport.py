@@ -11,9 +11,10 @@ import grpc
 import httpx
 import pytest
 from certificates import Authority
+from server.channels import OWN_CONNECTION
 from server.http2_client import Http2Client
 from server.raw_http import OurServer, get, post, read_answer
-from server.waiting import until
+from server.waiting import WAIT_S_MAX, until
 
 from embedserve.config import Limits
 from embedserve.wire.tls.transport import TlsTransport
@@ -36,16 +37,17 @@ async def test_http1_and_grpc_on_one_port(
     server: OurServer, client: ssl.SSLContext, authority: Authority
 ) -> None:
     url = f"https://localhost:{server.port}"
-    async with httpx.AsyncClient(verify=client, base_url=url) as http:
+    async with httpx.AsyncClient(verify=client, base_url=url, timeout=WAIT_S_MAX) as http:
         answers = [(await http.post("/embed", content=BODY)).json() for _ in range(3)]
         assert answers[0]["values"]
         assert answers == [answers[0]] * 3
         assert (await http.get("/models")).status_code == 200
     credentials = grpc.ssl_channel_credentials(authority.root)
-    async with grpc.aio.secure_channel(f"localhost:{server.port}", credentials) as channel:
+    target = f"localhost:{server.port}"
+    async with grpc.aio.secure_channel(target, credentials, OWN_CONNECTION) as channel:
         stub = EmbeddingServiceStub(channel)
         request = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
-        answer = await stub.Embed(request, timeout=10)
+        answer = await stub.Embed(request, timeout=WAIT_S_MAX)
         assert answer.keys
 
 
@@ -192,5 +194,5 @@ async def test_a_client_that_ends_its_side_ends_the_connection(
     writer.write(post(BODY)[:-1])
     await until(lambda: server.http1())
     writer.close()
-    await asyncio.wait_for(writer.wait_closed(), 10)
+    await asyncio.wait_for(writer.wait_closed(), WAIT_S_MAX)
     await until(lambda: not server.wire.connections)
