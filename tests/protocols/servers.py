@@ -47,7 +47,7 @@ class Setup:
     slow_ms: float = 0.0
     tells_times: bool = False
     trusted_proxies: Sequence[str] = ()
-    drain_s: float = 5.0
+    drain_s: float = 60.0
 
 
 class Servers:

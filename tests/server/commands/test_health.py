@@ -12,8 +12,10 @@ from certificates import Authority
 from server.fake_engine import FakeEngine
 from server.live import make_pipeline, serving
 from server.raw_http import our_server
+from server.waiting import WAIT_S_MAX
 from typer.testing import CliRunner
 
+from embedserve.commands import health
 from embedserve.commands.cli import app
 from embedserve.pipeline import RequestPipeline
 from embedserve.wire.tls.certificates import Certificates, TlsFiles
@@ -22,6 +24,12 @@ from embedserve.wire.tls.certificates import Certificates, TlsFiles
 @pytest.fixture
 def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipeline:
     return make_pipeline(engine, executor=executor)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the command wait for a server that is busy."""
+    monkeypatch.setattr(health, "TIMEOUT_S", WAIT_S_MAX)
 
 
 async def told(port: int, *options: str, **settings: str) -> tuple[int, str]:

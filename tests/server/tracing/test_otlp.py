@@ -18,6 +18,7 @@ from server.fake_engine import FakeEngine
 from server.live import Live, make_pipeline, serving
 from server.waiting import WAIT_S_MAX, until
 
+from embedserve.metrics import rate_limited_logger
 from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.tracing import otlp
 from embedserve.tracing.bounded_session import BoundedSession
@@ -161,8 +162,10 @@ async def test_a_malformed_traceparent_begins_no_trace_and_is_named_once(
     executor: ThreadPoolExecutor,
     collector: Collector,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     value: str,
 ) -> None:
+    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
     async with traced(engine, executor, collector.url) as live:
         for _ in range(20):
             headers = {"traceparent": value}
@@ -238,6 +241,7 @@ def test_an_exporter_keeps_its_own_lines_alone() -> None:
 def test_what_waits_is_bounded_and_what_is_left_out_is_named(
     collector: Collector, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
     monkeypatch.setattr(otlp, "SEND_S_MAX", WAIT_S_MAX)
     collector.may_answer.clear()
     traces = OtlpTraces(collector.url, 0)

@@ -16,6 +16,7 @@ from server.fake_engine import FakeEngine
 from server.live import Live, live_server
 from server.waiting import WAIT_S_MAX
 
+from embedserve.metrics import rate_limited_logger
 from embedserve.metrics.metrics import LINES_MAX
 from embedserve.metrics.rate_limited_logger import TRACEBACKS_MAX
 from embedserve.processes.logging_setup import log_handler
@@ -122,8 +123,9 @@ async def test_a_byte_that_has_no_place_in_a_target_is_rejected_and_counted(
 
 
 async def test_very_many_of_them_are_logged_at_a_limited_rate(
-    live: Live, logged: io.StringIO
+    live: Live, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
     requests = 500
     answers = await over_http2(live.http_port, b"/health/live?\xff", requests)
     assert {status for status, _ in answers} == {400}
@@ -138,6 +140,7 @@ async def test_unexpected_failures_are_logged_quoted_and_few_of_them(
     def fail(self: object, name: str) -> None:
         raise RuntimeError(name)
 
+    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
     monkeypatch.setattr(type(live.pipeline.models), "model", fail)
     for _ in range(30):
         assert (await live.http.get(path)).status_code == 500
