@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from forkserver import PYTHON, WarmPopen, run_warm
@@ -22,7 +23,10 @@ STOPPED_S_MAX = 60
 COMMAND_S_MAX = 300
 COMMANDS_AT_ONCE = 4
 PORTS = (10_000, 30_000)
-RANDOM = random.SystemRandom()
+"""Below the ports from which the kernel takes those of outgoing connections: one of these could be
+taken before a server listens on it."""
+ANSWER_S_MAX = 60
+"""Seconds for an answer of a server that may be loading, or waiting for a core, meanwhile."""
 WIDE = {"COLUMNS": "200"}
 """No line is wrapped."""
 
@@ -38,16 +42,30 @@ class Running:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on.
+    """Returns a port that nobody listens on, and that no other call has returned or will return.
 
-    It is below the ports from which the kernel takes those of outgoing connections: one of these
-    could be taken before the server listens on it.
+    Servers listen on their ports seconds later, so that it would not do to look which are free.
     """
-    while True:
-        port = RANDOM.randrange(*PORTS)
+    for port in _ports():
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("all ports are taken")
+
+
+@cache
+def _ports() -> Iterator[int]:
+    """Returns the ports of this process that are left, in random order: other runs of the tests may
+    use the same ones."""
+    own = ports_of_worker()
+    return iter(random.SystemRandom().sample(own, len(own)))
+
+
+def ports_of_worker() -> range:
+    """Returns the ports that the other workers of pytest-xdist leave to this one."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    return range(PORTS[0] + worker % workers, PORTS[1], workers)
 
 
 def is_running(pid: int) -> bool:
