@@ -22,7 +22,13 @@ from documents import ROOT, Block, blocks
 from e2e.demo_server import Demo
 from forkserver import PYTHON, run_warm
 from reference import assert_same, pooled
-from running_servers import COMMAND_S_MAX, Running, run_command, run_warm_command
+from running_servers import (
+    ANSWER_S_MAX,
+    COMMAND_S_MAX,
+    Running,
+    run_command,
+    run_warm_command,
+)
 from server.arrow_streams import ARROW, read_answer, said_in, stream_of, vectors
 
 from embedserve_client import EmbedClient, GrpcEmbedClient
@@ -168,8 +174,10 @@ client that is not installed here."""
 
 
 def to(server: Running, text: str) -> str:
-    """``text`` with the server's addresses in the place of those in the documents."""
+    """``text`` with the server's addresses in the place of those in the documents, and with the
+    time limit of a busy machine in the place of a caller's."""
     text = text.replace("localhost:8001", server.grpc)
+    text = re.sub(r"\b(timeout(?:_s)?)=0\.25\b", rf"\1={ANSWER_S_MAX}", text)
     return re.sub(r"localhost:80[01]0", server.http.removeprefix("http://"), text)
 
 
