@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from running_servers import Running, free_port, running
+from running_servers import ANSWER_S_MAX, READY_S_MAX, Running, free_port, running
 
 from embedserve_client import GrpcEmbedClient
 from embedserve_client.errors import EmbedServeClientError
@@ -25,6 +25,8 @@ from embedserve_store import TableSpec, publish
 PARTS = 2
 WAIT_S_MAX = 120
 PAUSE_S = 0.002
+PATIENT = ("--shard-timeout-ms", 60_000)
+"""Options of a router whose calls may be slow: other processes may have all cores meanwhile."""
 SHARD_METRIC = re.compile("^embedserve_shard_|_total$")
 """Parts of a metric's name that are left out."""
 
@@ -70,7 +72,7 @@ class Cluster:
 
     def start_router(self, *arguments: object) -> Running:
         log = self.folder / "router.log"
-        options = ("--shards", f"file:{self.addresses}", *arguments)
+        options = ("--shards", f"file:{self.addresses}", *PATIENT, *arguments)
         return self.stack.enter_context(running(self.store, log, *options))
 
     def begin_router(self, words: str) -> Callable[[], Running]:
@@ -87,7 +89,7 @@ class Cluster:
         assert not started
 
         def finish() -> Running:
-            starting.join(WAIT_S_MAX)
+            starting.join(READY_S_MAX)
             [router] = started
             return router
 
@@ -104,7 +106,7 @@ class Cluster:
 
 def shard_metrics(server: Running) -> dict[str, float]:
     """Returns the samples of the calls to parts, without buckets, by name, part and other label."""
-    text = httpx.get(f"{server.http}/metrics", timeout=60).text
+    text = httpx.get(f"{server.http}/metrics", timeout=ANSWER_S_MAX).text
     found = {}
     for family in text_string_to_metric_families(text):
         for name, labels, value, *_ in family.samples:
@@ -160,7 +162,7 @@ class Load:
         with GrpcEmbedClient(self._server.grpc) as client:
             while not self._stop.is_set():
                 try:
-                    answer = client.embed({"user": [self._rows]}, timeout_s=30)
+                    answer = client.embed({"user": [self._rows]}, timeout_s=ANSWER_S_MAX)
                 except EmbedServeClientError as error:
                     self.failed.append(str(error))
                 else:

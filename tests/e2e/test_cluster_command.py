@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from e2e.parts_cluster import PATIENT
 from forkserver import WarmPopen
 from running_servers import (
     READY_S_MAX,
@@ -45,7 +46,7 @@ def cluster(
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Yields the process of a cluster that is ready, and the address of its router."""
     url = f"http://127.0.0.1:{free_port()}"
-    ports = ("--http-port", url.rpartition(":")[2], "--grpc-port", free_port())
+    ports = ("--http-port", url.rpartition(":")[2], "--grpc-port", free_port(), *PATIENT)
     with log.open("wb") as output:
         process: subprocess.Popen[bytes] = WarmPopen(
             command("cluster", store, *ports, *arguments),

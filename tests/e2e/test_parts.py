@@ -354,6 +354,6 @@ def test_settings_that_cannot_be_are_refused(
     tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     publish_next(tmp_path, 1)
-    done = run_warm_command("serve", tmp_path, "--http-port", free_port(), *arguments)
+    done = run_warm_command("serve", tmp_path, "--http-port", 0, "--grpc-port", 0, *arguments)
     assert done.returncode != 0
     assert words in done.stderr

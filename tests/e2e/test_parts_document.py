@@ -12,6 +12,7 @@ from pathlib import Path
 
 from documents import ROOT, Block, blocks
 from e2e.page_commands import assert_prints, run
+from e2e.parts_cluster import PATIENT
 from forkserver import PYTHON, WarmPopen
 from running_servers import STOPPED_S_MAX, free_port, wait_until_ready
 
@@ -43,6 +44,8 @@ class Page:
         """Starts a server of the page; the cluster ends before the servers that follow."""
         if "--http-port" not in line:
             line += " --http-port {} --grpc-port {}".format(*DEFAULT_PORTS)
+        if line.startswith(SERVERS[1]) or "--shards" in line:
+            line += " {} {}".format(*PATIENT)
         if line.startswith(SERVERS[1]):
             self._cluster.enter_context(self._started(line))
             return

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from e2e.parts_cluster import PATIENT
 from e2e.test_cluster_command import DIM, publish_rows
 from ray_nodes import RayNodes, ray_nodes
 from running_servers import command, free_port, is_running, running
@@ -25,8 +26,6 @@ from embedserve_client import GrpcEmbedClient
 
 WAIT_S_MAX = 300
 PAUSE_S = 0.02
-TIMEOUT = ("--shard-timeout-ms", 60_000)
-"""A router's calls may be slow: processes that start take all cores meanwhile."""
 NAME = "shop"
 PARTS = REPLICAS = 2
 TCP_LISTEN = "0A"
@@ -219,7 +218,7 @@ def test_a_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path
 @contextmanager
 def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[Placed]:
     """`embedserve cluster --backend ray`, ready."""
-    options = ("--replicas", REPLICAS, "--name", NAME, "--http-port", free_port(), *TIMEOUT)
+    options = ("--replicas", REPLICAS, "--name", NAME, "--http-port", free_port(), *PATIENT)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command("cluster", store, "--backend", "ray", *options, "--grpc-port", grpc),
@@ -292,7 +291,7 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         monkeypatch.setenv(name, value)
     with ExitStack() as stack:
         one = stack.enter_context(cluster(nodes, store, log, grpc))
-        options = ("--shards", f"ray:{NAME}", *TIMEOUT)
+        options = ("--shards", f"ray:{NAME}", *PATIENT)
         router = stack.enter_context(running(store, tmp_path / "router", *options))
         clients = [
             stack.enter_context(GrpcEmbedClient(address))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -26,6 +26,9 @@ from server.collector import Collector, collecting
 
 CALLER = "00f067aa0ba902b7"
 BODY = {"features": {"user": [BOTH_PARTS]}}
+TIMEOUT = ("--shard-timeout-ms", 2500)
+"""Time limit of a call that hangs: long enough for another call on a busy machine, and half of the
+time after which the connection counts as lost."""
 
 
 @pytest.fixture
@@ -41,13 +44,15 @@ def parts(tmp_path: Path) -> Iterator[Cluster]:
         yield one
 
 
-def start(parts: Cluster, collector: Collector, *shards: tuple[int, int]) -> Running:
-    """Starts shards and a router that send their spans to ``collector``."""
+def start(
+    parts: Cluster, collector: Collector, *shards: tuple[int, int], options: Sequence[object] = ()
+) -> Running:
+    """Starts shards and a router with ``options`` that send their spans to ``collector``."""
     traces = ("--otlp-endpoint", collector.url)
     for part, replica in shards:
         parts.start_shard(part, replica, *traces)
     parts.write_addresses()
-    return parts.start_router(*traces)
+    return parts.start_router(*traces, *options)
 
 
 def embed(router: Running, trace: int | None) -> int:
@@ -114,7 +119,8 @@ def test_calls_stand_between_the_spans_of_router_and_shards(
 
 
 def test_a_call_that_fails_says_how(parts: Cluster, collector: Collector) -> None:
-    router = start(parts, collector, *((part, 0) for part in range(PARTS)))
+    shards = ((part, 0) for part in range(PARTS))
+    router = start(parts, collector, *shards, options=TIMEOUT)
     hung = parts.shards[1, 0].process
     os.kill(hung.pid, signal.SIGSTOP)
     try:
@@ -151,7 +157,7 @@ def test_a_second_call_because_the_first_is_slow_is_a_span_of_its_own(
 
     # A replica that leaves a poll unanswered is the busier one, and is soon no more chosen.
     for start_at in count(1, 10):
-        assert start_at < 100, "all requests were sent to the other replica"
+        assert start_at < 300, "all requests were sent to the other replica"
         traces = range(start_at, start_at + 10)
         os.kill(hung.process.pid, signal.SIGSTOP)
         try:
