@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from delta_keys import key_pair
-from running_servers import Running, free_port, run_commands, running
+from running_servers import ANSWER_S_MAX, Running, free_port, run_commands, running
 
 from embedserve.commands.admin import ask_server
 from embedserve.commands.running_server import ServerClient
@@ -89,9 +89,15 @@ def children(server: Running) -> list[int]:
 
 def deltas(url: str) -> dict[str, Any]:
     """Returns what the server of a management port says of its deltas."""
-    (model,) = httpx.get(f"{url}/models").json()["models"]
+    (model,) = httpx.get(f"{url}/models", timeout=ANSWER_S_MAX).json()["models"]
     found: dict[str, Any] = model["deltas"]
     return found
+
+
+def version(url: str) -> int:
+    """Returns the version that a worker of the server serves."""
+    (model,) = httpx.get(f"{url}/models", timeout=ANSWER_S_MAX).json()["models"]
+    return int(model["version"])
 
 
 class Callers:
@@ -105,7 +111,8 @@ class Callers:
         self.seqs: set[int] = set()
         self.last_seq = 0
         self._stop = threading.Event()
-        clients = [EmbedClient(server.http, retries=5), GrpcEmbedClient(server.grpc, retries=5)]
+        options: dict[str, Any] = {"retries": 5, "timeout_s": ANSWER_S_MAX}
+        clients = [EmbedClient(server.http, **options), GrpcEmbedClient(server.grpc, **options)]
         self._threads = [threading.Thread(target=self._ask, args=(one,)) for one in clients]
         for thread in self._threads:
             thread.start()
@@ -167,7 +174,7 @@ def test_every_answer_is_of_one_delta_while_processes_are_killed(
         finally:
             callers.end()
         assert callers.wrong == []
-        assert deltas(server.http)["state"] == "following"
+        until(lambda: deltas(server.http)["state"] == "following")
     log = (tmp_path / "log").read_text()
     for seq, target in UNDONE.items():
         assert f"delta {seq} reverts to delta {target}: test" in log
@@ -186,11 +193,12 @@ def test_a_damaged_delta_changes_nothing_until_it_is_repaired(store: Path, tmp_p
     whole = rows.read_bytes()
     with (
         running(published, tmp_path / "log", "--deltas", "follow") as server,
-        EmbedClient(server.http) as client,
+        EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
     ):
         assert client.embed(BAGS).seq == 1  # ready with what was there
         (published / line / rows.name).write_bytes(whole[:-1] + b"!")
-        shutil.copy(store / line / manifest_name(2), published / line)
+        shutil.copy(store / line / manifest_name(2), tmp_path)
+        (tmp_path / manifest_name(2)).rename(published / line / manifest_name(2))
         until(lambda: deltas(server.http)["state"] == "stalled")
         assert rows.name in deltas(server.http)["reason"]
         assert client.embed(BAGS).seq == 1
@@ -207,7 +215,7 @@ def test_only_signed_deltas_are_served(store: Path, tmp_path: Path) -> None:
     options = ("--deltas", "follow", "--delta-key", pair.public)
     with (
         running(store, tmp_path / "log", *options) as server,
-        EmbedClient(server.http) as client,
+        EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
     ):
         with DeltaWriter(store, model="m") as writer:
             push(writer, 1)
@@ -240,7 +248,7 @@ def test_a_delta_with_other_results_than_training_is_not_served(
     with (
         DeltaWriter(store, model="m") as writer,
         running(store, tmp_path / "log", "--deltas", "follow") as server,
-        EmbedClient(server.http) as client,
+        EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
     ):
         push_golden(writer, 1, 1)
         until(lambda: deltas(server.http)["seq"] == 1)
@@ -273,7 +281,7 @@ def test_a_hold_outlives_processes_until_it_ends(
 
         def seq() -> int:
             """The seq of an answer, over a connection of its own, so of any worker."""
-            with EmbedClient(server.http, retries=5) as client:
+            with EmbedClient(server.http, retries=5, timeout_s=ANSWER_S_MAX) as client:
                 result = client.embed(BAGS)
             assert result.seq is not None
             assert np.array_equal(result.values, np.repeat(result.seq * COUNTS, DIM, axis=1))
@@ -296,12 +304,17 @@ def test_a_hold_outlives_processes_until_it_ends(
         shown = deltas(management)
         assert (shown["state"], shown["seq"], shown["lag_s"] > 0) == ("held", 1, True)
         assert {seq() for _ in range(20)} == {1}
-        metrics = httpx.get(f"{management}/metrics").text
+        metrics = httpx.get(f"{management}/metrics", timeout=ANSWER_S_MAX).text
         assert 'embedserve_delta_held{alias="",model="m"} 1.0' in metrics
         url = f"{server.http}/models/m/embed"
-        answer = httpx.post(url, json={"features": BAGS, "min_seq": 2})
+        answer = httpx.post(url, json={"features": BAGS, "min_seq": 2}, timeout=ANSWER_S_MAX)
         assert (answer.status_code, "at seq 1" in answer.text) == (503, True)
-        assert httpx.post(f"{server.http}{HOLD}", json={"model": "m"}).status_code == 404
+        assert (
+            httpx.post(
+                f"{server.http}{HOLD}", json={"model": "m"}, timeout=ANSWER_S_MAX
+            ).status_code
+            == 404
+        )
         ask_server(ServerClient(management), "deltas go-on", "m")
         until(lambda: {seq() for _ in range(20)} == {4})
         assert deltas(management)["state"] == "following"
@@ -325,7 +338,7 @@ def test_an_alias_stays_at_a_delta_beside_one_that_follows(store: Path, tmp_path
                 """Returns the seqs of some answers of any workers, and checks their values."""
                 found = set()
                 for _ in range(10):
-                    with EmbedClient(server.http, retries=5) as client:
+                    with EmbedClient(server.http, retries=5, timeout_s=ANSWER_S_MAX) as client:
                         result = client.embed(BAGS, model=name)
                     values = np.repeat((result.seq or 0) * COUNTS, DIM, axis=1)
                     assert np.array_equal(result.values, values)
@@ -335,14 +348,18 @@ def test_an_alias_stays_at_a_delta_beside_one_that_follows(store: Path, tmp_path
             assert (seqs("m@stable"), seqs("m@canary")) == ({2}, {4})
             push(writer, 5)
             until(lambda: seqs("m@canary") == {5})
-            stable, canary = httpx.get(f"{server.http}/models").json()["models"]
+            stable, canary = httpx.get(f"{server.http}/models", timeout=ANSWER_S_MAX).json()[
+                "models"
+            ]
             found = [
                 (one["deltas"].get("at_seq"), one["deltas"]["state"]) for one in (stable, canary)
             ]
             assert found == [(2, "following"), (None, "following")]
             assert (stable["deltas"]["wanted_seq"], stable["deltas"]["lag_s"]) == (2, 0)
             body = {"features": BAGS, "min_seq": 3}
-            answer = httpx.post(f"{server.http}/models/m@stable/embed", json=body)
+            answer = httpx.post(
+                f"{server.http}/models/m@stable/embed", json=body, timeout=ANSWER_S_MAX
+            )
             assert (answer.status_code, "at seq 2" in answer.text) == (503, True)
             set_alias(store, "m", "stable", 1, at_seq=1)
             until(lambda: seqs("m@stable") == {1})
@@ -361,7 +378,7 @@ def test_an_alias_stays_at_a_delta_beside_one_that_follows(store: Path, tmp_path
 
 
 def _metrics(server: Running) -> str:
-    return httpx.get(f"{server.http}/metrics").text
+    return httpx.get(f"{server.http}/metrics", timeout=ANSWER_S_MAX).text
 
 
 def publish_mixed(store: Path) -> None:
@@ -379,7 +396,7 @@ def test_a_feature_of_two_tables_is_followed(tmp_path: Path) -> None:
     with (
         DeltaWriter(store, model="mixed") as writer,
         running(store, tmp_path / "log", "--deltas", "follow") as server,
-        EmbedClient(server.http) as client,
+        EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
     ):
         writer.push_rows({"t": ([1, 8], np.full((2, DIM), 1.0, np.float32))})
         writer.push_rows({"u": ([2, 8], np.full((2, DIM), 10.0, np.float32))})
@@ -417,7 +434,10 @@ def test_each_answer_has_the_ids_of_one_delta(tmp_path: Path) -> None:
         DeltaWriter(store, model="m") as writer,
         running(store, tmp_path / "log", *options) as server,
     ):
-        clients = EmbedClient(server.http), GrpcEmbedClient(server.grpc)
+        clients = (
+            EmbedClient(server.http, timeout_s=ANSWER_S_MAX),
+            GrpcEmbedClient(server.grpc, timeout_s=ANSWER_S_MAX),
+        )
         callers = [threading.Thread(target=ask, args=(one,)) for one in clients]
         for caller in callers:
             caller.start()
@@ -429,7 +449,7 @@ def test_each_answer_has_the_ids_of_one_delta(tmp_path: Path) -> None:
                     until(lambda: max(seqs, default=0) == seq)  # noqa: B023
                 if seq == compacted:
                     compact_deltas(store, "m")
-            until(lambda: httpx.get(f"{server.http}/models").json()["models"][0]["version"] == 2)
+            until(lambda: {version(server.http) for _ in range(20)} == {2})  # in all workers
         finally:
             ended.set()
             for caller in callers:
