@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 TOOL_S_MAX = 60
+REMOUNT_PAUSE_S = 0.01
 UNSHARE = ("unshare", "--mount", "--propagation", "private")
 TOOLS = ("fsfreeze", "mkfs.ext4", "mount", "nsenter", "unshare")
 DISK_BYTES = 64 << 20
@@ -46,8 +48,19 @@ class Volume:
         subprocess.run([*self.enter, *map(str, words)], check=True, timeout=TOOL_S_MAX)
 
     def remount(self, options: str) -> None:
-        """Changes what a tmpfs allows: "ro", "rw", "size=4m", "nr_inodes=9"."""
-        self.run("mount", "-o", f"remount,{options}", self.folder)
+        """Changes what a tmpfs allows: "ro", "rw", "size=4m", "nr_inodes=9".
+
+        The kernel refuses it while a process has a file open for writing, or has made more than is
+        to be allowed. A server does so for moments, so that it is tried again.
+        """
+        end_s = time.monotonic() + TOOL_S_MAX
+        while True:
+            try:
+                return self.run("mount", "-o", f"remount,{options}", self.folder)
+            except subprocess.CalledProcessError:
+                if time.monotonic() >= end_s:
+                    raise
+            time.sleep(REMOUNT_PAUSE_S)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
