@@ -20,7 +20,7 @@ from forkserver import PYTHON, WarmPopen, run_warm
 
 READY_S_MAX = 300
 STOPPED_S_MAX = 60
-COMMAND_S_MAX = 300
+COMMAND_S_MAX = 600
 COMMANDS_AT_ONCE = 4
 PORTS = (10_000, 30_000)
 """Below the ports from which the kernel takes those of outgoing connections: one of these could be

@@ -10,7 +10,7 @@ import torch
 import yaml
 from forkserver import PYTHON, run_warm
 
-TIMEOUT_S = 180
+TIMEOUT_S = 600
 
 
 @dataclass(frozen=True)

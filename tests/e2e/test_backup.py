@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from documents import ROOT
-from running_servers import running
+from running_servers import ANSWER_S_MAX, COMMAND_S_MAX, running
 from server.python import run_warm_python
 from writable import writable
 
@@ -47,7 +47,7 @@ def shell(command: str, folder: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=COMMAND_S_MAX,
     )
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stderr
@@ -98,7 +98,7 @@ def test_what_was_lost_is_restored_and_served(folder: Path) -> None:
     options = "--model", "dlrm@stable", "--follow", "none", "--deltas", "follow"
     with running(folder / "STORE", folder / "log", *options) as server:
         request = {"features": {"user": [[1]]}, "min_seq": 1}
-        answer = httpx.post(f"{server.http}/embed", json=request)
+        answer = httpx.post(f"{server.http}/embed", json=request, timeout=ANSWER_S_MAX)
         assert answer.json()["values"] == [[7.5] * 4]
     shell(prune.replace("10", "2"), folder)
     assert ModelStore(folder / "COPY").versions("dlrm") == [6, 7]

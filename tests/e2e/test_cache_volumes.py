@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import s3fs
 from forkserver import WarmPopen
-from running_servers import Running, command, free_port
+from running_servers import ANSWER_S_MAX, Running, command, free_port
 from stalling_proxy import StallingProxy, stalling_proxy
 from store.remote.s3_server import environment, serve_s3
 from volumes import Volume, can_freeze, can_mount, disk_volume, memory_volume
@@ -80,7 +80,7 @@ def starting(
 def status(url: str) -> int:
     """0 where nobody answers."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=ANSWER_S_MAX) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -109,7 +109,7 @@ def until_logged(server: Running, *parts: str) -> None:
 def until_serving(server: Running, number: int) -> None:
     """Until all rows that are asked for are those of version ``number``."""
     until(lambda: status(f"{server.http}/health/ready") == 200, server)
-    with EmbedClient(server.http) as client:
+    with EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client:
         ids = [[0], [7], [ROWS - 1]]
         until(lambda: client.embed({"t": ids}).version == number, server)
         values = client.embed({"t": ids}).values

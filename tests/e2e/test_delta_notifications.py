@@ -11,7 +11,7 @@ import pytest
 import torch
 from brokers import KINDS, QUOTED, Broker, until
 from brokers import running as running_broker
-from running_servers import free_port, running
+from running_servers import ANSWER_S_MAX, free_port, running
 
 from embedserve_client import EmbedClient
 from embedserve_store import DeltaWriter, TableSpec, publish
@@ -32,18 +32,18 @@ def test_a_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
         management = f"http://127.0.0.1:{management_port}"
 
         def state() -> str:
-            (model,) = httpx.get(f"{management}/models").json()["models"]
+            (model,) = httpx.get(f"{management}/models", timeout=ANSWER_S_MAX).json()["models"]
             return str(model["deltas"]["notify"])
 
         def connected() -> str:
-            lines = httpx.get(f"{management}/metrics").text.splitlines()
+            lines = httpx.get(f"{management}/metrics", timeout=ANSWER_S_MAX).text.splitlines()
             (line,) = (one for one in lines if "notify_connected{" in one)
             return line.rpartition(" ")[2]
 
         with (
             running(store, log, *options, management_port=management_port) as server,
             DeltaWriter(store, model="m", notify=url_file) as writer,
-            EmbedClient(server.http) as client,
+            EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
         ):
             until(lambda: state() == "connected")
             for seq in (1, 2):
@@ -56,7 +56,7 @@ def test_a_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
             assert connected() == "0.0"
             assert client.embed({"f": [[3]]}).seq == 2
             shown = subprocess.run(["ps", "axww"], capture_output=True, text=True, check=True)
-            models = httpx.get(f"{management}/models").text
+            models = httpx.get(f"{management}/models", timeout=ANSWER_S_MAX).text
             text = log.read_text()
     assert broker.address in text
     for where in (text, shown.stdout, models):

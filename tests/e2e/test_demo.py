@@ -108,7 +108,9 @@ def test_the_printed_curl_works_as_pasted(server: Running) -> None:
 
 def test_arrow_gives_the_same_bytes(server: Running) -> None:
     body = stream_of(pa.table(FEATURES))
-    answer = httpx.post(f"{server.http}/embed", content=body, headers={"content-type": ARROW})
+    answer = httpx.post(
+        f"{server.http}/embed", content=body, headers={"content-type": ARROW}, timeout=ANSWER_S_MAX
+    )
     table = read_answer(answer.raise_for_status().content)
     with EmbedClient(server.http) as rest:
         expected = rest.embed(FEATURES)

@@ -13,7 +13,7 @@ from forkserver import PYTHON, run_warm
 from gpu_check import STEPS, run
 from gpu_timings import CheckOptions, Row
 
-CHECK_S_MAX = 300
+CHECK_S_MAX = 600
 PYTHONPATH = ":".join(("server", "model_store", "clients", "proto", "tests", "bench"))
 
 

@@ -22,6 +22,9 @@ import torch
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from running_servers import (
+    ANSWER_S_MAX,
+    READY_S_MAX,
+    STOPPED_S_MAX,
     Running,
     command,
     free_port,
@@ -104,13 +107,13 @@ def waiting(log: Path, *arguments: object) -> Iterator[Running]:
         yield server
     finally:
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=STOPPED_S_MAX)
 
 
 def status(url: str, body: bytes | None = None) -> int:
     """0 where nobody answers."""
     try:
-        with urllib.request.urlopen(url, body, timeout=10) as answer:
+        with urllib.request.urlopen(url, body, timeout=ANSWER_S_MAX) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -119,7 +122,7 @@ def status(url: str, body: bytes | None = None) -> int:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + READY_S_MAX
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -170,7 +173,7 @@ def test_a_server_that_loads_lives_and_is_not_ready(
                 assert np.array_equal(grpc_client.embed({"user": [[1, 2]]}).values, values)
             assert f"REST {server.http} and unix:{uds} (docs" in server.log.read_text()
         server.process.terminate()
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=STOPPED_S_MAX) == 0
         assert status(server.http + "/health/live") == 0
         assert not uds.exists()
 
@@ -255,7 +258,9 @@ def test_sigterm_under_load_loses_no_accepted_request(
     store: Path, tmp_path: Path, grpc_server: str
 ) -> None:
     """Every request is answered right or was refused for the stop; none is cut off."""
-    with running(store, tmp_path / "log", "--grpc-server", grpc_server) as server:
+    # A busy machine may hold the clients up, whose requests the server has begun to read.
+    options = ("--grpc-server", grpc_server, "--drain-s", ANSWER_S_MAX)
+    with running(store, tmp_path / "log", *options) as server:
         outcomes: list[str] = []
         started, enough = threading.Barrier(9), threading.Event()
 
@@ -276,18 +281,18 @@ def test_sigterm_under_load_loses_no_accepted_request(
                         enough.set()
 
         clients = [
-            *(EmbedClient(server.http) for _ in range(4)),
-            *(GrpcEmbedClient(server.grpc) for _ in range(4)),
+            *(EmbedClient(server.http, timeout_s=ANSWER_S_MAX) for _ in range(4)),
+            *(GrpcEmbedClient(server.grpc, timeout_s=ANSWER_S_MAX) for _ in range(4)),
         ]
         threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
         for thread in threads:
             thread.start()
         started.wait()
-        assert enough.wait(timeout=120)
+        assert enough.wait(timeout=READY_S_MAX)
         server.process.terminate()
         for thread in threads:
-            thread.join(timeout=120)
-        assert server.process.wait(timeout=60) == 0
+            thread.join(timeout=READY_S_MAX)
+        assert server.process.wait(timeout=2 * ANSWER_S_MAX) == 0
     assert outcomes.count("ok") > 500
     assert [outcome for outcome in outcomes if outcome.startswith("lost")] == []
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from reference import Bags, assert_same, dequantized_int8, pooled, random_bags
-from running_servers import Running, running
+from running_servers import ANSWER_S_MAX, Running, running
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from embedserve_client import (
@@ -134,7 +134,10 @@ async def test_thousands_of_mixed_requests_each_get_their_own_answer(
             assert_same((await client.embed(bags)).values, answers(rows, bags))
         return kind
 
-    async with AsyncEmbedClient(server.http) as rest, AsyncGrpcEmbedClient(server.grpc) as grpc:
+    async with (
+        AsyncEmbedClient(server.http, timeout_s=ANSWER_S_MAX) as rest,
+        AsyncGrpcEmbedClient(server.grpc, timeout_s=ANSWER_S_MAX) as grpc,
+    ):
         gate = asyncio.Semaphore(64)
 
         async def gated(number: int) -> str:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from running_servers import Running, run_commands, running
+from running_servers import ANSWER_S_MAX, Running, run_commands, running
 
 from embedserve_client import EmbedClient
 from embedserve_store import TableSpec, publish
@@ -76,7 +76,7 @@ class Load:
         self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
 
     def _ask(self) -> None:
-        with httpx.Client(base_url=self._server.http, verify=False) as client:
+        with httpx.Client(base_url=self._server.http, verify=False, timeout=ANSWER_S_MAX) as client:
             # Once it has ended, anyone may listen on its port.
             while not self._stop.is_set() and self._server.process.poll() is None:
                 try:
@@ -116,7 +116,7 @@ def scrapes(server: Running) -> Iterator[str]:
     end = time.monotonic() + RESTART_S_MAX
     while time.monotonic() < end:
         try:
-            yield httpx.get(f"{server.http}/metrics", verify=False).text
+            yield httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
         except httpx.TransportError:  # of the worker that was just killed
             continue
         time.sleep(SCRAPE_S)
@@ -213,7 +213,9 @@ def test_workers_answer_from_resident_tables(resident: Running, weight: torch.Te
         values = client.embed({"user": [[1, 2], [ROWS - 1]]}).values
     expected = torch.stack([weight[1] + weight[2], weight[ROWS - 1]])
     torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-6, atol=1e-6)
-    assert httpx.get(f"{resident.http}/info", verify=False).json() | {"version": ""} == {
+    assert httpx.get(f"{resident.http}/info", verify=False, timeout=ANSWER_S_MAX).json() | {
+        "version": ""
+    } == {
         "version": "",
         "workers": 2,
         "tables": "resident",
