@@ -18,7 +18,7 @@ from hostile import frames as f
 from hostile.frames import Frame
 from hpack import Decoder
 
-WAIT_S_MAX = 20.0
+WAIT_S_MAX = 60.0
 """For whatever a server does at once; it may share two cores with other work."""
 READ_BYTES = 1 << 18
 WIDE = f.settings((f.INITIAL_WINDOW_SIZE, f.WINDOW_MAX))
@@ -88,7 +88,7 @@ class Peer:
         try:
             self.send(greeting)
             if acknowledges:
-                self._read_until(lambda: self.of_type(f.SETTINGS), "SETTINGS")
+                self._wait_for(lambda: self.of_type(f.SETTINGS), "SETTINGS")
                 self.send(f.settings_ack())
         except BaseException:
             self.close()
@@ -129,27 +129,30 @@ class Peer:
             if select.select([self.sock], [], [], left)[0]:
                 self._read()
 
-    def read_frame(self, wait_s: float) -> bool:
+    def read_some(self) -> bool:
         """Waits for more to come; False when nothing does."""
-        readable = select.select([self.sock], [], [], wait_s)[0]
+        readable = select.select([self.sock], [], [], WAIT_S_MAX)[0]
         if readable:
             self._read()
         return bool(readable) and not self.is_closed
 
-    def _read_until(self, is_done: Callable[[], object], what: str) -> None:
+    def read_until(self, is_done: Callable[[], object], what: str) -> None:
+        """All that comes until ``is_done``, or until the server has closed."""
         end = monotonic() + WAIT_S_MAX
-        while not is_done():
-            left = end - monotonic()
-            if self.is_closed or left <= 0:
-                how = "closed" if self.is_closed else "silent"
-                raise AssertionError(f"no {what}: {how}, GOAWAY {self.goaway_code}")
-            if select.select([self.sock], [], [], left)[0]:
-                self._read()
+        while not (is_done() or self.is_closed):
+            if not select.select([self.sock], [], [], max(end - monotonic(), 0))[0]:
+                raise AssertionError(f"no {what}: silent, GOAWAY {self.goaway_code}")
+            self._read()
+
+    def _wait_for(self, is_done: Callable[[], object], what: str) -> None:
+        self.read_until(is_done, what)
+        if not is_done():
+            raise AssertionError(f"no {what}: closed, GOAWAY {self.goaway_code}")
 
     def answer(self, stream: int) -> Answer:
         """The answer of ``stream``, once it is whole or reset."""
         found = self.answers.setdefault(stream, Answer())
-        self._read_until(
+        self._wait_for(
             lambda: found.is_whole or found.reset_code is not None, f"answer on stream {stream}"
         )
         return found
@@ -157,23 +160,19 @@ class Peer:
     def body_of(self, stream: int, nbytes: int) -> bytes:
         """What came of a body, once that is ``nbytes`` or more."""
         found = self.answers.setdefault(stream, Answer())
-        self._read_until(lambda: len(found.body) >= nbytes, f"{nbytes} bytes on stream {stream}")
+        self._wait_for(lambda: len(found.body) >= nbytes, f"{nbytes} bytes on stream {stream}")
         return found.body
 
     def pong(self, number: int = 7) -> None:
         """A PING there and back: what was sent before it has been read."""
         self.send(f.ping(number))
         ack = Frame(f.PING, f.ACK, 0, struct.pack(">Q", number))
-        self._read_until(lambda: ack in self.others, "PING's ACK")
+        self._wait_for(lambda: ack in self.others, "PING's ACK")
         self.others.remove(ack)
 
     def ending(self) -> int | None:
         """The code of the GOAWAY, once the server has closed; None if there was none."""
-        end = monotonic() + WAIT_S_MAX
-        while not self.is_closed:
-            if not select.select([self.sock], [], [], max(end - monotonic(), 0))[0]:
-                raise AssertionError(f"not closed, GOAWAY {self.goaway_code}")
-            self._read()
+        self.read_until(lambda: False, "end of the connection")
         return self.goaway_code
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ from embedserve_proto import embedding_pb2 as pb
 
 STREAMS_MAX = 128
 OPEN_POST = f.head(b"POST", b"/embed", (b"content-type", b"application/json"))
-SOON_S = 4.0
 STREAM_HEAD = f.grpc_head(b"EmbedStream")
 
 
@@ -57,8 +56,7 @@ def test_streams_over_the_limit_without_end(rest_peer: MakePeer) -> None:
     peer = rest_peer()
     peer.send(opened(1, 20_000, OPEN_POST))
     last = 2 * 20_000 - 1
-    if not peer.is_closed and peer.goaway_code is None:
-        peer.read_for(0.5)
+    peer.read_until(lambda: peer.goaway_code is not None or last in peer.answers, "answer")
     if peer.goaway_code is None:
         assert peer.answer(last).reset_code == REFUSED_STREAM
     else:
@@ -116,10 +114,14 @@ def test_more_than_the_window_given(rest_peer: MakePeer) -> None:
     peer.send(opened(1, 4, OPEN_POST))
     sent = b"".join(f.data(stream, bytes(1 << 20), end=False) for stream in range(1, 9, 2))
     peer.send(sent * 2)
-    peer.read_for(0.5)
-    ended = {answer.reset_code for answer in peer.answers.values()} | {peer.goaway_code}
-    statuses = {a.headers[":status"] for a in peer.answers.values() if a.headers}
-    assert f.FLOW_CONTROL_ERROR in ended or statuses == {"413"}
+
+    def is_refused() -> bool:
+        ended = {answer.reset_code for answer in peer.answers.values()} | {peer.goaway_code}
+        statuses = {a.headers[":status"] for a in peer.answers.values() if a.headers}
+        return f.FLOW_CONTROL_ERROR in ended or statuses == {"413"}
+
+    peer.read_until(is_refused, "refusal")
+    assert is_refused()
 
 
 def test_a_byte_now_and_then(grpc_peer: MakePeer, rows: np.ndarray) -> None:
@@ -207,8 +209,15 @@ def test_an_answer_is_sent_though_others_have_no_window(
     peer.read_for(0.1)
     opened = f.headers(3, f.grpc_head(b"Embed"), end=False) + f.window_update(3, 10_000)
     peer.send(opened + f.data(3, f.message(embed_request([8]))))
-    assert peer.read_frame(SOON_S), "no answer, with nothing more sent"
+    assert peer.read_some(), "no answer, with nothing more sent"
     np.testing.assert_array_equal(embedded(peer, 3), rows[[8]])
+
+
+def given(peer: Peer, stream: int) -> int:
+    """What came of window for ``stream``, also while something was sent; each update once."""
+    updates = [one for one in peer.of_type(f.WINDOW_UPDATE) if one.stream == stream]
+    peer.others.clear()
+    return sum(int.from_bytes(one.payload, "big") for one in updates)
 
 
 def test_promises_leave_room_for_others(grpc_peer: MakePeer, rows: np.ndarray) -> None:
@@ -233,15 +242,8 @@ def test_promises_leave_room_for_others(grpc_peer: MakePeer, rows: np.ndarray) -
         part = request[sent : sent + window]
         peer.send(f.data(1, part, end=sent + len(part) == len(request)))
         sent += len(part)
-        window = 0
-        while not window and sent < len(request):
-            peer.others.clear()
-            assert peer.read_frame(SOON_S), "no more window for a message of 480 KB"
-            window = sum(
-                int.from_bytes(one.payload, "big")
-                for one in peer.of_type(f.WINDOW_UPDATE)
-                if one.stream == 1
-            )
+        while sent < len(request) and not (window := given(peer, 1)):
+            assert peer.read_some(), "no more window for a message of 480 KB"
     np.testing.assert_array_equal(embedded(peer, 1), rows[ids])
 
 
