@@ -20,14 +20,14 @@ from typing import Self
 
 import numpy as np
 from hostile import frames as f
-from hostile.peer import Peer
+from hostile.peer import WAIT_S_MAX, Peer
 
 from embedserve_proto import embedding_pb2 as pb
 
 PAUSE_S = 0.005
 REST_S = 20.0
 """Between two rounds while no test runs: the server ends connections that are idle for 75 s."""
-ROUND_S_MAX = 30.0
+ROUND_S_MAX = 150.0
 REFRESH_STREAMS = 1000
 BEGIN, SEEN = "begin", "seen"
 
@@ -74,9 +74,15 @@ def embed_request(ids: Sequence[int] | np.ndarray) -> bytes:
 
 @dataclass
 class Seen:
-    """What the neighbour met since `Neighbour.begin`."""
+    """What the neighbour met since `Neighbour.begin`.
+
+    Attributes:
+        sockets: that the server had open at the end of the first round, the neighbour's two among
+            them.
+    """
 
     rounds: int = 0
+    sockets: int = 0
     health_s_max: float = 0.0
     embed_s_max: float = 0.0
     anonymous_kib_max: int = 0
@@ -108,9 +114,9 @@ class Neighbour:
         self._channel.close()
         self._process.join(ROUND_S_MAX)
 
-    def begin(self) -> None:
-        """Forgets what was seen; returns after a round of it."""
-        self._ask(BEGIN)
+    def begin(self) -> Seen:
+        """Forgets what was seen; returns what a round of it showed."""
+        return self._ask(BEGIN)
 
     def seen(self) -> Seen:
         """What was seen since, a whole round that begins now included."""
@@ -143,6 +149,9 @@ def _run(
         if failure:
             seen.failures.append(f"{monotonic():.3f}: {failure}")
         if asked:
+            if asked == BEGIN:
+                # Here and now both connections are open; they are opened anew after other rounds.
+                seen.sockets = open_sockets(pid)
             channel.send(seen)
             pause_s = PAUSE_S if asked == BEGIN else REST_S
             asked = ""
@@ -166,9 +175,11 @@ def _rounds(
     number = 0
     while True:
         if tls is None:
-            health = http.client.HTTPConnection("127.0.0.1", http_port, timeout=20)
+            health = http.client.HTTPConnection("127.0.0.1", http_port, timeout=WAIT_S_MAX)
         else:
-            health = http.client.HTTPSConnection("127.0.0.1", http_port, timeout=20, context=tls)
+            health = http.client.HTTPSConnection(
+                "127.0.0.1", http_port, timeout=WAIT_S_MAX, context=tls
+            )
         try:
             with closing(health), closing(Peer(grpc_port, tls=tls)) as peer:
                 for stream in range(1, 2 * REFRESH_STREAMS, 2):
