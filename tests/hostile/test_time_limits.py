@@ -27,6 +27,7 @@ class Slow:
 
     def __init__(self, *frames: bytes) -> None:
         self.trace = Trace()
+        self._start_s = perf_counter()
         uploads = UploadBudget(1 << 20, lambda: True)
         self.connection = Http2Connection(
             lambda _: ResolvedRoute(_answer, None), uploads, lambda: None
@@ -38,7 +39,13 @@ class Slow:
         self.connection.receive(data)
         return self._sent()
 
-    def pass_time(self, seconds: float) -> None:
+    def at_most(self, seconds: float) -> None:
+        """No more have passed since whatever it waits for."""
+        self.connection.check_time(self._start_s + seconds)
+        self._sent()
+
+    def at_least(self, seconds: float) -> None:
+        """So many have passed, or more."""
         self.connection.check_time(perf_counter() + seconds)
         self._sent()
 
@@ -65,9 +72,9 @@ def settings(window: int) -> bytes:
 
 def test_a_stream_without_window_is_reset() -> None:
     slow = Slow(settings(0), f.get(1))
-    slow.pass_time(UNREAD_S_MAX - 1)
+    slow.at_most(UNREAD_S_MAX - 1)
     assert slow.trace.reset_codes == {}
-    slow.pass_time(UNREAD_S_MAX + 1)
+    slow.at_least(UNREAD_S_MAX + 1)
     assert slow.trace.reset_codes == {1: CANCEL}
     assert slow.connection.frame_writer.unsent_bytes == 0
 
@@ -76,14 +83,14 @@ def test_a_byte_now_and_then_is_no_progress() -> None:
     slow = Slow(settings(0), f.get(1))
     for _ in range(100):
         slow.receive(f.window_update(1, 1))
-    slow.pass_time(UNREAD_S_MAX + 1)
+    slow.at_least(UNREAD_S_MAX + 1)
     assert slow.trace.reset_codes == {1: CANCEL}
 
 
 def test_a_slow_reader_that_reads_is_left_alone() -> None:
     slow = Slow(settings(0), f.window_update(0, 1 << 20), f.get(1))
     slow.receive(f.window_update(1, 100_000))
-    slow.pass_time(UNREAD_S_MAX - 1)
+    slow.at_most(UNREAD_S_MAX - 1)
     assert slow.trace.reset_codes == {}
     assert slow.receive(f.window_update(1, 100_000)) >= 100_000
 
@@ -91,5 +98,5 @@ def test_a_slow_reader_that_reads_is_left_alone() -> None:
 def test_a_connection_without_window_keeps_nothing() -> None:
     slow = Slow(settings(f.WINDOW_MAX), *(f.get(stream) for stream in range(1, 101, 2)))
     assert slow.connection.frame_writer.unsent_bytes > 9_000_000
-    slow.pass_time(UNREAD_S_MAX + 1)
+    slow.at_least(UNREAD_S_MAX + 1)
     assert slow.connection.frame_writer.unsent_bytes == 0
