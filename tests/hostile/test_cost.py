@@ -8,12 +8,14 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from hostile import frames as f
 from hostile.conftest import MakePeer, Victim, victim_and_neighbour
+from hostile.peer import WAIT_S_MAX
 from hostile.target_server import ROWS
 from server.arrow_streams import ARROW, columns_of, stream_of
 from server.open_inference import Asked, jagged
@@ -31,6 +33,8 @@ victim, neighbour = victim_and_neighbour("defaults")
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
+ROUNDS_MAX = 20
+"""Of requests that come at once; those that arrive bit by bit are answered meanwhile."""
 VALUES = 130_000
 """Nearly as many as one request may have."""
 USER = b"\x12\x04user"
@@ -40,10 +44,15 @@ USER = b"\x12\x04user"
 def post(
     victim: Victim, body: bytes, kind: str, url: str = "/embed", **headers: str
 ) -> tuple[int, dict[str, str]]:
-    """(status, error) of one request."""
-    client = http.client.HTTPConnection("127.0.0.1", victim.http_port, timeout=50)
+    """(status, error) of one request.
+
+    A server that refuses a body before its end reads the rest for a second or two; a client that is
+    slower may send no more of it, and has its answer all the same.
+    """
+    client = http.client.HTTPConnection("127.0.0.1", victim.http_port, timeout=WAIT_S_MAX)
     try:
-        client.request("POST", url, body, {"Content-Type": kind, **headers})
+        with suppress(BrokenPipeError, ConnectionResetError):
+            client.request("POST", url, body, {"Content-Type": kind, **headers})
         answer = client.getresponse()
         content = answer.read()
         return answer.status, {} if answer.status == 200 else json.loads(content)["error"]
@@ -267,9 +276,14 @@ def test_one_connection_does_not_fill_the_queue(grpc_peer: MakePeer) -> None:
     examples = DEFAULT_LIMITS.queue_examples_max // 32
     request = pb.EmbedRequest(keys=["user"], ids=[1] * examples, lengths=[1] * examples)
     message = request.SerializeToString()
-    for _ in range(3):
+    full = 0
+    for _ in range(ROUNDS_MAX):
         peer = grpc_peer()
         peer.send(b"".join(f.call(stream, message) for stream in range(1, 257, 2)))
-        codes = [peer.answer(stream).grpc_status for stream in range(1, 257, 2)]
-        assert set(codes) == {0, RESOURCE_EXHAUSTED}
+        codes = {peer.answer(stream).grpc_status for stream in range(1, 257, 2)}
+        assert codes in ({0}, {0, RESOURCE_EXHAUSTED})
         peer.close()
+        full += RESOURCE_EXHAUSTED in codes
+        if full == 3:
+            return
+    pytest.fail(f"{full} of {ROUNDS_MAX} connections asked for more than their share")
