@@ -14,7 +14,9 @@ import pytest
 from hostile.conftest import Victim
 
 H2SPEC = Path(__file__).parents[3] / "shared/tools/h2spec"
-RUN_S_MAX = 55
+RUN_S_MAX = 240
+ANSWER_S_MAX = 30
+"""Of each case, in whole seconds; all pass as soon as the server acts."""
 CASES = 146
 STRICT_CASES = 147
 
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.skipif(not H2SPEC.exists(), reason=f"there is no {H2SPE
 
 def failures(port: int, report: Path, *options: str) -> tuple[int, set[str]]:
     """(cases that ran, those that did not pass)."""
-    where = ("-h", "127.0.0.1", "-p", str(port), "-P", "/health/live", "-o", "1")
+    where = ("-h", "127.0.0.1", "-p", str(port), "-P", "/health/live", "-o", str(ANSWER_S_MAX))
     subprocess.run(
         [H2SPEC, *where, "-j", report, *options],
         capture_output=True,
