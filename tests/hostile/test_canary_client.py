@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hostile.canary_client import uncrowded_s
@@ -48,9 +49,19 @@ def test_what_it_waits_for_a_core_does_not_count() -> None:
     assert uncrowded_s(os.getpid()) - start_uncrowded_s < BUSY_S / 2
 
 
+def is_asleep(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
 def test_what_the_other_process_waits_for_otherwise_counts() -> None:
-    with subprocess.Popen(["sleep", "60"]) as other:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["cat"], stdin=pipe, stdout=pipe, bufsize=0) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdin.write(b"!")
+        other.stdout.read(1)
+        while not is_asleep(other.pid):  # it waits for a core before it waits for more to read
+            time.sleep(0.01)
         start_s = uncrowded_s(other.pid)
         time.sleep(SLEPT_S)
         assert uncrowded_s(other.pid) - start_s > SLEPT_S / 2
-        other.kill()
