@@ -34,7 +34,7 @@ OPEN_MAX = 48
 WAIT_S = 0.25
 """Seconds until a malformed request without a response is given up. For most of them the server
 waits for more bytes."""
-RIGHT_S_MAX = 20.0
+RIGHT_S_MAX = 60.0
 RIGHT_EVERY = 16
 SAMPLE_S = 2.0
 SETTLE_S = 3.0
