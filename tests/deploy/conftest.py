@@ -104,7 +104,7 @@ def kustomize(folder: Path) -> str:
     command = ["kubectl", "kustomize", str(folder)]
     # It ends before garbage matters: to collect it takes a quarter of the CPU time.
     environment = os.environ | {"GOGC": "off"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

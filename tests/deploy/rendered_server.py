@@ -22,7 +22,7 @@ from running_servers import WIDE, command, free_port, run_command, run_warm_comm
 
 from .conftest import Rendered
 
-READY_S_MAX = 120
+READY_S_MAX = 300
 STOPPED_S_MAX = 60
 
 
@@ -65,7 +65,7 @@ class Served:
         server_name: str = "localhost",
     ) -> int:
         """Returns the status of a response."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports[port], timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports[port], timeout=60)
         try:
             connection.connect()
             if context:

@@ -33,7 +33,7 @@ LOCKS = DEPLOY / "locks"
 NOT_IN_THE_IMAGE = {"cpu", "cuda", "ray"}
 """Extras of one variant, and of clusters that start shards on their own nodes. All others are in
 the image, because a pod with a setting that needs one cannot install it."""
-BUILD_S_MAX = 300
+BUILD_S_MAX = 1200
 WHOLE_S_MAX = 1800
 
 
