@@ -28,8 +28,8 @@ from embedserve_proto import embedding_pb2 as pb
 
 HERE = Path(__file__).parent
 PROTO = ROOT / "proto" / "embedserve_proto" / "embedding.proto"
-BUILD_S_MAX = 300
-CLIENT_S_MAX = 120
+BUILD_S_MAX = 1200
+CLIENT_S_MAX = 600
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 GO = {
     "GO111MODULE": "off",

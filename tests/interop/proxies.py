@@ -16,7 +16,8 @@ from interop.drivers import python_programs
 from interop.tools import ROOT, tool
 from running_servers import free_port
 
-START_S_MAX = 30
+START_S_MAX = 120
+STOP_S_MAX = 60
 CONFIGURATIONS = ROOT / "deploy" / "proxies"
 """Whole configurations, which docs/proxies.md shows: two servers, 10.0.0.1 and 10.0.0.2."""
 ADDRESS_FORMS = ("{}:{}", "address: {}, port_value: {}")
@@ -146,7 +147,7 @@ def _running(name: str, command: Sequence[str], folder: Path, ports: Ports) -> I
         yield Proxy(name, f"http://127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}", log)
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=STOP_S_MAX)
 
 
 def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -20,7 +20,7 @@ from interop.lookups import (
     lookup,
     lookups,
 )
-from interop.tools import run_tool
+from interop.tools import ANSWER_S_MAX, run_tool
 from running_servers import Running
 
 VERSIONS = {"2": "--http2-prior-knowledge", "1.1": "--http1.1"}
@@ -128,7 +128,7 @@ def test_a_body_over_the_limit_is_refused(each_port: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/models", "/info", "/nothing"])
 def test_management_is_the_same_everywhere(curl: Curl, server: Running, path: str) -> None:
-    expected = httpx.get(server.http + path, verify=False)
+    expected = httpx.get(server.http + path, verify=False, timeout=ANSWER_S_MAX)
     answer = curl(path)
     assert (answer.status, answer.body) == (expected.status_code, expected.content)
     assert answer.content_type == expected.headers["content-type"]

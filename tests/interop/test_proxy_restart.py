@@ -24,7 +24,7 @@ from server.channels import OWN_CONNECTION
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
-STEP_S_MAX = 60
+STEP_S_MAX = 180
 PAUSE_S = 0.01
 """Between a client's requests: the load is steady, not heavy."""
 PROTOBUF = {"content-type": "application/x-protobuf"}

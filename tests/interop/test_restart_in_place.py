@@ -17,6 +17,7 @@ import httpx
 import pytest
 from interop.proxies import PROXIES, Ports
 from interop.test_proxy_restart import ANSWERED, Load, add_clients
+from interop.tools import ANSWER_S_MAX
 from prometheus_client.parser import text_string_to_metric_families
 from running_servers import Running, free_port, running
 
@@ -24,7 +25,7 @@ CLIENTS = 2
 """Of each kind: requests come while others are on their way."""
 ANSWERS = 50
 """Of each client, before and after the restart."""
-STEP_S_MAX = 60
+STEP_S_MAX = 180
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +102,18 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def is_live(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health/live").status_code == 200
+        return (
+            httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=ANSWER_S_MAX).status_code
+            == 200
+        )
     except httpx.TransportError:
         return False
 
 
 def answered_protocols(server: Running) -> set[str]:
-    families = text_string_to_metric_families(httpx.get(f"{server.http}/metrics").text)
+    families = text_string_to_metric_families(
+        httpx.get(f"{server.http}/metrics", timeout=ANSWER_S_MAX).text
+    )
     return {
         sample.labels["protocol"]
         for family in families

@@ -22,7 +22,7 @@ from running_servers import Running, free_port, running
 ROLLS = 1
 ANSWERS = 30
 """Of each client, before and after a server is replaced."""
-STEP_S_MAX = 60
+STEP_S_MAX = 180
 AGE_S = 3
 """So that connections are ended for their age meanwhile, too."""
 EXIT_S_MAX = 30

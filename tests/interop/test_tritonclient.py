@@ -21,6 +21,7 @@ from interop.lookups import (
     large_answer,
     lookups,
 )
+from interop.tools import ANSWER_S_MAX
 from running_servers import Running
 
 from embedserve_proto import open_inference_pb2 as pb
@@ -108,7 +109,7 @@ def test_shared_memory(told: dict[str, Any], protocol: str) -> None:
 
 
 def test_embed_answers_the_same(server: Running) -> None:
-    answer = httpx.post(f"{server.http}/embed", content=ASKED[0].json_body)
+    answer = httpx.post(f"{server.http}/embed", content=ASKED[0].json_body, timeout=ANSWER_S_MAX)
     assert np.array_equal(np.array(answer.json()["values"], np.float32), ASKED[0].values)
 
 

@@ -15,7 +15,9 @@ CACHE = ROOT / "build" / "interop"
 """What is installed or built for these tests and kept for their next run; git ignores it."""
 SEARCHED = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
 """Debian's servers are in a folder that is not on every user's PATH."""
-TOOL_S_MAX = 120
+TOOL_S_MAX = 600
+ANSWER_S_MAX = 60
+"""Of a server, for clients whose own patience is shorter."""
 
 
 def tool(name: str) -> str:
