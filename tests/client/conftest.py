@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from client.fake import FakeModel, RestFake, grpc_server, rest_server
+from client.fake import ASKED_S_MAX, FakeModel, RestFake, grpc_server, rest_server
 
 from embedserve_client import (
     AsyncEmbedClient,
@@ -109,4 +109,4 @@ def _connected(kind: str, request: pytest.FixtureRequest, **options: Any) -> Blo
         "grpc-async": AsyncGrpcEmbedClient,
     }
     address = request.getfixturevalue("rest_url" if kind.startswith("rest") else "grpc_target")
-    return Blocking(make[kind], address, **options)
+    return Blocking(make[kind], address, timeout_s=ASKED_S_MAX, **options)

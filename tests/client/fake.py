@@ -25,7 +25,9 @@ from google.protobuf import json_format
 from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto import embedding_pb2_grpc as pb_grpc
 
-ASKED_S_MAX = 30
+ASKED_S_MAX = 60
+KEPT_S = 300
+"""Seconds that the REST fake keeps a connection without requests."""
 ROWS = 100
 DIMS = {"user": 2, "movie": 4}
 KEYS = ("user", "movie")
@@ -69,11 +71,15 @@ class FakeModel:
         self.timeouts_ms: list[str | None] = []
         self.refusals: list[str] = []
         self.slow_s = 0.0
+        self.retry_after_s = 3
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         self.stream_ended = threading.Event()
 
     def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
         self.requests.append(request)
         time.sleep(self.slow_s)
+        assert self.may_answer.wait(ASKED_S_MAX)
         if self.refusals:
             raise Refused(self.refusals.pop(0), "ordered by the test")
         if request.model.startswith("fail:"):
@@ -165,15 +171,15 @@ class FakeModel:
 
 
 class Silent(FakeModel):
-    """Answers nothing until it is released."""
+    """Answers nothing until it may."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked, self.released = threading.Event(), threading.Event()
+        self.asked = threading.Event()
+        self.may_answer.clear()
 
     def embed(self, request: pb.EmbedRequest) -> pb.EmbedResponse:
         self.asked.set()
-        self.released.wait(ASKED_S_MAX)
         return super().embed(request)
 
 
@@ -193,7 +199,7 @@ def rest_app(current: Callable[[], FakeModel]) -> Callable[..., Awaitable[None]]
             status, kind, answer = HTTP_STATUS[error.code], "application/json", _json_of(error)
         fields = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(answer))]
         if status == 429:
-            fields.append((b"retry-after", b"3"))
+            fields.append((b"retry-after", b"%d" % model.retry_after_s))
         await send({"type": "http.response.start", "status": status, "headers": fields})
         await send({"type": "http.response.body", "body": answer})
 
@@ -284,12 +290,19 @@ def rest_server(model: FakeModel | None = None, port: int = 0) -> Iterator[RestF
     fake = RestFake("", model or FakeModel())
     app = rest_app(lambda: fake.model)
     config = uvicorn.Config(
-        app, port=port, log_level="error", lifespan="off", access_log=False, ws="none"
+        app,
+        port=port,
+        log_level="error",
+        lifespan="off",
+        access_log=False,
+        ws="none",
+        timeout_keep_alive=KEPT_S,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
+        assert thread.is_alive()
         time.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
     fake.url = f"http://127.0.0.1:{port}"

@@ -184,12 +184,12 @@ def test_mistakes_are_found_before_anything_is_sent(client: Any, model: FakeMode
 
 
 def test_a_slow_answer_exceeds_the_deadline(client: Any, model: FakeModel) -> None:
-    model.slow_s = 0.5
+    model.may_answer.clear()
 
     with pytest.raises(DeadlineExceeded):
         client.embed({"user": [1]}, timeout_s=0.05)
 
-    model.slow_s = 0.0
+    model.may_answer.set()
     assert client.embed({"user": [1]}).batch_size == 1
 
 

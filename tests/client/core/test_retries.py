@@ -128,15 +128,15 @@ def test_by_default_nothing_is_tried_again(client: Any, model: FakeModel) -> Non
 def test_a_server_that_asks_for_more_time_than_there_is_is_not_asked_again(
     rest_url: str, model: FakeModel
 ) -> None:
-    model.refusals = ["RESOURCE_EXHAUSTED"]
+    model.refusals, model.retry_after_s = ["RESOURCE_EXHAUSTED"], 60
 
-    with EmbedClient(rest_url, retries=2, timeout_s=2.0) as client, pytest.raises(Overloaded):
+    with EmbedClient(rest_url, retries=2, timeout_s=59.0) as client, pytest.raises(Overloaded):
         client.embed({"user": [1]})
     assert len(model.requests) == 1
 
 
 def test_the_time_that_is_left_is_the_next_trys_deadline(rest_url: str, model: FakeModel) -> None:
-    model.refusals = ["UNAVAILABLE"]
+    model.refusals, model.slow_s = ["UNAVAILABLE"], 0.002  # the header is in whole milliseconds
 
     with EmbedClient(rest_url, retries=1, timeout_s=60.0) as client:
         client.embed({"user": [1]})

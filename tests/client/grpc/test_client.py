@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 from client.fake import ASKED_S_MAX, FakeModel, Silent, grpc_server, pooled
+from running_servers import free_port
 
 from embedserve_client import (
     AsyncGrpcEmbedClient,
@@ -76,7 +77,7 @@ def test_a_call_in_flight_ends_when_another_thread_closes_the_client() -> None:
         assert model.asked.wait(ASKED_S_MAX)
         client.close()
         error = asked.exception(ASKED_S_MAX)
-        model.released.set()
+        model.may_answer.set()
     assert isinstance(error, Unavailable)
 
 
@@ -90,7 +91,7 @@ async def test_a_call_in_flight_ends_when_another_task_closes_the_client() -> No
         cancelled.cancel()
         await client.close()
         ended = await asyncio.gather(asked, cancelled, return_exceptions=True)
-        model.released.set()
+        model.may_answer.set()
     assert list(map(type, ended)) == [Unavailable, asyncio.CancelledError]
 
 
@@ -107,7 +108,7 @@ def test_calls_take_turns_over_the_servers_of_a_target() -> None:
     """One that stops is left out, and one that comes again is asked again."""
     models = FakeModel(), FakeModel()
     with ExitStack() as first, grpc_server(models[1]) as other:
-        target = first.enter_context(grpc_server(models[0]))
+        target = first.enter_context(grpc_server(models[0], free_port()))
         with GrpcEmbedClient(f"ipv4:{target},{other}", retries=5) as client:
             ask_until_all_were_asked(client, models)
             for _ in range(20):
