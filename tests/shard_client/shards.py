@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+
+from running_servers import free_port
 
 from embedserve_proto.embedding_pb2 import ListModelsResponse, Model
 
 MODELS = ListModelsResponse(
     models=[Model(model="dlrm", version=7, fingerprint="f7", part=1, parts=4)]
 )
+START_S_MAX = 300
 SHARD = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +30,7 @@ def embed(message, context):
         context.set_trailing_metadata((("retry-after", "7"),))
         context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full: %")
     if message == b"sleep":
-        time.sleep(20)
+        time.sleep(600)
     if message == b"left":
         return b"%f" % context.time_remaining()
     if message == b"metadata":
@@ -55,10 +60,16 @@ class GrpcShard:
     process: asyncio.subprocess.Process
     port: int
 
+    def stop(self) -> None:
+        """Returns once all threads have stopped: the signal reaches one, which stops the others."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
 
 @asynccontextmanager
-async def grpc_shard(repeats: int = 1, port: int = 0) -> AsyncIterator[GrpcShard]:
+async def grpc_shard(repeats: int = 1, port: int | None = None) -> AsyncIterator[GrpcShard]:
     """A shard that repeats the request message ``repeats`` times; killed at the end."""
+    port = port or free_port()  # which nobody takes once it is killed
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-c", SHARD, str(port), str(repeats), MODELS.SerializeToString().hex()),
@@ -66,7 +77,7 @@ async def grpc_shard(repeats: int = 1, port: int = 0) -> AsyncIterator[GrpcShard
     )
     assert process.stdout is not None
     try:
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
+        line = await asyncio.wait_for(process.stdout.readline(), START_S_MAX)
         yield GrpcShard(process, int(line))
     finally:
         if process.returncode is None:

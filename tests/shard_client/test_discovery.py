@@ -193,7 +193,7 @@ async def test_discoveries_run_until_cancelled(
         task = asyncio.create_task(running.run())
         await asyncio.sleep(0)
         write(path, {"0": ["h:2"]})
-        await asyncio.wait_for(second.wait(), 10)
+        await asyncio.wait_for(second.wait(), 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

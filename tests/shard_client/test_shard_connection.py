@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -28,7 +28,7 @@ from embedserve.shard_client.shard_connection import ConnectionOptions, ShardCon
 from embedserve.wire.http2 import frames
 from embedserve_proto.embedding_pb2 import EmbedRequest, EmbedResponse, ListModelsResponse
 
-WAIT_S = 30
+WAIT_S = 60
 
 
 class Connected:
@@ -51,7 +51,7 @@ class Connected:
         await asyncio.wait_for(self.ready.wait(), WAIT_S)
         return self.connection
 
-    async def call(self, *message: bytes, timeout_s: float = 10) -> Reply:
+    async def call(self, *message: bytes, timeout_s: float = WAIT_S) -> Reply:
         return await reply_to(lambda on_done: self.connection.call(message, timeout_s, on_done))
 
     async def end(self) -> str:
@@ -83,11 +83,13 @@ async def test_grpc_answers() -> None:
         assert b"'authorization', value='Bearer x'" in reply.payload
         assert b"traceparent" not in reply.payload
         traceparent = b"00-%s-%s-01" % (b"a" * 32, b"b" * 16)
-        reply = await reply_to(lambda done: connection.call((b"metadata",), 10, done, traceparent))
+        reply = await reply_to(
+            lambda done: connection.call((b"metadata",), WAIT_S, done, traceparent)
+        )
         assert b"'traceparent', value='%s'" % traceparent in reply.payload
-        reply = await connected.call(b"left", timeout_s=5)
-        assert 1 < float(reply.payload) <= 5.7
-        reply = await reply_to(lambda done: connection.list_models(5, done))
+        reply = await connected.call(b"left", timeout_s=90)
+        assert 90 - WAIT_S < float(reply.payload) <= 90 * 9 / 8
+        reply = await reply_to(lambda done: connection.list_models(WAIT_S, done))
         assert reply.payload == MODELS.SerializeToString()
         assert (await connected.call(b"sleep", timeout_s=0.1)).status in (
             DEADLINE_EXCEEDED,
@@ -130,7 +132,7 @@ async def test_a_stopped_shard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async with grpc_shard() as shard:
         connected = Connected(shard.port)
         await connected.begin()
-        shard.process.send_signal(signal.SIGSTOP)
+        shard.stop()
         reply = await connected.call(b"x")
         assert reply.message == "no answer to a ping within 0.1 s"
         assert await connected.end() == reply.message
@@ -143,7 +145,7 @@ async def test_a_slow_shard_that_answers_pings_is_kept(monkeypatch: pytest.Monke
     async with grpc_shard() as shard:
         connected = Connected(shard.port)
         connection = await connected.begin()
-        call = connection.call((b"sleep",), 20, print)
+        call = connection.call((b"sleep",), 2 * WAIT_S, print)
         for _ in range(2):  # answers to pings
             received_s = connection.last_received_s
             while connection.last_received_s == received_s:
@@ -175,7 +177,7 @@ async def test_pings_between_two_replies_become_rare(monkeypatch: pytest.MonkeyP
     connection = await connected.begin()
     for _ in range(5):
         connection.ping()
-    call = connection.call((b"x",), 20, print)
+    call = connection.call((b"x",), 2 * WAIT_S, print)
     while len(pings) < 4:
         assert connection.is_ready
         await asyncio.sleep(0.01)
@@ -187,11 +189,30 @@ async def test_pings_between_two_replies_become_rare(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_port_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_connection, "CONNECT_S_MAX", 0.1)
+    made = ShardConnection.connection_made
+
+    def connection_made(self: ShardConnection, transport: asyncio.BaseTransport) -> None:
+        monkeypatch.setattr(shard_connection, "CONNECT_S_MAX", 0.1)  # not to connect, too
+        made(self, transport)
+
+    monkeypatch.setattr(ShardConnection, "connection_made", connection_made)
     monkeypatch.setattr(shard_connection, "CHECK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connected = Connected(silent.getsockname()[1])
         assert await connected.end() == "no SETTINGS within 0.1 s"
+
+
+async def test_a_connection_made_as_its_time_ends_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shard_connection, "CONNECT_S_MAX", 0.1)
+    monkeypatch.setattr(shard_connection, "CHECK_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        connected = Connected(silent.getsockname()[1])
+        asyncio.get_running_loop().call_soon(time.sleep, 0.2)  # after its first step
+        assert await connected.end() == "no connection within 0.1 s"
+        await asyncio.sleep(0.3)  # some checks more
+    assert caplog.records == []
 
 
 async def test_closed_while_connecting() -> None:
@@ -209,14 +230,14 @@ async def test_embedserve_answers() -> None:
     async with live_server(FakeEngine()) as live:
         connected = Connected(int(live.grpc_target.rpartition(":")[2]))
         connection = await connected.begin()
-        reply = await reply_to(lambda done: connection.list_models(5, done))
+        reply = await reply_to(lambda done: connection.list_models(WAIT_S, done))
         assert ListModelsResponse.FromString(reply.payload).models
         replies = await asyncio.gather(*[connected.call(embed_request()) for _ in range(300)])
         assert len({reply.payload for reply in replies}) == 1
         assert EmbedResponse.FromString(replies[0].payload).batch_size == 2
         unknown = await connected.call(embed_request("none"))
         assert (unknown.status, unknown.payload) == (5, b"")
-        connection.call((embed_request(),), 5, print).cancel()
+        connection.call((embed_request(),), WAIT_S, print).cancel()
         assert await connected.call(embed_request()) == replies[0]
         assert connection.in_flight == 0
     assert "closes the connection" in await connected.end()

@@ -148,6 +148,7 @@ class ShardConnection(asyncio.Protocol):
                 )
         except TimeoutError:
             self._end(f"no connection within {CONNECT_S_MAX:g} s")
+            self.connection_lost(None)  # uvloop does not say so of one that was made just then
         except (OSError, ValueError) as error:  # ValueError: the host is no valid name
             self._end(f"cannot connect: {error}")
 
