@@ -19,6 +19,7 @@ from store.deltas.conftest import rows
 from store.deltas.test_delta_writer import deltas_in
 
 from embedserve_store import DeltaWriter, StoreError, undo_deltas
+from embedserve_store.deltas.notify import nats_channel, redis_channel
 from embedserve_store.deltas.notify import notifier as module
 from embedserve_store.deltas.notify.channel import NOTIFICATIONS_MAX, Topic, open_channel
 from embedserve_store.deltas.notify.channel_url import read_channel_url
@@ -35,8 +36,17 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy host two seconds do not suffice to import a client and to connect."""
+    """On a busy host two seconds do not suffice to import a client and to connect, and five may not
+    for a response."""
     monkeypatch.setattr(module, "CLOSE_S_MAX", WAIT_S_MAX)
+    for channel in (nats_channel, redis_channel):
+        monkeypatch.setattr(channel, "CONNECT_S_MAX", WAIT_S_MAX)
+
+
+@pytest.fixture
+def hasty(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NATS client that could not connect takes as long as it may to close."""
+    monkeypatch.setattr(nats_channel, "CONNECT_S_MAX", 5.0)
 
 
 def kept(url: str) -> list[int]:
@@ -64,18 +74,15 @@ async def _kept_by_nats(stream: Any) -> list[int]:
 
     try:
         subscription = await stream.subscribe(TOPIC.nats_subject, ordered_consumer=True)
+        consumer = await subscription.consumer_info()
     except NotFoundError:
         return []
     except ServerError as error:
         if error.err_code == 10012:  # "invalid stream": the writer is creating it
             return []
         raise
-    seqs = []
-    while True:
-        try:
-            seqs.append(int((await subscription.next_msg(0.5)).data))
-        except TimeoutError:
-            return seqs
+    count = consumer.delivered.consumer_seq + consumer.num_pending
+    return [int((await subscription.next_msg(WAIT_S_MAX)).data) for _ in range(count)]
 
 
 def tag(row: int) -> dict[str, Any]:
@@ -123,6 +130,7 @@ def test_old_notifications_are_forgotten(broker: Broker) -> None:
     assert NOTIFICATIONS_MAX <= len(seqs) < 1.2 * NOTIFICATIONS_MAX
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_broker_that_is_down_stops_no_push(
     store: Path,
     broker: Broker,
@@ -178,6 +186,7 @@ def test_a_broker_with_a_password_refuses_others(
         assert kept(broker.url) == [3]
 
 
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("kind", KINDS)
 def test_over_tls_the_certificate_is_checked(
     store: Path,
