@@ -4,6 +4,7 @@ the deltas: its lookup runs eagerly."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,7 @@ from unpooled import unpooled_collection
 
 from embedserve.config import ServeSettings
 from embedserve.deltas.live_rows import IDLE, LiveRows
+from embedserve.deltas.memory import RowsFullError
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.rows_writer import RowsWriter
 from embedserve.deltas.shared_goldens import CheckedGoldens, LiveGoldens
@@ -38,6 +40,7 @@ from embedserve_store.goldens.sampled_bags import sample_bags
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 MEMORY = 2 << 20
+WAIT_S_MAX = 300.0
 PUSHES = 3
 GPU = (
     pytest.mark.gpu,
@@ -415,9 +418,10 @@ def test_every_lookup_has_the_rows_of_its_seq(tmp_path: Path, devices: str) -> N
     reader = reader_of(live, engine)
     always, ended = np.arange(200), threading.Event()
     value_of = {0: np.nan}
+    found: list[set[int]] = [set() for _ in range(3)]
 
-    def look_up_always() -> int:
-        random, seqs = np.random.default_rng(), set()
+    def look_up_always(seqs: set[int]) -> None:
+        random = np.random.default_rng()
         while not ended.is_set():
             ids = np.concatenate([random.choice(always, 300) for _ in "ab"])
             view, seq = reader.begin()
@@ -429,7 +433,6 @@ def test_every_lookup_has_the_rows_of_its_seq(tmp_path: Path, devices: str) -> N
             if seq:
                 assert np.unique(values).tolist() == [value_of[seq]]
             seqs.add(seq)
-        return len(seqs)
 
     def upload_always() -> None:
         while not ended.wait(0.001):
@@ -437,10 +440,13 @@ def test_every_lookup_has_the_rows_of_its_seq(tmp_path: Path, devices: str) -> N
 
     writer, random = RowsWriter(live), np.random.default_rng(3)
     with ThreadPoolExecutor(4) as threads:
-        running = [threads.submit(look_up_always) for _ in range(3)]
+        running = [threads.submit(look_up_always, seqs) for seqs in found]
         uploads = threads.submit(upload_always)
         try:
-            for seq in range(1, 400):
+            for seq in range(1, 10_000):
+                is_enough = seq >= 400 and all(len(seqs) > 20 for seqs in found)
+                if is_enough or any(one.done() for one in running):
+                    break
                 target = seq - int(random.integers(1, 4))
                 if seq % 7 == 0 and target >= 1:
                     value_of[seq] = value_of[target]
@@ -448,14 +454,27 @@ def test_every_lookup_has_the_rows_of_its_seq(tmp_path: Path, devices: str) -> N
                         writer.finish_undo()
                         continue
                 value_of[seq] = float(seq)
-                writer.apply(
-                    seq, [changed(t, seq, always, random) for t in version.manifest.tables]
-                )
+                rows_of = [changed(t, seq, always, random) for t in version.manifest.tables]
+                apply_when_there_is_room(writer, seq, rows_of)
         finally:
             ended.set()
-        assert all(one.result() > 20 for one in running)
-        uploads.result()
+        for one in (*running, uploads):
+            one.result()
+    assert all(len(seqs) > 20 for seqs in found)
     assert 0 < live.peaks.sum() < 100_000  # of more than 300,000 that were written
+
+
+def apply_when_there_is_room(writer: RowsWriter, seq: int, changes: Sequence[ChangedRows]) -> None:
+    """Tries again while a lookup that takes long keeps older rows, as a follower does."""
+    ends_s = time.monotonic() + WAIT_S_MAX
+    while True:
+        try:
+            writer.apply(seq, changes)
+        except RowsFullError:
+            assert time.monotonic() < ends_s
+            time.sleep(0.001)
+        else:
+            return
 
 
 def changed(

@@ -18,7 +18,7 @@ from embedserve_store import ModelVersion, StoreError
 
 Publish = Callable[..., ModelVersion]
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Held:
