@@ -17,6 +17,7 @@ from embedserve.config import ServeSettings
 from embedserve.fanout import shards as shards_module
 from embedserve.fanout.parted_version import ServedPart
 from embedserve.fanout.shards import Shards
+from embedserve.shard_client import replica
 from embedserve.shard_client.shard_connection import Address, ConnectionOptions
 from embedserve_proto.embedding_pb2 import Model
 from embedserve_store import ModelStore, ModelVersion, TableSpec, publish
@@ -41,6 +42,7 @@ class FoundShards:
         addresses = folder / "shards.json"
         addresses.write_text(json.dumps({str(part): [f"a:{part + 1}"] for part in range(PARTS)}))
         monkeypatch.setattr(shards_module, "ShardConnection", self._connect)
+        monkeypatch.setattr(replica, "POLLS_UNANSWERED_MAX", 1000)  # a fake lists its models once
         self.token = folder / "token"
         self.token.write_text("first")
         self.options: dict[int, ConnectionOptions] = {}

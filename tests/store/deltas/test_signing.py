@@ -224,7 +224,7 @@ def test_a_signature_elsewhere_in_the_file_counts_for_nothing(signed: Path, pair
     assert "has no signature" in refusal(signed, pair.public, 2)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_byte_of_a_signed_manifest_can_change(
     signed: Path, pair: KeyPair, data: st.DataObject

@@ -18,6 +18,7 @@ from embedserve_store.errors import MissingFileError, StoreError, UnreachableErr
 from embedserve_store.remote import store_errors
 from embedserve_store.remote.remote_files import RemoteFolder
 
+WAIT_S_MAX = 60.0
 EMPTY = (
     b"<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>"
 )
@@ -56,24 +57,36 @@ def answering(answer: Callable[[], int]) -> Iterator[int]:
             thread.join()
 
 
-def test_a_store_that_hangs_is_logged_and_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(store_errors, "WAIT_LOG_S", 0.2)
+def test_a_store_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(monkeypatch, silent.getsockname()[1])
         folder = RemoteFolder("s3://bucket/store")
-        with (
-            caplog.at_level(logging.WARNING, "embedserve_store"),
-            pytest.raises(UnreachableError, match=r"store/m: .*: no answer within 2 s$"),
-        ):
+        with pytest.raises(UnreachableError, match=r"store/m: .*: no answer within 2 s$"):
             folder._call(f"{folder.url}/m", "find", "bucket/store/m", detail=True, max_s=2)
-    waits = [line for line in caplog.messages if "has not answered for" in line]
-    url = "s3://bucket/store/m"
-    assert waits[:2] == [
-        f"{url}: the remote store has not answered for {waited} s" for waited in ("0.2", "0.4")
+
+
+def test_a_wait_is_logged_after_each_doubling(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(store_errors, "WAIT_LOG_S", 0.2)
+
+    def answer_after_three_lines() -> int:
+        ends_s = time.monotonic() + WAIT_S_MAX
+        while len(waits()) < 3 and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        return 200
+
+    def waits() -> list[str]:
+        return [line for line in caplog.messages if "has not answered for" in line]
+
+    with answering(answer_after_three_lines) as port:
+        use(monkeypatch, port)
+        with caplog.at_level(logging.WARNING, "embedserve_store"):
+            assert RemoteFolder("s3://bucket/store").sizes("m") == {}
+    assert waits()[:3] == [
+        f"s3://bucket/store/m: the remote store has not answered for {waited} s"
+        for waited in ("0.2", "0.4", "0.8")
     ]
-    assert len(waits) <= 5
 
 
 def test_a_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
@@ -100,6 +113,7 @@ def test_files_tell_when_they_were_written(tmp_path: Path, scheme: str) -> None:
 def test_a_failure_that_the_client_repeats_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(store_errors, "WAIT_LOG_S", WAIT_S_MAX)
     statuses = iter([503])
     with answering(lambda: next(statuses, 200)) as port:
         use(monkeypatch, port)
@@ -114,6 +128,7 @@ def test_a_failure_that_the_client_repeats_is_logged(
 def test_a_store_that_answers_leaves_no_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(store_errors, "WAIT_LOG_S", WAIT_S_MAX)
     with answering(lambda: 200) as port:
         use(monkeypatch, port)
         with caplog.at_level(logging.DEBUG, "embedserve_store"):
@@ -121,5 +136,5 @@ def test_a_store_that_answers_leaves_no_line(
     assert caplog.messages == []
     waiting = [thread for thread in threading.enumerate() if thread.name == "store-wait"]
     for thread in waiting:
-        thread.join(10)
+        thread.join(WAIT_S_MAX)
         assert not thread.is_alive()

@@ -125,6 +125,7 @@ def test_the_limit_follows_from_the_size(
         assert folder.size(name, nbytes) == (uploaded / "tables.safetensors").stat().st_size
         assert slow.asked == ["HEAD"]
     else:
+        monkeypatch.setattr(store_errors, "WAIT_LOG_S", HELD_S_MAX)  # or the store responds at 2 s
         message = (
             f"{url}/{name}: the remote store says: no answer within 1.5 s, for 1,000,000,000 "
             "bytes at 2,000,000,000 bytes/s"
