@@ -45,7 +45,7 @@ from embedserve_store.sources.live_dmp import asked_apart, describe_sharded
 OURS = "embedserve:ebc"
 
 TRACKED = {name: table for name, table in TABLES.items() if name != "country"}
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),

@@ -24,7 +24,7 @@ from embedserve_store.plans.planner import (
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
 
 GIB = 1 << 30
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def table(name: str, num_embeddings: int, dtype: str = "float32", dim: int = 128) -> TableSpec:

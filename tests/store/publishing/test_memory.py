@@ -49,7 +49,7 @@ def test_a_table_of_700_mb_is_published_in_200(tmp_path: Path) -> None:
     done = run_warm(
         [*PYTHON, "-c", PUBLISH, tmp_path, str(ROWS)],
         env=os.environ | {"PYTHONPATH": root},
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     for dtype in ("float16", "int4"):

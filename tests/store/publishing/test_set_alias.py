@@ -27,7 +27,7 @@ from embedserve_store.publishing.set_alias import roll_back, set_alias
 
 STATE = {"embedding_bags.t.weight": torch.ones(10, 4)}
 TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
-KILLED_TIMEOUT_S = 240
+KILLED_TIMEOUT_S = 900
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ def test_a_killed_copy_leaves_whole_deltas_and_continues(
     found = []
     for _ in range(3 * DELTAS - 1):  # files of rows, and manifests but the last
         done = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": root}, check=False, timeout=60
+            command, env=os.environ | {"PYTHONPATH": root}, check=False, timeout=300
         )
         assert done.returncode == -signal.SIGKILL
         found.append(seqs(target))

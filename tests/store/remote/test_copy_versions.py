@@ -288,7 +288,7 @@ def killed_copy(source: str | Path, target: str | Path, blocks: int) -> None:
     root = str(Path(embedserve_store.__file__).parent.parent)
     command = [sys.executable, "-c", COPY, source, target, str(blocks), str(PART_BYTES)]
     done = subprocess.run(
-        [*map(str, command)], env=os.environ | {"PYTHONPATH": root}, check=False, timeout=60
+        [*map(str, command)], env=os.environ | {"PYTHONPATH": root}, check=False, timeout=300
     )
     assert done.returncode == -signal.SIGKILL
 

@@ -81,7 +81,7 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
 ) -> None:
     cache = tmp_path / "cache"
     with start_pull(url, cache, "die") as puller:
-        _, errors = puller.communicate(timeout=60)
+        _, errors = puller.communicate(timeout=300)
     assert puller.returncode == -signal.SIGKILL, errors
     assert "tables.safetensors" in files(cache)
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
@@ -96,8 +96,8 @@ def test_two_processes_at_once_pull_once(url: str, uploaded: Path, tmp_path: Pat
         Line(first).read("stdout", "pulling")
         with start_pull(url, cache) as second:
             Line(second).read("stderr", "another process is pulling it")
-            first_out, _ = first.communicate("go on\n", timeout=60)
-            second_out, _ = second.communicate(timeout=60)
+            first_out, _ = first.communicate("go on\n", timeout=300)
+            second_out, _ = second.communicate(timeout=300)
     first_path, first_parts = first_out.split()
     assert int(first_parts) > 1
     assert second_out.split() == [first_path, "0"]

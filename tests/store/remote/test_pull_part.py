@@ -207,7 +207,7 @@ def killed_pull(url: str, cache: Path, share: float) -> Path:
         env=os.environ | {"PYTHONPATH": root},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     (path,) = cache.rglob(TABLES)

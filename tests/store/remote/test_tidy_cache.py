@@ -177,7 +177,7 @@ def test_who_is_killed_as_it_removes_leaves_nothing_to_be_read(five: str, cache:
         [sys.executable, "-c", KILLED_AS_IT_REMOVES, five, str(cache)],
         env=os.environ | {"PYTHONPATH": root},
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == -signal.SIGKILL
     assert LocalStore(path.parent.parent).versions("m") == [5]

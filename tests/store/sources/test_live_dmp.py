@@ -45,7 +45,7 @@ from embedserve_store.verification import verify
 USER = TableSpec("user", 30, 8, ("user", "friend"), "sum", "float32")
 ITEM = TableSpec("item", 20, 4, ("item",), "mean", "float32")
 WORD = TableSpec("word", 12, 4, ("word",), "none", "float32")
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -278,7 +278,7 @@ def test_racing_publishers_never_share_a_number(tmp_path: Path) -> None:
         racer.stdin.write("go\n")
         racer.stdin.flush()
     for i, racer in enumerate(racers):
-        output, _ = racer.communicate(timeout=60)
+        output, _ = racer.communicate(timeout=300)
         assert racer.returncode == 0
         published |= dict.fromkeys(output.split(), i)
     assert sorted(map(int, published)) == list(range(1, 61))
