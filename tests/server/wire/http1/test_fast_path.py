@@ -257,7 +257,10 @@ async def test_a_request_may_be_split_anywhere(server: OurServer) -> None:
     writer.close()
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     requests=st.lists(st.sampled_from(MIXED), min_size=1, max_size=8),
     where=st.lists(st.integers(0, 1500), max_size=12),
