@@ -67,14 +67,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint of any supported kind.
 
     ``path`` is a folder of torch.distributed.checkpoint, a .safetensors file, a folder of such
-    files, or a file of torch.save.
+    files, or a file of torch.save. It is never a URL.
 
     Raises:
-        StoreError: the checkpoint cannot be read, is damaged, or holds code.
+        StoreError: the checkpoint cannot be read, is damaged, holds code, or is named by a URL.
     """
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)
+    scheme, colon, rest = str(path).partition(":/")  # a Path has lost a slash of its URL
+    if colon and "/" not in scheme:
+        raise StoreError(
+            f"{scheme}://{rest.lstrip('/')}: a checkpoint is a path, never a URL; copy it first"
+        )
     if path.suffix == ".distcp" or path.name == ".metadata":
         raise StoreError(f"{path}: is a part of a checkpoint, give its folder")
     if path.suffix == ".safetensors":

@@ -22,7 +22,7 @@ Checkpoint = Annotated[
     Path,
     typer.Argument(
         help="Folder of torch.distributed.checkpoint, file of torch.save, or file or"
-        " folder of safetensors."
+        " folder of safetensors. A path, never a URL: copy a checkpoint in a bucket first."
     ),
 ]
 Tables = Annotated[

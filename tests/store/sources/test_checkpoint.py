@@ -79,6 +79,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, name: str, message: st
         open_checkpoint(tmp_path / name)
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/step-1000", "s3://bucket/a.safetensors"])
+def test_a_url_is_no_checkpoint(url: str) -> None:
+    for given in (url, Path(url)):
+        with pytest.raises(StoreError, match=f"^{url}: a checkpoint is a path, never a URL"):
+            open_checkpoint(given)
+
+
 @pytest.mark.parametrize("before", ["", "model.", "model.sparse.0.", "a.embeddings."])
 def test_tables_are_found_wherever_they_lie(before: str) -> None:
     key = f"{before}embedding_bags.user.weight"
