@@ -238,7 +238,7 @@ def test_the_readmes_own_overlay(compose: Compose) -> None:
         "EMBEDSERVE_STORE": "s3://recommendations/embeddings",
         "EMBEDSERVE_MODEL": "dlrm@stable dlrm@canary",
         "EMBEDSERVE_FOLLOW": "alias",
-        "EMBEDSERVE_WORKERS": "4",
+        "EMBEDSERVE_WORKERS": "2",
     }
     assert ours.settings.model == ("dlrm@stable", "dlrm@canary")
     kinds = [one["kind"] for one in ours.manifests]

@@ -3,11 +3,17 @@ is the same Job, asleep."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
+import yaml
+from store.remote.s3_server import environment, serve_s3
 from typer.testing import CliRunner
 
 from embedserve.commands.cli import app
@@ -122,11 +128,15 @@ def test_the_jobs_of_a_bucket_need_no_claim_for_the_store(folder: str) -> None:
     assert {one["name"] for one in container(spec)["volumeMounts"]} == names
 
 
+def of_readme(heading: str) -> str:
+    """The first YAML under a heading of the README."""
+    _, _, page = (DEPLOY / "README.md").read_text().partition(f"\n{heading}\n")
+    text = textwrap.dedent(page.partition("```yaml\n")[2].partition("```")[0])
+    return text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
+
+
 def test_the_readmes_own_overlay_publishes_to_a_bucket(job: dict[str, Any]) -> None:
-    _, _, page = (DEPLOY / "README.md").read_text().partition("\n## Publish\n")
-    text = textwrap.dedent(page.split("```yaml\n")[1].split("```")[0])
-    text = text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")
-    ours = spec_of(Rendered("ours", manifests_of(kustomize_text(text))))
+    ours = spec_of(Rendered("ours", manifests_of(kustomize_text(of_readme("## Publish")))))
     assert container(ours)["image"].startswith("registry.example/embedserve:")
     assert container(ours)["args"][1] == "/checkpoint/step-1000"
     assert container(ours)["args"][3] == "s3://recommendations/embeddings"
@@ -135,3 +145,60 @@ def test_the_readmes_own_overlay_publishes_to_a_bucket(job: dict[str, Any]) -> N
     assert set(volumes) == names - {"store"}
     assert volumes["checkpoint"]["persistentVolumeClaim"] == {"claimName": "training"}
     assert {one["name"] for one in container(ours)["volumeMounts"]} == set(volumes)
+
+
+@pytest.mark.parametrize("heading", ["## Publish", "## A shell in the cluster"])
+def test_a_checkpoint_in_a_bucket_is_fetched_first(job: dict[str, Any], heading: str) -> None:
+    overlay = yaml.safe_load(of_readme(heading))
+    overlay["patches"] += yaml.safe_load(of_readme("### A checkpoint in a bucket"))
+    ours = spec_of(Rendered("ours", manifests_of(kustomize_text(yaml.safe_dump(overlay)))))
+    (fetch,) = ours["template"]["spec"]["initContainers"]
+    assert fetch["image"] == container(ours)["image"]
+    assert fetch["securityContext"] == container(job)["securityContext"]
+    volumes = {one["name"]: one for one in ours["template"]["spec"]["volumes"]}
+    assert volumes["checkpoint"] == {"name": "checkpoint", "emptyDir": {}}
+
+
+def test_what_fetches_a_checkpoint_copies_all_of_it(tmp_path: Path) -> None:
+    (patch,) = yaml.safe_load(of_readme("### A checkpoint in a bucket"))
+    pod = yaml.safe_load(patch["patch"])["spec"]["template"]["spec"]
+    _, *command = pod["initContainers"][0]["command"]
+    source, target = pod["initContainers"][0]["args"]
+    files = {".metadata": b"meta", "__0_0.distcp": b"rows", "more/a.txt": b"a"}
+    for name, content in files.items():
+        path = tmp_path / "s3" / source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "checkpoint").mkdir()
+    with serve_s3(tmp_path / "s3") as endpoint:
+        subprocess.run(
+            [sys.executable, *command, source, f"{tmp_path}{target}"],
+            env=os.environ | environment(endpoint),
+            check=True,
+            timeout=120,
+        )
+    folder = tmp_path / target.lstrip("/")
+    found = [one for one in folder.rglob("*") if one.is_file()]
+    assert {str(one.relative_to(folder)): one.read_bytes() for one in found} == files
+
+
+def test_the_readmes_own_overlay_compacts_in_a_bucket() -> None:
+    (compact,) = manifests_of(kustomize_text(of_readme("### Compact every night")))
+    kubernetes_validate.validate(compact, SCHEMAS, strict=True)
+    ours = compact["spec"]["jobTemplate"]["spec"]
+    assert container(ours)["image"].startswith("registry.example/embedserve:")
+    assert container(ours)["args"] == ["s3://recommendations/embeddings", "dlrm", "5"]
+    variables = {one["name"]: one["value"] for one in container(ours)["env"]}
+    (key,) = (one for one in container(ours)["volumeMounts"] if one["name"] == "delta-key")
+    assert variables["EMBEDSERVE_DELTA_KEY"] == f"{key['mountPath']}/delta.pub"
+    names = {one["name"] for one in ours["template"]["spec"]["volumes"]}
+    assert {one["name"] for one in container(ours)["volumeMounts"]} == names
+
+
+@pytest.mark.parametrize("folder", ["publish", "shell", "compact"])
+def test_keys_that_write_take_precedence_over_those_of_servers(folder: str, s3: Rendered) -> None:
+    (job,) = render(folder).manifests
+    spec = job["spec"]["jobTemplate"]["spec"] if job["kind"] == "CronJob" else job["spec"]
+    sources = [one["secretRef"]["name"] for one in container(spec)["envFrom"]]
+    assert sources == ["embedserve-s3", "embedserve-s3-publisher"]  # the last one wins
+    assert "embedserve-s3-publisher" not in str(s3.manifests)

@@ -1,4 +1,5 @@
-"""The CronJob of deploy/kubernetes/compact compacts, moves the aliases and prunes."""
+"""The CronJob of deploy/kubernetes/compact compacts, moves the aliases and prunes. What it
+compacted can be undone."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from store.deltas.conftest import rows
 
-from embedserve_store import DeltaWriter, ModelStore, set_alias
+from embedserve_store import DeltaWriter, ModelStore, set_alias, undo_deltas
+from embedserve_store.deltas.delta_line import DeltaLine
+from embedserve_store.errors import StoreError
 
 MANIFEST = Path(__file__).parents[3] / "deploy/kubernetes/compact/cronjob.yaml"
 
@@ -19,17 +23,21 @@ def versions_of_aliases(store: Path) -> dict[str, int | None]:
 
 
 def run(store: Path, keep: int) -> None:
+    done = program(store, keep)
+    assert done.returncode == 0, done.stderr
+
+
+def program(store: Path, keep: int) -> subprocess.CompletedProcess[str]:
     job = yaml.safe_load(MANIFEST.read_text())["spec"]["jobTemplate"]
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["args"][:2] == ["/store", "dlrm"]
     _, *command = container["command"]
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *command, str(store), "m", str(keep)],
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
 
 
 def test_aliases_of_the_compacted_version_move(store: Path, writer: DeltaWriter) -> None:
@@ -55,3 +63,39 @@ def test_aliases_of_the_compacted_version_move(store: Path, writer: DeltaWriter)
     push(4)
     run(store, keep=1)  # an alias that is kept at a delta
     assert ModelStore(store).versions("m") == [3]
+
+
+def test_without_the_alias_it_says_so(store: Path) -> None:
+    done = program(store, keep=1)
+    assert done.returncode == 1
+    assert done.stderr == f"{store}/m: no alias stable, whose deltas are compacted\n"
+
+
+def test_deltas_that_were_compacted_are_undone_on_the_version_before(
+    store: Path, writer: DeltaWriter
+) -> None:
+    """The steps of docs/deltas.md."""
+
+    def kept(version: int) -> list[int]:
+        models = ModelStore(store)
+        line = DeltaLine(models, models.manifest("m", version))
+        return [one.seq for one in line.kept(line.seqs()[-1])]
+
+    set_alias(store, "m", "stable", 1)
+    for row in (1, 2, 3):
+        writer.push_rows({"tag": ([row], rows("tag", 1, seed=row))})
+    run(store, keep=5)
+    assert versions_of_aliases(store) == {"stable": 2}
+    set_alias(store, "m", "stable", 1, at_seq=1)
+    run(store, keep=5)  # compacts nothing meanwhile
+    assert versions_of_aliases(store) == {"stable": 1}
+    undo_deltas(store, "m", version="stable", to=1, why="bad")
+    set_alias(store, "m", "stable", 1)
+    assert kept(1) == [1]
+    with pytest.raises(StoreError, match="reverts to delta 1, but version 2 has the deltas up to"):
+        DeltaWriter(store, model="m")
+    run(store, keep=5)
+    assert versions_of_aliases(store) == {"stable": 3}
+    with DeltaWriter(store, model="m") as another:
+        another.push_rows({"tag": ([1], rows("tag", 1))})
+    assert kept(3) == [5]
