@@ -94,8 +94,10 @@ def test_deltas_that_were_compacted_are_undone_on_the_version_before(
     assert kept(1) == [1]
     with pytest.raises(StoreError, match="reverts to delta 1, but version 2 has the deltas up to"):
         DeltaWriter(store, model="m")
+    writer.resume()  # that of version 1 continues
     run(store, keep=5)
     assert versions_of_aliases(store) == {"stable": 3}
     with DeltaWriter(store, model="m") as another:
         another.push_rows({"tag": ([1], rows("tag", 1))})
     assert kept(3) == [5]
+    assert writer.seq == 4
