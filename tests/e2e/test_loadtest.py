@@ -18,8 +18,8 @@ from running_servers import ANSWER_S_MAX, Running, running
 
 RUN_S_MAX = 300
 PATIENT = ("--timeout-s", ANSWER_S_MAX)
-STEP_S = 8
-"""Seconds of a step, in which a busy machine answers requests, too."""
+STEP_S = (3, 20)
+"""Seconds of a step, and those in which a busy machine answers requests, too."""
 LOADTEST = Path(__file__).parents[2] / "clients" / "loadtest"
 
 
@@ -117,14 +117,18 @@ def test_refused_requests_have_rows_of_their_own(full: Running) -> None:
 
 
 def test_steps_add_users_and_end(demo: Demo) -> None:
-    shape = ("--step-users", 2, "--step-s", STEP_S, "--steps", 2, *PATIENT)
-    done = locust("rest.py,steps.py", demo.server.http, *shape, "--tags", "protobuf")
-    assert done.returncode == 0, done.stderr
-    said = [
-        line.partition("step of ")[2] for line in done.stderr.splitlines() if "step of " in line
-    ]
-    assert [line.split(":")[0] for line in said] == ["2 users", "4 users"]
-    assert all(float(line.split()[2]) > 0 for line in said)
+    for step_s in STEP_S:
+        shape = ("--step-users", 2, "--step-s", step_s, "--steps", 2, *PATIENT)
+        done = locust("rest.py,steps.py", demo.server.http, *shape, "--tags", "protobuf")
+        assert done.returncode == 0, done.stderr
+        said = [
+            line.partition("step of ")[2] for line in done.stderr.splitlines() if "step of " in line
+        ]
+        assert [line.split(":")[0] for line in said] == ["2 users", "4 users"]
+        rates = [float(line.split()[2]) for line in said]
+        if all(rates):
+            break
+    assert all(rates)
     assert {name.split(",")[0] for name in counted(done)} == {"protobuf"}
 
 

@@ -70,8 +70,10 @@ def wait_for_all(server: Running, model: str, number: int) -> None:
     def is_everywhere() -> bool:
         try:
             return {ask(server, model) for _ in range(20)} == {number}
-        except httpx.HTTPStatusError:  # a worker has no such name yet
-            return False
+        except httpx.HTTPStatusError as error:
+            if model and error.response.status_code == httpx.codes.NOT_FOUND:
+                return False  # a worker has no such name yet
+            raise
 
     wait_until(is_everywhere)
 
