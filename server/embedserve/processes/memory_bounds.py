@@ -81,8 +81,8 @@ def memory_parts(
     batch = 2 * (ID_BYTES * limits.batch_ids_max + lengths + limits.batch_output_bytes_max)
     if parts:
         largest = PADDED_TIMES * parts * limits.request_output_bytes_max
-        # the values that parts return: the budget of the process, and small batches of two versions
-        batches = max(VALUES_BYTES_MAX, largest) + 2 * BATCHES_MAX * SMALL_BYTES_MAX
+        # the values that parts return: the budget of the process, and small batches of each version
+        batches = max(VALUES_BYTES_MAX, largest) + versions * BATCHES_MAX * SMALL_BYTES_MAX
         batches += versions * (lone + batch + (BATCHES_MAX - 1) * max(lone, batch))
     elif gpus:
         batches = versions * gpus * AT_ONCE * max(lone, batch)

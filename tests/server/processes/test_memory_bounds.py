@@ -12,6 +12,7 @@ from server.pending_requests import submit
 from embedserve.batching.batcher import Batcher
 from embedserve.config import DEFAULT_LIMITS, Limits
 from embedserve.errors import OverloadedError
+from embedserve.fanout.values_budget import BATCHES_MAX, SMALL_BYTES_MAX, VALUES_BYTES_MAX
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.model_metrics import ModelMetrics
 from embedserve.processes.memory_bounds import MANAGEMENT_QUEUES, memory_parts
@@ -52,6 +53,16 @@ def test_a_version_that_drains_has_a_queue_and_batches_of_its_own(gpus: int, par
     assert two[QUEUE] == 2 * one[QUEUE]
     assert two[BATCHES] - one[BATCHES] == three[BATCHES] - two[BATCHES]
     assert two[BATCHES] - one[BATCHES] >= memory_parts(DEFAULT_LIMITS)[BATCHES]
+
+
+def test_each_version_of_a_router_has_small_batches_of_values() -> None:
+    """They begin at once, whatever the process' budget for values is."""
+    nothing = Limits(
+        request_ids_max=0, batch_ids_max=0, request_output_bytes_max=0, batch_output_bytes_max=0
+    )
+    for count in (1, 2, 3):
+        values = memory_parts(nothing, parts=3, features=0, versions=count)[BATCHES]
+        assert values == VALUES_BYTES_MAX + count * BATCHES_MAX * SMALL_BYTES_MAX
 
 
 def test_bodies_of_management_requests_are_counted() -> None:
