@@ -176,21 +176,22 @@ def server_memory(
     features: int = FEATURES,
     names: int = 1,
 ) -> ServerMemory:
-    """Returns the memory that a server of one model needs. With follow=none it has no room for a
-    second version, which an administrator's load or a reload brings. A shard that follows holds
+    """Returns the memory that a server of one model needs. With follow=none it has no room for the
+    next version, which an administrator's load or a reload brings. A shard that follows holds
     versions_held versions.
 
     Args:
         hot: fraction of mapped rows to hold in memory, 0 to 1; other rows are read from disk.
         gpus, parts, features: as in memory_parts.
-        names: number of names under which versions of the model are served and followed, such as
-            the aliases stable and canary.
+        names: number of names under which versions of the model are served, such as the aliases
+            stable and canary.
     """
     part = 1.0 if settings.tables == "resident" else hot
-    # one version is loaded at a time, beside those of all names
-    versions = settings.versions_held if settings.part else names + 1
     if settings.follow == "none":
-        versions = 1
+        versions = names
+    else:
+        # one version is loaded at a time, beside those of all names
+        versions = settings.versions_held if settings.part else names + 1
     held = int(part * rows.mapped) + settings.workers * rows.copied
     has_tls = bool(settings.tls_cert)
     return ServerMemory(

@@ -109,8 +109,15 @@ def test_each_alias_may_serve_a_version_while_the_next_one_loads() -> None:
     assert memory(patch(pulled))[0] == 3 * 100 * GIB + processes  # s3 follows, by either way
     assert memory(patch(pulled, PodOptions(follow="latest")))[0] == 2 * 100 * GIB + processes
     assert "#   300.0 GiB: 3 versions, mapped" in pod_patch(pulled, PodOptions())
+
+
+def test_each_alias_may_serve_a_version_that_is_not_followed() -> None:
+    bound = memory_bytes_max(DEFAULT_LIMITS, versions=2)
     for none in (PodOptions(), PodOptions(follow="none")):
-        assert memory(patch(rows, none))[0] == 100 * GIB + processes
+        request, limit = memory(patch(replace(LARGE, aliases=2), none))
+        assert request == 2 * 100 * GIB + PROCESS_BYTES + WORK_BYTES
+        assert 0 <= limit - (2 * 100 * GIB + PROCESS_BYTES + bound) < 1 << 20
+        assert memory(patch(replace(LARGE, aliases=1), none)) == memory(patch(LARGE, none))
 
 
 def test_a_pulled_version_has_its_room_on_the_disk() -> None:
@@ -152,6 +159,10 @@ def test_gpus_are_the_plans_ranks() -> None:
     of_one = AT_ONCE * 2 * DEFAULT_LIMITS.request_output_bytes_max  # values, and those in order
     of_one_gpu = needed(LARGE, gpus=1)["limits"]["memory"]
     assert figures["limits"]["memory"] > of_one_gpu + 7 * of_one
+    for_two_aliases = needed(replace(LARGE, aliases=2), gpus=8)
+    assert for_two_aliases["requests"]["memory"] == figures["requests"]["memory"]
+    bound = memory_bytes_max(DEFAULT_LIMITS, gpus=8, versions=2)
+    assert for_two_aliases["limits"]["memory"] == CUDA_BYTES + PROCESS_BYTES + bound
     with pytest.raises(ValueError, match="workers is 4, but the tables go to GPUs"):
         patch(LARGE, PodOptions(workers=4), gpus=8)
 

@@ -8,7 +8,7 @@ a figure.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -178,14 +178,15 @@ def pod_patch(rows: PodRows, options: PodOptions, gpus: int = 0) -> str:
 
 def _memory(rows: PodRows, options: PodOptions, gpus: int) -> tuple[ServeSettings, ServerMemory]:
     settings = options.settings(is_followed=rows.is_pulled and not gpus)
+    # The Deployment may serve each of the aliases that there are, but --follow latest has one name.
+    names = 1 if options.follow == "latest" else max(1, rows.aliases)
     if not gpus:
-        # Where --follow is not given, the Deployment may follow the aliases that there are.
-        names = 1 if options.follow == "latest" else max(1, rows.aliases)
         held = Rows(rows.mapped, rows.copied)
         memory = server_memory(held, settings, options.hot, features=rows.features, names=names)
         return settings, memory
     check_device(settings, "cuda")
-    return settings, server_memory(Rows(CUDA_BYTES), settings, gpus=gpus, features=rows.features)
+    memory = server_memory(Rows(0), settings, gpus=gpus, features=rows.features, names=names)
+    return settings, replace(memory, rows=CUDA_BYTES)
 
 
 def head_lines(rows: PodRows, options: PodOptions, gpus: int = 0) -> list[str]:
