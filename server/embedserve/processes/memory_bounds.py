@@ -76,7 +76,8 @@ def memory_parts(
     values_max = limits.request_output_bytes_max // 4
     bytes_per_example = LENGTH_BYTES * features
     lengths = bytes_per_example * limits.request_examples_max
-    # Twice: ids and lengths as received and as joined, values as looked up and as written.
+    # Twice: ids and lengths as received and as joined, values as looked up and as written. Arrays
+    # of positions that joining takes meanwhile are not counted.
     lone = 2 * (ID_BYTES * limits.request_ids_max + lengths + limits.request_output_bytes_max)
     batch = 2 * (ID_BYTES * limits.batch_ids_max + lengths + limits.batch_output_bytes_max)
     if parts:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import tracemalloc
+
 import numpy as np
 import pytest
+from documents import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from server.fake_engine import Bags, FakeEngine, Weights, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
 from server.strategies import bags_of, bags_of_ids, weights_or_none
 
-from embedserve.batching.join import adapt_to_model, join
+from embedserve.batching.join import adapt_and_join, adapt_to_model, join
 from embedserve.batching.split import in_request_order, split, split_by_examples
 from embedserve.errors import InvalidRequestError
 from embedserve.lookup_types import LookupRequest, LookupResult
@@ -124,3 +128,29 @@ def test_each_feature_is_compared_a_few_times(words: bool) -> None:
     adapted = adapt_to_model(request, model)
     assert adapted.ids.tolist() == [1] * count
     assert CountedName.comparisons < 20 * count
+
+
+@pytest.mark.parametrize(("count", "of"), [(1, "a lone request"), (2, "a batch of several")])
+def test_bags_take_no_more_than_the_page_on_threats_says(count: int, of: str) -> None:
+    """Unknown ids, and features in another order, take most."""
+    page = " ".join((ROOT / "docs" / "threat-model.md").read_text().split())
+    said = re.search(rf"(\d+) (?:bytes )?for each bag of {of}", page)
+    assert said is not None
+    model = UNPOOLED.model
+    examples = 50_000
+    lengths = np.zeros(examples * len(model.features), np.int32)
+    lengths[-1] = 1
+    tracemalloc.start()
+    try:
+        requests = [
+            LookupRequest("", model.features[::-1], np.array([99]), lengths.copy(), None, examples)
+            for _ in range(count)
+        ]
+        tracemalloc.reset_peak()
+        batch, _, errors = adapt_and_join(requests, model)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (batch is None, errors) == (False, {})
+    bags = count * lengths.size
+    assert most / bags < int(said[1]) + 1  # the arrays of the requests and of the batch included
