@@ -1,0 +1,65 @@
+"""The memory that the pages give for examples is what the code computes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from documents import ROOT
+
+from embedserve.batching.batcher import AT_ONCE
+from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_figures
+from embedserve.config import DEFAULT_LIMITS, ServeSettings
+from embedserve.processes.memory_bounds import Rows, memory_parts, server_memory
+
+GIB = 1 << 30
+SIZING = " ".join((ROOT / "docs" / "sizing.md").read_text("utf-8").split())
+
+
+def gib(count: int) -> str:
+    return f"{count / GIB:.1f}"
+
+
+def features(page: str, before: str) -> int:
+    found = re.search(rf"{before}(\d+) features", page)
+    assert found is not None
+    return int(found[1])
+
+
+def example(aliases: int = 1, hot: float = 1.0) -> tuple[str, str]:
+    """(request, limit) of a pod of the page's example, in GiB."""
+    count = features(SIZING, "rows and ids and ")
+    rows = PodRows("dlrm", 20 * GIB, aliases=aliases, features=count)
+    figures = pod_figures(rows, PodOptions(workers=4, follow="alias", hot=hot))
+    return gib(figures["requests"]["memory"]), gib(figures["limits"]["memory"])
+
+
+def test_the_example_adds_up() -> None:
+    request, limit = example()
+    assert f"| **sum** of the exact figures | **{request} GiB** | **{limit} GiB** |" in SIZING
+    settings = ServeSettings("", workers=4, follow="alias")
+    memory = server_memory(Rows(0), settings, features=features(SIZING, "rows and ids and "))
+    assert f"| {gib(memory.processes)} GiB | {gib(memory.processes)} GiB |" in SIZING
+    assert f" hold | {gib(memory.work)} GiB | {gib(memory.clients)} GiB |" in SIZING
+
+
+@pytest.mark.parametrize(
+    ("aliases", "hot", "words"),
+    [(2, 1.0, "queues and batches. The sums are"), (1, 0.3, "`--hot-percent 30` gives")],
+)
+def test_the_example_has_another_alias_or_fewer_hot_rows(
+    aliases: int, hot: float, words: str
+) -> None:
+    request, limit = example(aliases, hot)
+    assert re.search(rf"{words} {request} and {limit} GiB", SIZING)
+
+
+def test_further_features_take_what_the_page_says() -> None:
+    few, many = (sum(memory_parts(DEFAULT_LIMITS, features=count).values()) for count in (100, 200))
+    assert f"Each further 100 features of a model take up to {(many - few) >> 20} MiB." in SIZING
+
+
+def test_a_batch_on_a_gpu_takes_what_the_page_says() -> None:
+    parts = memory_parts(DEFAULT_LIMITS, gpus=1)
+    each = parts["its batches that are looked up"] // AT_ONCE
+    assert f"two batches per GPU, {each >> 20} MiB each by the default limits" in SIZING
