@@ -11,9 +11,11 @@ from embedserve.batching.batcher import AT_ONCE
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_figures
 from embedserve.config import DEFAULT_LIMITS, ServeSettings
 from embedserve.processes.memory_bounds import Rows, memory_parts, server_memory
+from embedserve_store.terminal.sizes import human_bytes
 
 GIB = 1 << 30
 SIZING = " ".join((ROOT / "docs" / "sizing.md").read_text("utf-8").split())
+DEPLOYING = " ".join((ROOT / "deploy" / "README.md").read_text("utf-8").split())
 
 
 def gib(count: int) -> str:
@@ -63,3 +65,12 @@ def test_a_batch_on_a_gpu_takes_what_the_page_says() -> None:
     parts = memory_parts(DEFAULT_LIMITS, gpus=1)
     each = parts["its batches that are looked up"] // AT_ONCE
     assert f"two batches per GPU, {each >> 20} MiB each by the default limits" in SIZING
+
+
+def test_the_example_overlay_takes_what_the_page_says() -> None:
+    """Two workers that follow two aliases, with the component tls; rows are left out."""
+    settings = ServeSettings("", workers=2, follow="alias", tls_cert="tls.crt")
+    count = features(DEPLOYING, "a small model of ")
+    memory = server_memory(Rows(0), settings, features=count, names=2)
+    assert memory.versions == 3
+    assert f"a small model of {count} features take {human_bytes(memory.most)}:" in DEPLOYING
