@@ -1,7 +1,7 @@
 """Administrators' routes that stop a running server from applying deltas, and let it apply them
 again.
 
-Every worker serves them. The applier, another process, reads the hold at its next look.
+Every worker serves them. The applier, another process, reads the hold at its next poll.
 """
 
 from __future__ import annotations
