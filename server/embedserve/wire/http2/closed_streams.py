@@ -34,9 +34,8 @@ class ClosedStreams:
         self._out = out
         self._passed_over: list[range] = []
         self._ours: dict[int, None] = {}  # ended by the server, oldest first
-        self._discardable: dict[
-            int, int
-        ] = {}  # answered streams of _ours: request bytes still accepted
+        # answered streams of _ours: request bytes still accepted
+        self._discardable: dict[int, int] = {}
         self._due: list[int] = []  # streams that were unread at the last check_time
 
     def pass_over(self, start: int, stop: int) -> None:
