@@ -76,7 +76,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     scheme, colon, rest = str(path).partition(":/")  # a Path has lost a slash of its URL
-    if colon and "/" not in scheme:
+    if colon and "/" not in scheme and not path.exists():  # a folder may be named "s3:"
         raise StoreError(
             f"{scheme}://{rest.lstrip('/')}: a checkpoint is a path, never a URL; copy it first"
         )

@@ -86,6 +86,13 @@ def test_a_url_is_no_checkpoint(url: str) -> None:
             open_checkpoint(given)
 
 
+def test_a_folder_may_end_in_a_colon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("step:").mkdir()
+    path = saved("torch_save", Path("step:"))
+    assert open_checkpoint(path).path == path
+
+
 @pytest.mark.parametrize("before", ["", "model.", "model.sparse.0.", "a.embeddings."])
 def test_tables_are_found_wherever_they_lie(before: str) -> None:
     key = f"{before}embedding_bags.user.weight"
