@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROCESS_NAME = "delta-applier"
+NICENESS = 3
+"""Added to the niceness of the process. Where both want a core, lookups get two thirds of it."""
 RETRY_S_MAX = 5.0
 """Longest interval of polls while no delta can be applied."""
 BEAT_S = 1.0
@@ -77,6 +79,7 @@ def run_applier(
     """
     with suppress(OSError):  # ps shows which process it is
         Path("/proc/self/comm").write_text(PROCESS_NAME)
+    os.nice(NICENESS)
     waiter = DeltaWaiter()
     inbox = Inbox(supervisor, waiter)
     heartbeat = Heartbeat(supervisor)

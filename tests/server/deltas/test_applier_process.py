@@ -15,13 +15,14 @@ from server.deltas.followed import Followed
 
 from embedserve.config import ServeSettings
 from embedserve.deltas import applier_process
-from embedserve.deltas.applier_process import BeatingStore, Heartbeat, run_applier
+from embedserve.deltas.applier_process import NICENESS, BeatingStore, Heartbeat, run_applier
 from embedserve.deltas.delta_target import DeltaTarget
 from embedserve.deltas.status import SharedDeltaState
 from embedserve.processes.holding import open_folder
 from embedserve_store import DeltaLine
 
 WAIT_S_MAX = 60
+NICENESS_MAX = 19
 
 
 class Process:
@@ -65,6 +66,8 @@ def test_pushed_rows_are_applied_until_the_end(tmp_path: Path, is_terminated: bo
     while not followed.status.read().is_ready:
         assert applier.supervisor.recv(1) == b"\n"  # the first look is followed by a heartbeat
     assert followed.live.seq == 1
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, applier.pid) == min(own + NICENESS, NICENESS_MAX)
     followed.push(2)
     until(lambda: followed.live.seq == 2)
     assert followed.status.read().applied.seq <= 2
