@@ -11,7 +11,7 @@ from embedserve_store.deltas.notify.channel_url import Notify
 from embedserve_store.deltas.notify.make_notifier import make_notifier
 from embedserve_store.deltas.signing import KeyFile, check_stays_signed, signing_key
 from embedserve_store.errors import StoreError
-from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest, LinePosition
+from embedserve_store.format.delta_manifest import FOLDER, DeltaManifest, LinePosition, position_of
 from embedserve_store.format.manifest import Manifest
 from embedserve_store.format.text_limit import check_texts
 from embedserve_store.model_store import ModelStore
@@ -60,12 +60,12 @@ def undo_deltas(
     signing = signing_key(key)
     models = ModelStore(store)
     token = secrets.token_hex(8)
-    line = DeltaLine(models, models.manifest(model, version))
+    line = position_of(models.manifest(model, version)).line
     if version is None:
-        _check_aliases(models, model, line.start.line)
-    notifier = make_notifier(notify, model, line.start.line)
+        _check_aliases(models, model, line)
+    notifier = make_notifier(notify, model, line)
     if not is_alone:
-        check_no_overwrites(models.where, f"{model}/{FOLDER}/{line.start.line}")
+        check_no_overwrites(models.where, f"{model}/{FOLDER}/{line}")
     write = writer(models.where, f"{model}/{FOLDER}")
     undo = None
     while undo is None:  # again after a delta that a training job has appended meanwhile
@@ -99,11 +99,13 @@ def undo_deltas(
 def _check_aliases(models: ModelStore, model: str, newest_line: int) -> None:
     """Raises StoreError if an alias names a version of another line than the newest version does:
     its servers would not apply the undo."""
-    others = []
-    for name, alias in models.aliases(model).items():
-        line = DeltaLine(models, models.manifest(model, alias.version)).start.line
-        if line != newest_line:
-            others.append(f"{name} names version {alias.version} of line {line}")
+    aliases = {name: alias.version for name, alias in models.aliases(model).items()}
+    lines = {one: position_of(models.manifest(model, one)).line for one in {*aliases.values()}}
+    others = [
+        f"{name} names version {number} of line {lines[number]}"
+        for name, number in aliases.items()
+        if lines[number] != newest_line
+    ]
     if others:
         raise StoreError(
             f"{model}: the newest version is of line {newest_line}, but {', '.join(others)}. Name "

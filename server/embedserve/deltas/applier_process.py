@@ -105,7 +105,7 @@ def run_applier(
     lines = FollowedLines(make_schedule, open_model, models_at_start)
     lines.follow(targets)
     subscriber = _subscriber(settings, waiter, lines)
-    is_told = False
+    is_announced = False
     while True:
         if (wanted := inbox.take()) is not None:
             lines.follow(wanted)
@@ -113,8 +113,8 @@ def run_applier(
             subscriber.follow(lines.topics())
             lines.set_notified(subscriber.is_connected)
         due_s = lines.poll_due()
-        if (not is_told and lines.are_ready()) or lines.mark_caught_up():
-            is_told = True
+        if (not is_announced and lines.are_ready()) or lines.mark_caught_up():
+            is_announced = True
             heartbeat.send()
         heartbeat.beat()
         heartbeat.wait(due_s - time.monotonic(), waiter)

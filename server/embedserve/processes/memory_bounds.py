@@ -115,16 +115,9 @@ def memory_parts(
     return bytes_by_purpose | {"free memory between blocks in use (fragmentation)": freed}
 
 
-def memory_bytes_max(
-    limits: Limits,
-    has_tls: bool = False,
-    gpus: int = 0,
-    parts: int = 0,
-    features: int = FEATURES,
-    versions: int = 1,
-) -> int:
-    """Returns the sum of memory_parts, for one model."""
-    return sum(memory_parts(limits, has_tls, gpus, parts, features, versions).values())
+def memory_bytes_max(limits: Limits, has_tls: bool = False, **counts: int) -> int:
+    """Returns the sum of memory_parts, which takes the same arguments, for one model."""
+    return sum(memory_parts(limits, has_tls, **counts).values())
 
 
 @dataclass(frozen=True)
@@ -194,12 +187,18 @@ def server_memory(
         # one version is loaded at a time, beside those of all names
         versions = settings.versions_held if settings.part else names + 1
     held = int(part * rows.mapped) + settings.workers * rows.copied
-    has_tls = bool(settings.tls_cert)
+    clients = memory_bytes_max(
+        settings.limits,
+        bool(settings.tls_cert),
+        gpus=gpus,
+        parts=parts,
+        features=features,
+        versions=versions,
+    )
     return ServerMemory(
         versions=versions,
         rows=versions * held,
         processes=settings.workers * PROCESS_BYTES,
         work=WORK_BYTES,
-        clients=settings.workers
-        * memory_bytes_max(settings.limits, has_tls, gpus, parts, features, versions),
+        clients=settings.workers * clients,
     )

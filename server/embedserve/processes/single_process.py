@@ -12,7 +12,7 @@ from embedserve.processes.rollout.agent import RolloutAgent
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
 from embedserve.processes.rollout.messages import Desired, Report
 from embedserve.processes.rollout.served_name import RolloutVersion
-from embedserve.processes.rollout.store_watcher import apply_initial_shares
+from embedserve.processes.rollout.store_watcher import apply_initial_alias_settings
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.server import run_server, stop_or_end
@@ -43,7 +43,7 @@ async def run_single_process(
     await version_manager.start()
     agent = start_rollouts(settings, version_manager, stop)
     loop.add_signal_handler(signal.SIGHUP, agent.admin.reload)
-    await apply_initial_shares(settings, version_manager)
+    await apply_initial_alias_settings(settings, version_manager)
     await run_server(stop, pipeline, settings, ports, log_ready, agent.admin, on_drain)
 
 

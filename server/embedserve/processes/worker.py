@@ -26,7 +26,7 @@ from embedserve.processes.rollout.messages import (
     desired_from_bytes,
     report_to_bytes,
 )
-from embedserve.processes.rollout.store_watcher import apply_initial_shares
+from embedserve.processes.rollout.store_watcher import apply_initial_alias_settings
 from embedserve.processes.rollout.version_manager import VersionManager
 from embedserve.processes.server import run_server
 from embedserve.processes.startup.ports import SharedPorts
@@ -81,7 +81,7 @@ async def run_worker(
 
     await version_manager.start()
     agent = RolloutAgent(settings, version_manager, send, stop)
-    await apply_initial_shares(settings, version_manager)
+    await apply_initial_alias_settings(settings, version_manager)
 
     def on_message(message: bytes) -> None:
         desired = desired_from_bytes(message)

@@ -21,10 +21,7 @@ from embedserve.shard_client.client_stream import OnReply
 from embedserve.shard_client.part_call import PartCall
 from embedserve.shard_client.recent_latency import RecentLatency
 from embedserve.shard_client.replica import Connect, PartReplica, Served
-from embedserve.shard_client.shard_connection import (
-    Address,
-    shown,
-)
+from embedserve.shard_client.shard_connection import Address, shown
 from embedserve.shard_client.share_budget import ShareBudget
 from embedserve.shard_client.timer_queue import CallLater, TimerQueue
 

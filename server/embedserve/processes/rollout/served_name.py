@@ -67,11 +67,9 @@ class ServedName:
 
     def update_alias_settings(self) -> None:
         """Adopts the alias settings in the store if their version serves."""
-        if self.found_alias_settings is not None and self.found_alias_settings.version in (
-            0,
-            self.number,
-        ):
-            self.alias_settings = self.found_alias_settings
+        found = self.found_alias_settings
+        if found is not None and found.version in (0, self.number):
+            self.alias_settings = found
 
     def serving_target(self) -> Target:
         """Returns the target of a process that is to serve what the others serve."""

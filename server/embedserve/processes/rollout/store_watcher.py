@@ -210,7 +210,9 @@ async def _log_fault(work: Awaitable[None]) -> None:
         logger.exception("following the store failed; it is tried again")
 
 
-async def apply_initial_shares(settings: ServeSettings, version_manager: VersionManager) -> None:
+async def apply_initial_alias_settings(
+    settings: ServeSettings, version_manager: VersionManager
+) -> None:
     """Applies the traffic shares of the served aliases before this process accepts a request. They
     may have been set before its start. With follow=none none applies until a reload."""
     resolve = partial(VersionResolver(settings).resolve, tuple(version_manager.versions))

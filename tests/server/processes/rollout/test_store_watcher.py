@@ -42,7 +42,7 @@ from embedserve.processes.rollout.messages import (
     Target,
     TargetPhase,
 )
-from embedserve.processes.rollout.store_watcher import StoreWatcher, apply_initial_shares
+from embedserve.processes.rollout.store_watcher import StoreWatcher, apply_initial_alias_settings
 from embedserve.processes.rollout.version_manager import Restored, VersionManager
 from embedserve.processes.rollout.version_resolver import VersionResolver
 from embedserve.processes.single_process import run_single_process, start_rollouts
@@ -633,7 +633,7 @@ async def test_shares_begin_before_the_first_look(
     set_alias(store, "shop", "canary", 1, shadow=20)
     serving = Serving(store, executor, "shop@canary", "alias")
     models = serving.pipeline.models
-    await apply_initial_shares(serving.settings, serving.rollout)
+    await apply_initial_alias_settings(serving.settings, serving.rollout)
     assert models.status(models.model("shop@canary"))["shadow"] == 20
 
 
@@ -668,7 +668,7 @@ async def test_a_start_does_not_wait_for_shares_for_ever(
     answers = threading.Event()
     monkeypatch.setattr(store_watcher, "SHARES_S_MAX", 0.05)
     monkeypatch.setattr(VersionResolver, "resolve", lambda *_: answers.wait() and {})
-    await apply_initial_shares(serving.settings, serving.rollout)
+    await apply_initial_alias_settings(serving.settings, serving.rollout)
     answers.set()
     assert caplog.messages == [
         "the store did not return the shares within 0.05 s: they begin later"
@@ -688,5 +688,5 @@ async def test_a_start_does_not_end_where_the_shares_cannot_be_read(
 
     serving = Serving(store, executor, "shop@1", "alias")
     monkeypatch.setattr(VersionResolver, "resolve", fail)
-    await apply_initial_shares(serving.settings, serving.rollout)
+    await apply_initial_alias_settings(serving.settings, serving.rollout)
     assert caplog.messages == ["the shares cannot be read: they begin later"]
