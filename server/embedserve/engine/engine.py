@@ -33,8 +33,8 @@ from embedserve_store.model_version import ModelVersion
 from embedserve_store.plans.plan import Plan
 
 WARM_UP_CALLS = 4
-"""Lookups that warm up an engine. TorchScript profiles the first two calls of a lookup, at 100 to
-150 ms each."""
+"""Lookups that warm up an engine. TorchScript compiles at the first call of a lookup on a CPU, and
+profiles the first two on a GPU."""
 
 
 @dataclass(frozen=True)
