@@ -5,9 +5,9 @@ They accept only application/json, which a page of another site cannot make a br
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from fastapi import Depends, FastAPI, Header
+from fastapi import APIRouter, Depends, Header, Request
 from pydantic import BaseModel, Field
 
 from embedserve.errors import EmbedServeError
@@ -49,39 +49,41 @@ class Done(BaseModel):
     status: str
 
 
-def check_json(content_type: str = Header("", include_in_schema=False)) -> None:
+async def check_json(content_type: str = Header("", include_in_schema=False)) -> None:
     """Raises NotJsonError if the body's content type is not application/json."""
     if content_type.partition(";")[0].strip().lower() != JSON:
         raise NotJsonError(f"Content-Type is {content_type!r}: send {JSON}", "Content-Type")
 
 
-def add_admin(app: FastAPI, admin: AdminOperations) -> None:
-    """Adds the routes to ``app``. The routes do not check roles; AuthMiddleware does."""
-    json_only = [Depends(check_json)]
+async def _operations(request: Request) -> AdminOperations:
+    operations: AdminOperations = request.app.state.admin
+    return operations
 
-    @app.post("/admin/load", summary="Load a version", tags=["admin"], dependencies=json_only)
-    async def load(name: Name) -> Loaded:
-        """Loads a version, next to the served versions or in place of the one that its name meant
-        before. Responds once the version is served; 409 with the reason if it cannot be served."""
-        return Loaded(model=name.model, version=await admin.load(name.model))
 
-    @app.post(
-        "/admin/unload", summary="Stop serving a name", tags=["admin"], dependencies=json_only
-    )
-    async def unload(name: Name) -> Done:
-        """Stops serving a name; requests already queued are answered."""
-        await admin.unload(name.model)
-        return Done(status="unloaded")
+AdminDep = Annotated[AdminOperations, Depends(_operations)]
+"""Parameter of a handler that gets the administrators' operations."""
 
-    @app.post(
-        "/admin/reload",
-        summary="Check the store now",
-        tags=["admin"],
-        dependencies=json_only,
-        status_code=202,
-    )
-    async def reload() -> Done:
-        """Checks the store immediately, whatever is followed, and retries versions that failed.
-        /models shows the outcome."""
-        admin.reload()
-        return Done(status="looking")
+router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(check_json)])
+"""The routes. They do not check roles; AuthMiddleware does."""
+
+
+@router.post("/load", summary="Load a version")
+async def load(name: Name, admin: AdminDep) -> Loaded:
+    """Loads a version, next to the served versions or in place of the one that its name meant
+    before. Responds once the version is served; 409 with the reason if it cannot be served."""
+    return Loaded(model=name.model, version=await admin.load(name.model))
+
+
+@router.post("/unload", summary="Stop serving a name")
+async def unload(name: Name, admin: AdminDep) -> Done:
+    """Stops serving a name; requests already queued are answered."""
+    await admin.unload(name.model)
+    return Done(status="unloaded")
+
+
+@router.post("/reload", summary="Check the store now", status_code=202)
+async def reload(admin: AdminDep) -> Done:
+    """Checks the store immediately, whatever is followed, and retries versions that failed.
+    /models shows the outcome."""
+    admin.reload()
+    return Done(status="looking")

@@ -13,16 +13,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 
 from embedserve.access.authenticator import CLIENT
 from embedserve.api.admin import check_json
+from embedserve.api.dependencies import ModelsDep
 from embedserve.deltas.status import HELD, SharedDeltaState
 from embedserve.errors import InvalidRequestError
 from embedserve.models.model_registry import ModelRegistry
 
 logger = logging.getLogger(__name__)
+
+router = APIRouter(prefix="/admin/deltas", tags=["admin"], dependencies=[Depends(check_json)])
+"""The routes. They do not check roles; AuthMiddleware does."""
 
 EFFECT_S_MAX = 10.0
 """Seconds that a response waits for the applier to see the hold, as long as an unload may take. A
@@ -47,49 +51,41 @@ class DeltaProgress(BaseModel):
     seq: int = Field(description="Last delta whose rows are served; 0 for none.")
 
 
-def add_delta_hold(app: FastAPI, served: ModelRegistry) -> None:
-    """Adds the routes to ``app``. The routes do not check roles; AuthMiddleware does."""
-    json_only = [Depends(check_json)]
+def _followed_model(served: ModelRegistry, name: str) -> SharedDeltaState:
+    followed = served.model(name).deltas
+    if followed is None:
+        raise InvalidRequestError(
+            f"model is {name!r}, which follows no deltas (serve --deltas follow)", "model"
+        )
+    return followed
 
-    def followed_model(name: str) -> SharedDeltaState:
-        followed = served.model(name).deltas
-        if followed is None:
-            raise InvalidRequestError(
-                f"model is {name!r}, which follows no deltas (serve --deltas follow)", "model"
-            )
-        return followed
 
-    async def switch(name: str, request: Request, *, is_held: bool) -> DeltaProgress:
-        model, _ = served.model(name), followed_model(name)
-        caller = request.scope.get(CLIENT)
-        by = f" by {caller.grant.name!r}" if caller is not None else ""
-        action = "hold" if is_held else "go-on"
-        logger.info("%s: deltas %s, as requested%s", model.served_as, action, by)
-        await _switch(partial(followed_model, name), is_held=is_held)
-        now = followed_model(name).status.read()
-        return DeltaProgress(model=model.served_as, state=now.state, seq=now.applied.seq)
+@router.post("/hold", summary="Stop applying deltas")
+async def hold_deltas(name: FollowedName, request: Request, served: ModelsDep) -> DeltaProgress:
+    """Holds the deltas of a model: its rows stay as they are, in all workers, until they are held
+    no longer or the server restarts. A step in progress is completed. Responds with the state
+    `held` once that is so, or after ten seconds with the present state."""
+    return await _hold(served, name.model, request, is_held=True)
 
-    @app.post(
-        "/admin/deltas/hold",
-        summary="Stop applying deltas",
-        tags=["admin"],
-        dependencies=json_only,
-    )
-    async def hold_deltas(name: FollowedName, request: Request) -> DeltaProgress:
-        """Holds the deltas of a model: its rows stay as they are, in all workers, until they are
-        held no longer or the server restarts. A step in progress is completed. Responds with the
-        state `held` once that is so, or after ten seconds with the present state."""
-        return await switch(name.model, request, is_held=True)
 
-    @app.post(
-        "/admin/deltas/go-on",
-        summary="Apply deltas again",
-        tags=["admin"],
-        dependencies=json_only,
-    )
-    async def apply_deltas(name: FollowedName, request: Request) -> DeltaProgress:
-        """Ends the hold of a model's deltas. Those that wait are applied."""
-        return await switch(name.model, request, is_held=False)
+@router.post("/go-on", summary="Apply deltas again")
+async def apply_deltas(name: FollowedName, request: Request, served: ModelsDep) -> DeltaProgress:
+    """Ends the hold of a model's deltas. Those that wait are applied."""
+    return await _hold(served, name.model, request, is_held=False)
+
+
+async def _hold(
+    served: ModelRegistry, name: str, request: Request, *, is_held: bool
+) -> DeltaProgress:
+    find = partial(_followed_model, served, name)
+    model, _ = served.model(name), find()
+    caller = request.scope.get(CLIENT)
+    by = f" by {caller.grant.name!r}" if caller is not None else ""
+    action = "hold" if is_held else "go-on"
+    logger.info("%s: deltas %s, as requested%s", model.served_as, action, by)
+    await _switch(find, is_held=is_held)
+    now = find().status.read()
+    return DeltaProgress(model=model.served_as, state=now.state, seq=now.applied.seq)
 
 
 async def _switch(find: Callable[[], SharedDeltaState], *, is_held: bool) -> None:

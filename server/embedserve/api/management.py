@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,20 +17,18 @@ from starlette.exceptions import HTTPException
 
 from embedserve import __version__
 from embedserve.access.authenticator import one_header
-from embedserve.api.admin import AdminOperations, add_admin
+from embedserve.api import delta_hold, open_inference_routes, plan, shared_memory, slow
+from embedserve.api.admin import AdminOperations
+from embedserve.api.admin import router as admin_router
 from embedserve.api.auth_middleware import AuthMiddleware, error_response
 from embedserve.api.console.labels import Labels
-from embedserve.api.console.routes import HEADERS, add_console
-from embedserve.api.delta_hold import add_delta_hold
-from embedserve.api.open_inference_routes import add_open_inference, add_open_inference_health
+from embedserve.api.console.routes import HEADERS
+from embedserve.api.console.routes import router as console_router
+from embedserve.api.dependencies import ModelsDep, PipelineDep
 from embedserve.api.openapi import describe_routes, operation_id
 from embedserve.api.openapi_pages import OpenApiPages
-from embedserve.api.plan import add_plan
-from embedserve.api.shared_memory import add_shared_memory
-from embedserve.api.slow import add_slow
 from embedserve.codec.model_description import describe
 from embedserve.errors import INTERNAL, EmbedServeError, EngineError, InvalidRequestError
-from embedserve.metrics.metrics import Metrics
 from embedserve.metrics.scrape_text import RECEIVED_S, ScrapeText
 from embedserve.model_info import ModelInfo
 from embedserve.models.model_registry import ModelRegistry
@@ -46,6 +44,11 @@ START_PAGE = """<!doctype html>
 """
 HEALTH_LINKS = ("/health/ready",)
 MANAGEMENT_LINKS = ("/console", "/docs", "/models", "/metrics", *HEALTH_LINKS)
+
+health_router = APIRouter()
+"""Health routes, which need no authentication."""
+router = APIRouter()
+"""Routes of metrics, information and models."""
 
 
 class IdRule(BaseModel):
@@ -209,14 +212,75 @@ class Info(BaseModel):
     tables: str = Field(description="mapped from the store's files, or resident in memory.")
 
 
+@health_router.get("/health/live", summary="Check liveness", tags=["health"])
+async def live() -> HealthResponse:
+    """Reports that the process runs."""
+    return HealthResponse(status="live")
+
+
+@health_router.get("/health/ready", summary="Check readiness", tags=["health"])
+async def ready(models: ModelsDep) -> HealthResponse:
+    """Reports that all models are loaded, checked and warm. 503 while draining before the stop, and
+    if a model's files were changed while it was served."""
+    models.check_ready()
+    return HealthResponse(status="ready")
+
+
+@router.get(
+    "/metrics",
+    name="metrics",
+    summary="Get Prometheus metrics",
+    tags=["metrics"],
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def scrape(request: Request) -> Response:
+    """Prometheus metrics."""
+    scrape_text: ScrapeText = request.app.state.scrape_text
+    rendered = scrape_text.render(request.scope.get(RECEIVED_S, math.inf))
+    return Response(rendered, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/info", summary="Get server information", tags=["info"])
+async def info(pipeline: PipelineDep) -> Info:
+    """Describes how the server runs; /models lists what it serves."""
+    pipeline.models.check_loaded()
+    metrics = pipeline.metrics
+    return Info(version=__version__, workers=metrics.workers, tables=metrics.tables)
+
+
+@router.get("/models", summary="List models", tags=["models"], response_model_exclude_none=True)
+async def models(served: ModelsDep) -> Models:
+    """Lists every served version of every model."""
+    served.check_loaded()
+    return Models(
+        models=[_described(served, one) for one in served.models()],
+        default_model=served.default_model,
+    )
+
+
+@router.get(
+    "/models/{model}", summary="Get a model", tags=["models"], response_model_exclude_none=True
+)
+async def model(model: str, served: ModelsDep) -> Model:
+    """Returns one served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
+    return _described(served, served.model(model))
+
+
+def _described(served: ModelRegistry, info: ModelInfo) -> Model:
+    return Model.model_validate(describe(info) | served.status(info))
+
+
 def health_app(pipeline: RequestPipeline) -> FastAPI:
     """Returns the FastAPI application for the main ports of a server with a separate management
     port. It serves health and the caller's shared memory only."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.pipeline = pipeline
     _add_start_page(app, HEALTH_LINKS)
-    _add_health(app, pipeline)
+    app.include_router(open_inference_routes.health_router)
+    app.include_router(health_router)
     if pipeline.shared_memory is not None:
-        add_shared_memory(app, pipeline, pipeline.shared_memory)
+        app.include_router(shared_memory.router)
         _authenticate(app, pipeline)
     _add_error_handlers(app)
     return app
@@ -245,20 +309,19 @@ def management_app(
         generate_unique_id_function=operation_id,
         redirect_slashes=False,  # a redirect would echo the client's Host header
     )
+    state = app.state
+    state.pipeline, state.admin, state.labels = pipeline, admin, labels or {}
+    state.scrape_text = ScrapeText(pipeline.metrics.registry())
     _add_start_page(app, MANAGEMENT_LINKS)
-    _add_health(app, pipeline)
-    _add_metrics(app, pipeline.metrics)
-    _add_info(app, pipeline)
-    _add_models(app, pipeline.models)
-    add_plan(app, pipeline.models)
-    add_open_inference(app, pipeline)
+    routers = [open_inference_routes.health_router, health_router, router, plan.router]
+    routers.append(open_inference_routes.router)
     if pipeline.shared_memory is not None:
-        add_shared_memory(app, pipeline, pipeline.shared_memory)
-    add_slow(app, pipeline)
-    add_console(app, pipeline.models, labels or {})
+        routers.append(shared_memory.router)
+    routers += [slow.router, console_router]
     if admin is not None:
-        add_admin(app, admin)
-        add_delta_hold(app, pipeline.models)
+        routers += [admin_router, delta_hold.router]
+    for one in routers:
+        app.include_router(one)
     app.add_middleware(OpenApiPages)
     if authenticates:
         _authenticate(app, pipeline)
@@ -273,55 +336,6 @@ def _authenticate(app: FastAPI, pipeline: RequestPipeline) -> None:
         app.add_middleware(AuthMiddleware, authenticator=access, addresses=pipeline.addresses)
 
 
-def _add_metrics(app: FastAPI, metrics: Metrics) -> None:
-    scrape_text = ScrapeText(metrics.registry())
-    text = {"content": {"text/plain": {"schema": {"type": "string"}}}}
-
-    @app.get(
-        "/metrics",
-        name="metrics",
-        summary="Get Prometheus metrics",
-        tags=["metrics"],
-        response_class=Response,
-        responses={200: text},
-    )
-    async def scrape(request: Request) -> Response:
-        """Prometheus metrics."""
-        rendered = scrape_text.render(request.scope.get(RECEIVED_S, math.inf))
-        return Response(rendered, media_type=CONTENT_TYPE_LATEST)
-
-
-def _add_info(app: FastAPI, pipeline: RequestPipeline) -> None:
-    metrics = pipeline.metrics
-
-    @app.get("/info", summary="Get server information", tags=["info"])
-    async def info() -> Info:
-        """Describes how the server runs; /models lists what it serves."""
-        pipeline.models.check_loaded()
-        return Info(version=__version__, workers=metrics.workers, tables=metrics.tables)
-
-
-def _add_models(app: FastAPI, served: ModelRegistry) -> None:
-    def described(info: ModelInfo) -> Model:
-        return Model.model_validate(describe(info) | served.status(info))
-
-    @app.get("/models", summary="List models", tags=["models"], response_model_exclude_none=True)
-    async def models() -> Models:
-        """Lists every served version of every model."""
-        served.check_loaded()
-        return Models(
-            models=[described(info) for info in served.models()],
-            default_model=served.default_model,
-        )
-
-    @app.get(
-        "/models/{model}", summary="Get a model", tags=["models"], response_model_exclude_none=True
-    )
-    async def model(model: str) -> Model:
-        """Returns one served model, NAME, or one of its versions, NAME@VERSION or NAME@ALIAS."""
-        return described(served.model(model))
-
-
 def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
     """Adds a page of links for browsers that open the port. It discloses nothing else."""
     page = START_PAGE % "".join(f'<li><a href="{link}">{link}</a></li>' for link in links)
@@ -329,22 +343,6 @@ def _add_start_page(app: FastAPI, links: Sequence[str]) -> None:
     @app.get("/", include_in_schema=False)
     async def start() -> Response:
         return Response(page, 200, HEADERS, "text/html; charset=utf-8")
-
-
-def _add_health(app: FastAPI, pipeline: RequestPipeline) -> None:
-    add_open_inference_health(app, pipeline)
-
-    @app.get("/health/live", summary="Check liveness", tags=["health"])
-    async def live() -> HealthResponse:
-        """Reports that the process runs."""
-        return HealthResponse(status="live")
-
-    @app.get("/health/ready", summary="Check readiness", tags=["health"])
-    async def ready() -> HealthResponse:
-        """Reports that all models are loaded, checked and warm. 503 while draining before the stop,
-        and if a model's files were changed while it was served."""
-        pipeline.models.check_ready()
-        return HealthResponse(status="ready")
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -3,10 +3,11 @@ statistics and the repository index. POST …/infer is served by the wire."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from embedserve.access.authenticator import CLIENT
+from embedserve.api.dependencies import ModelsDep, PipelineDep
 from embedserve.open_inference_service import (
     configuration,
     metadata,
@@ -15,7 +16,12 @@ from embedserve.open_inference_service import (
     server_metadata,
     statistics,
 )
-from embedserve.pipeline import RequestPipeline
+
+TAG = "open inference"
+health_router = APIRouter(prefix="/v2/health", tags=[TAG])
+"""Health routes, which need no authentication."""
+router = APIRouter(prefix="/v2", tags=[TAG])
+"""Routes of metadata, configuration, readiness, statistics and the repository index."""
 
 
 class Live(BaseModel):
@@ -119,90 +125,89 @@ class RepositoryIndexRequest(BaseModel):
     )
 
 
-def add_open_inference_health(app: FastAPI, pipeline: RequestPipeline) -> None:
-    """Adds the health routes, which need no authentication, to ``app``."""
-    router = APIRouter(prefix="/v2/health", tags=["open inference"])
-
-    @router.get("/live", summary="Check liveness")
-    async def live() -> Live:
-        """Reports that the process runs."""
-        return Live(live=True)
-
-    @router.get("/ready", summary="Check readiness")
-    async def ready() -> Ready:
-        """Reports that all models are ready; 503 if a model is not."""
-        pipeline.models.check_ready()
-        return Ready(ready=True)
-
-    app.include_router(router)
+@health_router.get("/live", summary="Check liveness")
+async def live() -> Live:
+    """Reports that the process runs."""
+    return Live(live=True)
 
 
-def add_open_inference(app: FastAPI, pipeline: RequestPipeline) -> None:
-    """Adds the routes of metadata, configuration, readiness, statistics and the repository index to
-    ``app``."""
-    router = APIRouter(prefix="/v2", tags=["open inference"])
-    models = pipeline.models
+@health_router.get("/ready", summary="Check readiness")
+async def ready(models: ModelsDep) -> Ready:
+    """Reports that all models are ready; 503 if a model is not."""
+    models.check_ready()
+    return Ready(ready=True)
 
-    @router.get("", summary="Get server metadata")
-    async def server() -> Server:
-        """Returns the name, version and extensions of the server."""
-        return Server.model_validate(server_metadata(pipeline))
 
-    @router.get("/models/stats", summary="Get statistics of all models")
-    async def statistics_of_all(request: Request) -> Statistics:
-        """Returns request counts and times of every model that the caller may use."""
-        stats = {"model_stats": statistics(pipeline, quota=request.scope.get(CLIENT))}
-        return Statistics.model_validate(stats)
+@router.get("", summary="Get server metadata")
+async def server(pipeline: PipelineDep) -> Server:
+    """Returns the name, version and extensions of the server."""
+    return Server.model_validate(server_metadata(pipeline))
 
-    @router.get("/models/{model}/versions/{version}", summary="Get metadata of a version")
-    async def model_version(model: str, version: str) -> ModelMetadata:
-        """Returns the tensors of a version."""
-        return ModelMetadata.model_validate(metadata(pipeline, model, version))
 
-    @router.get("/models/{model}", summary="Get metadata of a model")
-    async def model(model: str) -> ModelMetadata:
-        """Returns the tensors of a model."""
-        return await model_version(model, "")
+@router.get("/models/stats", summary="Get statistics of all models")
+async def statistics_of_all(pipeline: PipelineDep, request: Request) -> Statistics:
+    """Returns request counts and times of every model that the caller may use."""
+    stats = {"model_stats": statistics(pipeline, quota=request.scope.get(CLIENT))}
+    return Statistics.model_validate(stats)
 
-    @router.get(
-        "/models/{model}/versions/{version}/config", summary="Get configuration of a version"
-    )
-    async def configuration_of_version(model: str, version: str) -> ModelConfig:
-        """Returns the tensors of a version, in the format of Triton's model configuration."""
-        return ModelConfig.model_validate(configuration(pipeline, model, version))
 
-    @router.get("/models/{model}/config", summary="Get configuration of a model")
-    async def configuration_of_model(model: str) -> ModelConfig:
-        """Returns the tensors of a model, in the format of Triton's model configuration."""
-        return await configuration_of_version(model, "")
+@router.get("/models/{model}/versions/{version}", summary="Get metadata of a version")
+async def model_version(model: str, version: str, pipeline: PipelineDep) -> ModelMetadata:
+    """Returns the tensors of a version."""
+    return ModelMetadata.model_validate(metadata(pipeline, model, version))
 
-    @router.get("/models/{model}/versions/{version}/ready", summary="Check readiness of a version")
-    async def model_version_ready(model: str, version: str) -> ModelReady:
-        """Reports whether a version is ready; 404 if it does not exist, 503 if it is not ready."""
-        name = served(pipeline, model, version).name
-        models.check_ready()
-        return ModelReady(name=name, ready=True)
 
-    @router.get("/models/{model}/ready", summary="Check readiness of a model")
-    async def model_ready(model: str) -> ModelReady:
-        """Reports whether a model is ready; 404 if it does not exist, 503 if it is not ready."""
-        return await model_version_ready(model, "")
+@router.get("/models/{model}", summary="Get metadata of a model")
+async def model(model: str, pipeline: PipelineDep) -> ModelMetadata:
+    """Returns the tensors of a model."""
+    return await model_version(model, "", pipeline)
 
-    @router.get("/models/{model}/versions/{version}/stats", summary="Get statistics of a version")
-    async def statistics_of_version(model: str, version: str, request: Request) -> Statistics:
-        """Returns request counts and times of a version."""
-        stats = {"model_stats": statistics(pipeline, model, version, request.scope.get(CLIENT))}
-        return Statistics.model_validate(stats)
 
-    @router.get("/models/{model}/stats", summary="Get statistics of a model")
-    async def statistics_of_model(model: str, request: Request) -> Statistics:
-        """Returns request counts and times of a model."""
-        return await statistics_of_version(model, "", request)
+@router.get("/models/{model}/versions/{version}/config", summary="Get configuration of a version")
+async def configuration_of_version(model: str, version: str, pipeline: PipelineDep) -> ModelConfig:
+    """Returns the tensors of a version, in the format of Triton's model configuration."""
+    return ModelConfig.model_validate(configuration(pipeline, model, version))
 
-    @router.post("/repository/index", summary="List versions served or pending")
-    async def index(wanted: RepositoryIndexRequest | None = None) -> list[Indexed]:
-        """Lists every version that is served or pending."""
-        only_ready = wanted is not None and wanted.ready
-        return [Indexed.model_validate(one) for one in repository(pipeline, only_ready=only_ready)]
 
-    app.include_router(router)
+@router.get("/models/{model}/config", summary="Get configuration of a model")
+async def configuration_of_model(model: str, pipeline: PipelineDep) -> ModelConfig:
+    """Returns the tensors of a model, in the format of Triton's model configuration."""
+    return await configuration_of_version(model, "", pipeline)
+
+
+@router.get("/models/{model}/versions/{version}/ready", summary="Check readiness of a version")
+async def model_version_ready(model: str, version: str, pipeline: PipelineDep) -> ModelReady:
+    """Reports whether a version is ready; 404 if it does not exist, 503 if it is not ready."""
+    name = served(pipeline, model, version).name
+    pipeline.models.check_ready()
+    return ModelReady(name=name, ready=True)
+
+
+@router.get("/models/{model}/ready", summary="Check readiness of a model")
+async def model_ready(model: str, pipeline: PipelineDep) -> ModelReady:
+    """Reports whether a model is ready; 404 if it does not exist, 503 if it is not ready."""
+    return await model_version_ready(model, "", pipeline)
+
+
+@router.get("/models/{model}/versions/{version}/stats", summary="Get statistics of a version")
+async def statistics_of_version(
+    model: str, version: str, pipeline: PipelineDep, request: Request
+) -> Statistics:
+    """Returns request counts and times of a version."""
+    stats = {"model_stats": statistics(pipeline, model, version, request.scope.get(CLIENT))}
+    return Statistics.model_validate(stats)
+
+
+@router.get("/models/{model}/stats", summary="Get statistics of a model")
+async def statistics_of_model(model: str, pipeline: PipelineDep, request: Request) -> Statistics:
+    """Returns request counts and times of a model."""
+    return await statistics_of_version(model, "", pipeline, request)
+
+
+@router.post("/repository/index", summary="List versions served or pending")
+async def index(
+    pipeline: PipelineDep, wanted: RepositoryIndexRequest | None = None
+) -> list[Indexed]:
+    """Lists every version that is served or pending."""
+    only_ready = wanted is not None and wanted.ready
+    return [Indexed.model_validate(one) for one in repository(pipeline, only_ready=only_ready)]

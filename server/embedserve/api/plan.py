@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
+from embedserve.api.dependencies import ModelsDep
 from embedserve.model_info import ModelInfo
-from embedserve.models.model_registry import ModelRegistry
 from embedserve_store.plans.plan import shard_bytes
+
+router = APIRouter()
 
 
 class Shard(BaseModel):
@@ -39,13 +41,10 @@ class Plan(BaseModel):
     tables: list[TableShards]
 
 
-def add_plan(app: FastAPI, models: ModelRegistry) -> None:
-    """Adds the route to ``app``."""
-
-    @app.get("/models/{model}/plan", summary="Get the sharding plan of a model", tags=["models"])
-    async def plan(model: str) -> Plan:
-        """Returns which rank holds which rows and columns of a served model's tables."""
-        return plan_of(models.model(model))
+@router.get("/models/{model}/plan", summary="Get the sharding plan of a model", tags=["models"])
+async def plan(model: str, models: ModelsDep) -> Plan:
+    """Returns which rank holds which rows and columns of a served model's tables."""
+    return plan_of(models.model(model))
 
 
 def plan_of(info: ModelInfo) -> Plan:

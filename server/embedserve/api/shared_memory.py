@@ -6,19 +6,22 @@ any site, and browsers let it reach the ports of this host.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field, ValidationError
 
 from embedserve.access.authenticator import CERTIFICATE, one_header
 from embedserve.access.grants import EMBEDDERS
+from embedserve.api.dependencies import PipelineDep
 from embedserve.errors import InvalidRequestError, PermissionDeniedError, RequestTooLargeError
-from embedserve.pipeline import ORIGIN, RequestPipeline
+from embedserve.pipeline import ORIGIN
 from embedserve.shared_memory.region_registry import EVERYBODY, RegionRegistry
 
 PREFIX = "/v2/systemsharedmemory"
 BODY_BYTES_MAX = 4096
+
+router = APIRouter(prefix=PREFIX, tags=["open inference"])
 
 
 class Range(BaseModel):
@@ -46,71 +49,79 @@ _RANGE: dict[str, Any] = {
 }
 
 
-def add_shared_memory(app: FastAPI, pipeline: RequestPipeline, shared: RegionRegistry) -> None:
-    """Adds the routes for the regions registered by callers of ``pipeline`` to ``app``."""
-    router = APIRouter(prefix=PREFIX, tags=["open inference"])
+async def _owner(request: Request, pipeline: PipelineDep) -> str:
+    headers = request.scope["headers"]
+    if one_header(headers, ORIGIN) is not None:
+        raise PermissionDeniedError("a browser's page has no shared memory: Origin is set")
+    pipeline.models.check_loaded()
+    access = pipeline.authenticator
+    if access is None:
+        return EVERYBODY
+    authorization = one_header(headers, b"authorization")
+    # AuthMiddleware has already charged the request to the caller's rate limit.
+    certificate = request.scope.get(CERTIFICATE)
+    return access.check(authorization, certificate, EMBEDDERS, charge=False).grant.name
 
-    def owner_of(request: Request) -> str:
-        headers = request.scope["headers"]
-        if one_header(headers, ORIGIN) is not None:
-            raise PermissionDeniedError("a browser's page has no shared memory: Origin is set")
-        pipeline.models.check_loaded()
-        access = pipeline.authenticator
-        if access is None:
-            return EVERYBODY
-        authorization = one_header(headers, b"authorization")
-        # AuthMiddleware has already charged the request to the caller's rate limit.
-        certificate = request.scope.get(CERTIFICATE)
-        return access.check(authorization, certificate, EMBEDDERS, charge=False).grant.name
 
-    def status_of(owner: str, name: str = "") -> list[RegionStatus]:
-        return [
-            RegionStatus(name=one.name, key=one.key, offset=one.offset, byte_size=one.byte_size)
-            for one in shared.status(owner, name)
-        ]
+async def _regions(pipeline: PipelineDep) -> RegionRegistry:
+    assert pipeline.shared_memory is not None
+    return pipeline.shared_memory
 
-    @router.get("/status", summary="List shared-memory regions")
-    async def regions(request: Request) -> list[RegionStatus]:
-        """Lists all regions registered by the caller."""
-        return status_of(owner_of(request))
 
-    @router.get("/region/{region}/status", summary="Get a shared-memory region")
-    async def region(region: str, request: Request) -> list[RegionStatus]:
-        """Returns a region registered by the caller; 404 if the caller has none of that name."""
-        return status_of(owner_of(request), region)
+OwnerDep = Annotated[str, Depends(_owner)]
+RegionsDep = Annotated[RegionRegistry, Depends(_regions)]
 
-    @router.post(
-        "/region/{region}/register",
-        summary="Register a shared-memory region",
-        response_class=Response,
-        openapi_extra=_RANGE,
-    )
-    async def register_region(region: str, request: Request) -> Response:
-        """Registers a range of a file in /dev/shm for the caller's tensors."""
-        owner = owner_of(request)
-        given = await _range(request)
-        shared.register(owner, region, given.key, given.offset, given.byte_size)
-        return Response()
 
-    @router.post(
-        "/unregister", summary="Unregister all shared-memory regions", response_class=Response
-    )
-    async def unregister_regions(request: Request) -> Response:
-        """Unregisters all regions of the caller."""
-        shared.unregister(owner_of(request))
-        return Response()
+def _status(shared: RegionRegistry, owner: str, name: str = "") -> list[RegionStatus]:
+    return [
+        RegionStatus(name=one.name, key=one.key, offset=one.offset, byte_size=one.byte_size)
+        for one in shared.status(owner, name)
+    ]
 
-    @router.post(
-        "/region/{region}/unregister",
-        summary="Unregister a shared-memory region",
-        response_class=Response,
-    )
-    async def unregister_region(region: str, request: Request) -> Response:
-        """Unregisters a region of the caller, if it exists."""
-        shared.unregister(owner_of(request), region)
-        return Response()
 
-    app.include_router(router)
+@router.get("/status", summary="List shared-memory regions")
+async def regions(owner: OwnerDep, shared: RegionsDep) -> list[RegionStatus]:
+    """Lists all regions registered by the caller."""
+    return _status(shared, owner)
+
+
+@router.get("/region/{region}/status", summary="Get a shared-memory region")
+async def region(region: str, owner: OwnerDep, shared: RegionsDep) -> list[RegionStatus]:
+    """Returns a region registered by the caller; 404 if the caller has none of that name."""
+    return _status(shared, owner, region)
+
+
+@router.post(
+    "/region/{region}/register",
+    summary="Register a shared-memory region",
+    response_class=Response,
+    openapi_extra=_RANGE,
+)
+async def register_region(
+    region: str, owner: OwnerDep, shared: RegionsDep, request: Request
+) -> Response:
+    """Registers a range of a file in /dev/shm for the caller's tensors."""
+    given = await _range(request)
+    shared.register(owner, region, given.key, given.offset, given.byte_size)
+    return Response()
+
+
+@router.post("/unregister", summary="Unregister all shared-memory regions", response_class=Response)
+async def unregister_regions(owner: OwnerDep, shared: RegionsDep) -> Response:
+    """Unregisters all regions of the caller."""
+    shared.unregister(owner)
+    return Response()
+
+
+@router.post(
+    "/region/{region}/unregister",
+    summary="Unregister a shared-memory region",
+    response_class=Response,
+)
+async def unregister_region(region: str, owner: OwnerDep, shared: RegionsDep) -> Response:
+    """Unregisters a region of the caller, if it exists."""
+    shared.unregister(owner, region)
+    return Response()
 
 
 async def _range(request: Request) -> Range:

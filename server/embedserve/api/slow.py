@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
-from embedserve.pipeline import RequestPipeline
+from embedserve.api.dependencies import PipelineDep
 from embedserve.tracing.slow_requests import KEPT_S
+
+router = APIRouter()
 
 
 class SlowRequest(BaseModel):
@@ -37,14 +39,11 @@ class Slow(BaseModel):
     requests: list[SlowRequest] = Field(description="Requests of the worker that responds.")
 
 
-def add_slow(app: FastAPI, pipeline: RequestPipeline) -> None:
-    """Adds the route to ``app``."""
-
-    @app.get(
-        "/slow", summary="List slow requests", tags=["metrics"], response_model_exclude_none=True
-    )
-    async def slow() -> Slow:
-        """Lists the slowest requests of the last minutes, with the time spent in each stage."""
-        pipeline.models.check_loaded()
-        requests = pipeline.telemetry.slow.fields()
-        return Slow.model_validate({"seconds": KEPT_S, "requests": requests})
+@router.get(
+    "/slow", summary="List slow requests", tags=["metrics"], response_model_exclude_none=True
+)
+async def slow(pipeline: PipelineDep) -> Slow:
+    """Lists the slowest requests of the last minutes, with the time spent in each stage."""
+    pipeline.models.check_loaded()
+    requests = pipeline.telemetry.slow.fields()
+    return Slow.model_validate({"seconds": KEPT_S, "requests": requests})

@@ -10,12 +10,14 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import PurePath
 
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from embedserve.api.console.labels import NO_LABELS, Labels
-from embedserve.models.model_registry import ModelRegistry
+from embedserve.api.dependencies import ModelsDep
+
+router = APIRouter()
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -63,29 +65,30 @@ class ModelLabels(BaseModel):
     )
 
 
-def add_console(app: FastAPI, models: ModelRegistry, labels: Labels) -> None:
-    """Adds the routes to ``app``."""
+def _file(name: str) -> Response:
+    return Response(_FILES[name], 200, HEADERS, MEDIA_TYPES[PurePath(name).suffix])
 
-    def file(name: str) -> Response:
-        return Response(_FILES[name], 200, HEADERS, MEDIA_TYPES[PurePath(name).suffix])
 
-    @app.get(PATH, include_in_schema=False)
-    async def page() -> Response:
-        return file(INDEX)
+@router.get(PATH, include_in_schema=False)
+async def page() -> Response:
+    return _file(INDEX)
 
-    @app.get(PATH + "/{name}", include_in_schema=False)
-    async def page_file(name: str) -> Response:
-        if name not in _FILES:
-            raise HTTPException(404, "Not Found")
-        return file(name)
 
-    @app.get(
-        PATH + "/labels/{model}",
-        summary="Get the labels of a model's ids",
-        tags=["console"],
-        response_model=ModelLabels,
-    )
-    async def labels_of(model: str) -> Response:
-        """Returns the labels of a served model's ids, as given by `serve --labels`."""
-        encoded = labels.get(models.model(model).name, NO_LABELS)
-        return Response(encoded, media_type="application/json")
+@router.get(PATH + "/{name}", include_in_schema=False)
+async def page_file(name: str) -> Response:
+    if name not in _FILES:
+        raise HTTPException(404, "Not Found")
+    return _file(name)
+
+
+@router.get(
+    PATH + "/labels/{model}",
+    summary="Get the labels of a model's ids",
+    tags=["console"],
+    response_model=ModelLabels,
+)
+async def labels_of(model: str, models: ModelsDep, request: Request) -> Response:
+    """Returns the labels of a served model's ids, as given by `serve --labels`."""
+    labels: Labels = request.app.state.labels
+    encoded = labels.get(models.model(model).name, NO_LABELS)
+    return Response(encoded, media_type="application/json")
