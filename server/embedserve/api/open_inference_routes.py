@@ -204,7 +204,10 @@ async def statistics_of_model(model: str, pipeline: PipelineDep, request: Reques
     return await statistics_of_version(model, "", pipeline, request)
 
 
-@router.post("/repository/index", summary="List versions served or pending")
+# The schema of the list is named after the operation id.
+@router.post(
+    "/repository/index", operation_id="v2_index", summary="List versions served or pending"
+)
 async def index(
     pipeline: PipelineDep, wanted: RepositoryIndexRequest | None = None
 ) -> list[Indexed]:

@@ -27,7 +27,7 @@ _FASTAPIS_OWN = ("HTTPValidationError", "ValidationError")
 _TOKEN = {"token": {"type": "http", "scheme": "bearer"}}
 
 
-def operation_id(route: APIRoute) -> str:
+def _operation_id(route: APIRoute) -> str:
     """Returns the operation id of a route: its function's name, prefixed with v2_ for the Open
     Inference Protocol. Generated clients name their methods after it."""
     return ("v2_" if is_infer(route.path) else "") + route.name
@@ -112,8 +112,15 @@ def _fastapi_schema(app: FastAPI) -> Schema:
         tags=app.openapi_tags,
         separate_input_output_schemas=False,  # fields with defaults are optional in responses too
     )
+    ids = {
+        (route.path_format, method.lower()): _operation_id(route)
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
     for path, operations in schema["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
+            operation["operationId"] = ids[path, method]
             # FastAPI documents its own validation errors, which no route here responds with.
             operation["responses"].pop("422", None)
             operation["responses"] |= error_responses(path, _statuses(path))
