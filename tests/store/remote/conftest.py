@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import s3fs
 import torch
+from botocore_models import cache_models
+from store.remote.forking import Forking, start_forking
 from store.remote.s3_server import environment, serve_s3
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
@@ -25,10 +27,20 @@ Place = Callable[[str, str], str]
 KINDS = ("folder", "s3", "file")
 
 
+cache_models()
+
+
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serve_s3(tmp_path_factory.mktemp("s3")) as endpoint:
         yield endpoint
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[Forking]:
+    """Runs what is to be killed."""
+    with start_forking() as one:
+        yield one
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +11,9 @@ import numpy as np
 import pytest
 from store.listing import everything_under
 from store.remote.conftest import KINDS, Place
+from store.remote.forking import Forking
 from writable import writable
 
-import embedserve_store
 from embedserve_store import (
     DeltaLine,
     DeltaWriter,
@@ -229,19 +227,14 @@ copy_versions(sys.argv[1], sys.argv[2], "m")
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_a_killed_copy_leaves_whole_deltas_and_continues(
-    local: Path, place: Place, kind: str
+    local: Path, place: Place, kind: str, forking: Forking
 ) -> None:
     """Each copy writes one file, and is killed before the next one."""
     target = place(kind, "target")
     copy_versions(local, target, "m", deltas=False)
-    root = str(Path(embedserve_store.__file__).parent.parent)
-    command = [sys.executable, "-c", COPY, str(local), target, "1"]
     found = []
     for _ in range(3 * DELTAS - 1):  # files of rows, and manifests but the last
-        done = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": root}, check=False, timeout=300
-        )
-        assert done.returncode == -signal.SIGKILL
+        assert forking.run(COPY, local, target, 1) == -signal.SIGKILL
         found.append(seqs(target))
     assert found == [[], [], [1], [1], [1], [1, 2], [1, 2], [1, 2]]
     assert copy_versions(local, target, "m").deltas == 1

@@ -7,8 +7,6 @@ import io
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ import pytest
 import s3fs
 from store.listing import everything_under
 from store.remote.conftest import KINDS, Place
+from store.remote.forking import Forking
 from writable import writable
 
-import embedserve_store
 from embedserve_store.copying import copy_versions as copying
 from embedserve_store.copying.copy_versions import copy_versions
 from embedserve_store.errors import StoreError, UnreachableError
@@ -28,13 +26,15 @@ from embedserve_store.publishing.add_note import add_note
 from embedserve_store.publishing.added_file import Write, writer
 from embedserve_store.publishing.set_alias import set_alias
 from embedserve_store.remote import remote_files
+from embedserve_store.transfer import stored_version
 from embedserve_store.verification import verify
 from embedserve_store.writing import direct_file, staging
 
 Publish = Callable[..., Path]
-ROWS = 250_000
-"""Rows of a table of 16 MB: several parts of PART_BYTES."""
-PART_BYTES = 5 << 20
+ROWS = 25_000
+"""Rows of a table of 1.6 MB: several parts of PART_BYTES, and each of several BLOCK_BYTES."""
+PART_BYTES = 512_000
+BLOCK_BYTES = 100_000
 
 
 @pytest.fixture
@@ -230,12 +230,12 @@ def test_a_full_disk_is_named_and_the_rest_is_copied_once_there_is_room(
 
 
 class FullDisk(io.FileIO):
-    """Takes a megabyte, then has no room."""
+    """Takes a block, then has no room."""
 
     def write(self, data: Any) -> int:
-        if self.tell() >= 1 << 20:
+        if self.tell() >= BLOCK_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(memoryview(data)[: 1 << 20])
+        return super().write(memoryview(data)[:BLOCK_BYTES])
 
 
 def test_a_disk_that_fills_up_is_named_and_the_copy_continues(
@@ -243,6 +243,7 @@ def test_a_disk_that_fills_up_is_named_and_the_copy_continues(
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
     with monkeypatch.context() as patch:
+        patch.setattr(stored_version, "BLOCK_BYTES", BLOCK_BYTES)
         patch.setattr(
             direct_file, "open", lambda path, mode: FullDisk(path, mode.rstrip("b")), raising=False
         )
@@ -267,10 +268,10 @@ from embedserve_store.remote import remote_files
 from embedserve_store.transfer import receive, stored_version
 from embedserve_store.writing import direct_file
 
-direct_file.BUFFER_BYTES = receive.BUFFER_BYTES = 1 << 20
+direct_file.BUFFER_BYTES = receive.BUFFER_BYTES = int(sys.argv[5])
 remote_files.PARTS_AT_ONCE = 1
 remote_files.PART_BYTES = int(sys.argv[4])
-stored_version.BLOCK_BYTES = 1 << 20
+stored_version.BLOCK_BYTES = int(sys.argv[5])
 left = int(sys.argv[3])
 
 def progress(file, bytes_done, bytes_total):
@@ -283,32 +284,32 @@ copy_versions(sys.argv[1], sys.argv[2], "m", progress=progress)
 """
 
 
-def killed_copy(source: str | Path, target: str | Path, blocks: int) -> None:
+def killed_copy(forking: Forking, source: str | Path, target: str | Path, blocks: int) -> None:
     """Copies, killed at the ``blocks``-th block of the tables."""
-    root = str(Path(embedserve_store.__file__).parent.parent)
-    command = [sys.executable, "-c", COPY, source, target, str(blocks), str(PART_BYTES)]
-    done = subprocess.run(
-        [*map(str, command)], env=os.environ | {"PYTHONPATH": root}, check=False, timeout=300
-    )
-    assert done.returncode == -signal.SIGKILL
+    killed = forking.run(COPY, source, target, blocks, PART_BYTES, BLOCK_BYTES)
+    assert killed == -signal.SIGKILL
 
 
-def test_a_killed_copy_to_a_folder_continues(new_version: Publish, tmp_path: Path) -> None:
+def test_a_killed_copy_to_a_folder_continues(
+    new_version: Publish, tmp_path: Path, forking: Forking
+) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
     for blocks in (2, 11, 14):
-        killed_copy(source, target, blocks)
+        killed_copy(forking, source, target, blocks)
         assert ModelStore(target).models() == []
     (left,) = target.glob("m/.copy-1-*/m/1/tables.safetensors")
-    assert left.stat().st_size >= 13 << 20
+    assert left.stat().st_size >= 13 * BLOCK_BYTES
     asked: list[int] = []
     copy_versions(source, target, "m", progress=lambda file, done, _: asked.append(done))
     check_same(source, target, tmp_path / "cache")
     assert os.listdir(target / "m") == ["1"]
 
 
-def test_what_a_killed_copy_left_is_not_trusted(new_version: Publish, tmp_path: Path) -> None:
+def test_what_a_killed_copy_left_is_not_trusted(
+    new_version: Publish, tmp_path: Path, forking: Forking
+) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
-    killed_copy(source, target, 12)
+    killed_copy(forking, source, target, 12)
     (left,) = target.glob("m/.copy-1-*/m/1/tables.safetensors")
     with left.open("r+b") as file:
         file.seek(5000)
@@ -324,9 +325,10 @@ def test_a_killed_copy_to_s3_continues(
     objects: s3fs.S3FileSystem,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    forking: Forking,
 ) -> None:
     source = new_version(1.0, ROWS).parent.parent
-    killed_copy(source, url, 13)
+    killed_copy(forking, source, url, 13)
     assert [name for name in objects.find(root) if "/m/" in name] == []
     sent: list[int] = []
     call = remote_files.RemoteFolder.s3_call
@@ -345,10 +347,14 @@ def test_a_killed_copy_to_s3_continues(
 
 
 def test_parts_of_other_bytes_are_not_used(
-    new_version: Publish, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_version: Publish,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forking: Forking,
 ) -> None:
     source = new_version(1.0, ROWS).parent.parent
-    killed_copy(source, url, 13)
+    killed_copy(forking, source, url, 13)
     other = tmp_path / "other"
     from store.remote.conftest import publish_rows
 
@@ -359,10 +365,10 @@ def test_parts_of_other_bytes_are_not_used(
 
 
 def test_an_old_copy_that_nobody_continued_is_removed(
-    new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking: Forking
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
-    killed_copy(source, target, 12)
+    killed_copy(forking, source, target, 12)
     copy_versions(publish_as(tmp_path / "second", 2), target, "m")
     assert list(target.glob("m/.copy-1-*"))
     monkeypatch.setattr(staging, "COPY_KEPT_S", 0.0)

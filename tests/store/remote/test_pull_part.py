@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +11,10 @@ import pytest
 import s3fs
 import torch
 from store.remote.conftest import Place
+from store.remote.forking import Forking
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from writable import writable
 
-import embedserve_store
 from embedserve_store import ModelStore, ModelVersion, StoreError, publish, verify
 from embedserve_store.errors import UnreachableError
 from embedserve_store.parts.part import NO_ROWS, Holding, Part
@@ -199,17 +196,9 @@ def test_another_number_of_parts_is_rejected(source: Path, tmp_path: Path, numbe
     assert files(tmp_path / "cache") == []
 
 
-def killed_pull(url: str, cache: Path, share: float) -> Path:
+def killed_pull(forking: Forking, url: str, cache: Path, share: float) -> Path:
     """Pulls the part, killed once ``share`` of its rows has arrived. Returns the file of rows."""
-    root = str(Path(embedserve_store.__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", PULL, url, str(cache), str(share)],
-        env=os.environ | {"PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert forking.run(PULL, url, cache, share) == -signal.SIGKILL
     (path,) = cache.rglob(TABLES)
     return path
 
@@ -221,12 +210,13 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
     tmp_path: Path,
     read_bytes: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
+    forking: Forking,
     share: float,
 ) -> None:
     monkeypatch.setattr(sparse_file, "MARGIN_BYTES", MARGIN_BYTES)
     upload_version(published / "m" / "1", url)
     cache = tmp_path / "cache"
-    killed_pull(url, cache, share)
+    killed_pull(forking, url, cache, share)
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
     assert ModelStore(folder).models() == []
     progress: list[tuple[int, int]] = []
@@ -250,11 +240,11 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
 
 
 def test_what_a_killed_pull_left_is_not_trusted(
-    published: Path, url: str, tmp_path: Path, read_bytes: dict[str, int]
+    published: Path, url: str, tmp_path: Path, read_bytes: dict[str, int], forking: Forking
 ) -> None:
     upload_version(published / "m" / "1", url)
     cache = tmp_path / "cache"
-    left = killed_pull(url, cache, 1)
+    left = killed_pull(forking, url, cache, 1)
     own = ModelStore(published, holds=PART).load("m")
     assert own.tables.file_offsets is not None
     with left.open("r+b") as file:
@@ -286,11 +276,11 @@ def test_a_pull_that_lost_the_store_or_was_interrupted_continues(
 
 
 def test_a_pull_of_another_version_removes_what_a_killed_one_left(
-    published: Path, url: str, tmp_path: Path
+    published: Path, url: str, tmp_path: Path, forking: Forking
 ) -> None:
     upload_version(published / "m" / "1", url)
     cache = tmp_path / "cache"
-    left = killed_pull(url, cache, 0.5)
+    left = killed_pull(forking, url, cache, 0.5)
     upload_version(published / "m" / "1", url, 2)
     version = ModelStore(url, cache, holds=PART).load("m", 2)
     assert version.manifest.version == 2

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from store.remote.forking import Forking
 
-import embedserve_store
 from embedserve_store.errors import NoRoomError
 from embedserve_store.local_store import LocalStore
 from embedserve_store.model_store import ModelStore
@@ -168,18 +165,13 @@ def test_while_names_are_not_known_nothing_goes(
     assert "nothing is dropped from the cache" in caplog.text
 
 
-def test_who_is_killed_as_it_removes_leaves_nothing_to_be_read(five: str, cache: Path) -> None:
+def test_who_is_killed_as_it_removes_leaves_nothing_to_be_read(
+    five: str, cache: Path, forking: Forking
+) -> None:
     store = ModelStore(five, cache)
     path = store.load("m", 1).path
     store.load("m", 5)
-    root = str(Path(embedserve_store.__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED_AS_IT_REMOVES, five, str(cache)],
-        env=os.environ | {"PYTHONPATH": root},
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == -signal.SIGKILL
+    assert forking.run(KILLED_AS_IT_REMOVES, five, cache) == -signal.SIGKILL
     assert LocalStore(path.parent.parent).versions("m") == [5]
     assert [one.name for one in path.parent.iterdir() if one.name.startswith(".staging-")] != []
     served = store.load("m", 4)

@@ -17,8 +17,8 @@ from embedserve_store.remote import remote_files
 from embedserve_store.remote.remote_files import RemoteFolder
 from embedserve_store.remote.unchanged_tables import UnchangedBytes, unchanged_ranges
 
-PART_BYTES = 5 << 20
-ROWS = {"a": 90_000, "b": 100_000, "c": 80_000, "d": 2_000}
+PART_BYTES = 512 << 10
+ROWS = {"a": 9_000, "b": 10_000, "c": 8_000, "d": 200}
 """Rows of 256 bytes: three tables of several parts, and one of less than a part."""
 DIM = 64
 
