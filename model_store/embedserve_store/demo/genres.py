@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from embedserve_store.demo.data import Ids, MovieTweetings
-from embedserve_store.demo.examples import Examples
+from embedserve_store.demo.examples import Examples, Jagged
 from embedserve_store.demo.model import MOVIE_DIM, USER_DIM, RatingModel
 
 MOVIES_PER_STEP = 1024
@@ -62,8 +62,8 @@ def _rows(model: RatingModel, table: str) -> torch.Tensor:
 def _has_genre(data: MovieTweetings) -> torch.Tensor:
     """Returns float32 [movies, genres], with 1 for each genre of a movie."""
     has = torch.zeros(len(data.movie_genres), len(data.genre_rows))
-    for movie, genres in enumerate(data.movie_genres):
-        has[movie, list(genres)] = 1
+    genres = Jagged.of([*data.movie_genres])
+    has[np.repeat(np.arange(len(has)), genres.lengths), genres.values] = 1
     return has
 
 

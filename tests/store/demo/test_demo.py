@@ -51,6 +51,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(report, folder / "movies.pt", steps)
 
 
+@pytest.fixture(scope="module")
+def trained_shortly(data: MovieTweetings) -> dict[str, torch.Tensor]:
+    """The tables after one epoch."""
+    state: dict[str, torch.Tensor] = train(data, SHORT).model.state_dict()
+    return state
+
+
 def ratings(*rows: tuple[int, int, int]) -> MovieTweetings:
     """A data set of (user, movie, unix_s), every rating 5, movies 0 to 9 without genres."""
     user, movie, unix_s = (np.array(column) for column in zip(*rows, strict=True))
@@ -142,26 +149,25 @@ def test_errors_are_rmse_and_mae() -> None:
     assert measured.mae == pytest.approx(3.5)
 
 
-def test_same_settings_give_the_same_tables(data: MovieTweetings) -> None:
-    one = train(data, SHORT).model.state_dict()
+def test_same_settings_give_the_same_tables_and_leave_torch_as_it_was(
+    data: MovieTweetings, trained_shortly: dict[str, torch.Tensor]
+) -> None:
     torch.rand(1)  # the caller's random state is another now
-    two = train(data, SHORT).model.state_dict()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_training_leaves_torch_as_it_was(data: MovieTweetings) -> None:
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    train(data, SHORT)
+    again = train(data, SHORT).model.state_dict()
+    assert all(torch.equal(trained_shortly[name], again[name]) for name in trained_shortly)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_num_threads() == threads
 
 
-def test_held_out_ratings_do_not_reach_the_tables(data: MovieTweetings) -> None:
+def test_held_out_ratings_do_not_reach_the_tables(
+    data: MovieTweetings, trained_shortly: dict[str, torch.Tensor]
+) -> None:
     changed = data.ratings.rating.copy()
     changed[6120:] = 11 - changed[6120:]
     inverted = replace(data, ratings=replace(data.ratings, rating=changed))
-    one, two = (train(each, SHORT).model.state_dict() for each in (data, inverted))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    other = train(inverted, SHORT).model.state_dict()
+    assert all(torch.equal(trained_shortly[name], other[name]) for name in trained_shortly)
 
 
 def test_beats_the_constant_on_held_out_ratings(built: Built, data: MovieTweetings) -> None:
