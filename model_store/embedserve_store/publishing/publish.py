@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Unpack
@@ -337,7 +337,9 @@ def provenance(kind: str) -> dict[str, Any]:
     }
 
 
+@cache
 def _installed(package: str) -> str:
+    """Returns the version of an installed package, whose description takes milliseconds to read."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
