@@ -27,23 +27,34 @@ PLANS: dict[str, tuple[str | dict[str, str], int]] = {
 """Model, sharding and world size; mixed-two is published from the command line."""
 
 
+TRAINERS = pytest.mark.parametrize("trainers", [2, 4], ids=["2 trainers", "4 trainers"])
+
+
 @dataclass(frozen=True)
 class Served:
-    trained: Trained
+    trained: dict[int, Trained]
+    """Training runs by their number of processes."""
     store: Path
     server: Running
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 trainers", "4 trainers"])
+@pytest.fixture(scope="module")
 def served(
-    request: pytest.FixtureRequest,
-    trained_by: Callable[[int], Trained],
-    tmp_path_factory: pytest.TempPathFactory,
+    trained_by: Callable[[int], Trained], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
+    """Models of both training runs on one server, which compiles each plan once."""
     folder = tmp_path_factory.mktemp("served")
-    trained = trained_by(request.param)
     store = folder / "store"
-    options = ("--model", "mixed-two", "--sharding", AS_TRAINED, "--world-size", 2)
+    trained = {trainers: trained_by(trainers) for trainers in (2, 4)}
+    for one in trained.values():
+        publish_plans(one, store)
+    with running(store, folder / "log", "--default-model", "one-by-2") as server:
+        yield Served(trained, store, server)
+
+
+def publish_plans(trained: Trained, store: Path) -> None:
+    by = f"by-{trained.world_size}"
+    options = ("--model", f"mixed-two-{by}", "--sharding", AS_TRAINED, "--world-size", 2)
     done = run_warm_command("publish", trained.checkpoint, trained.description, store, *options)
     assert done.returncode == 0, done.stderr
     assert re.search(r"skipped, as not described: .* more of \d+ entries", done.stderr)
@@ -52,13 +63,11 @@ def served(
         publish(
             trained.checkpoint,
             store,
-            model=model,
+            model=f"{model}-{by}",
             tables=description,
             sharding=sharding,
             world_size=world_size,
         )
-    with running(store, folder / "log", "--default-model", "one") as server:
-        yield Served(trained, store, server)
 
 
 def check(server: Running, trained: Trained, models: tuple[str, ...]) -> None:
@@ -72,15 +81,18 @@ def check(server: Running, trained: Trained, models: tuple[str, ...]) -> None:
             )
 
 
-def test_every_plan_answers_as_the_trainer(served: Served) -> None:
-    check(served.server, served.trained, ("mixed-two", *PLANS))
+@TRAINERS
+def test_every_plan_answers_as_the_trainer(served: Served, trainers: int) -> None:
+    models = tuple(f"{model}-by-{trainers}" for model in ("mixed-two", *PLANS))
+    check(served.server, served.trained[trainers], models)
 
 
-def test_a_plan_for_two_ranks_is_served_on_others(served: Served) -> None:
-    ranks = 4 if served.trained.world_size == 2 else 1
-    log = served.store.parent / "resharded.log"
-    options = ("--model", "mixed-two", "--devices", f"cpu:{ranks}")
-    with running(served.store, log, *options) as server:
-        check(server, served.trained, ("mixed-two",))
+@TRAINERS
+def test_a_plan_for_two_ranks_is_served_on_others(served: Served, trainers: int) -> None:
+    ranks = 4 if trainers == 2 else 1
+    log = served.store.parent / f"resharded-{ranks}.log"
+    model = f"mixed-two-by-{trainers}"
+    with running(served.store, log, "--model", model, "--devices", f"cpu:{ranks}") as server:
+        check(server, served.trained[trainers], (model,))
     assert "planned anew under the stored constraints" in log.read_text()
     assert f"over {ranks} cpu rank" in log.read_text()
