@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import s3fs
+from store.remote.forking import Forking
 
 import embedserve_store
 from embedserve_store.errors import StoreError, UnreachableError
@@ -37,37 +38,23 @@ calls = []
 def progress(file, bytes_done, bytes_total):
     calls.append(file)
     if file == "tables.safetensors" and calls.count(file) == 1:
-        print("pulling", flush=True)
         if at_first_part == "die":
             os.kill(os.getpid(), 9)
-        sys.stdin.readline()
 
 loaded = RemoteStore(url, Path(cache), progress).load("m")
 print(loaded.path, calls.count("tables.safetensors"), flush=True)
 """
 
 
-def start_pull(url: str, cache: Path, at_first_part: str = "wait") -> subprocess.Popen[str]:
+def start_pull(url: str, cache: Path) -> subprocess.Popen[str]:
     root = str(Path(embedserve_store.__file__).parent.parent)
     return subprocess.Popen(
-        [sys.executable, "-c", PULL, url, str(cache), at_first_part],
+        [sys.executable, "-c", PULL, url, str(cache), "live"],
         env=os.environ | {"PYTHONPATH": root},
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-class Line(NamedTuple):
-    process: subprocess.Popen[str]
-
-    def read(self, stream: str, until: str) -> str:
-        """The first line of stdout or stderr that contains ``until``."""
-        for line in getattr(self.process, stream):
-            if until in line:
-                return str(line)
-        raise AssertionError(f"{until!r} never came on {stream}")
 
 
 def files(cache: Path) -> list[str]:
@@ -77,12 +64,10 @@ def files(cache: Path) -> list[str]:
 
 
 def test_a_killed_pull_leaves_nothing_visible_and_continues(
-    url: str, uploaded: Path, tmp_path: Path
+    url: str, uploaded: Path, tmp_path: Path, forking: Forking
 ) -> None:
     cache = tmp_path / "cache"
-    with start_pull(url, cache, "die") as puller:
-        _, errors = puller.communicate(timeout=300)
-    assert puller.returncode == -signal.SIGKILL, errors
+    assert forking.run(PULL, url, cache, "die") == -signal.SIGKILL
     assert "tables.safetensors" in files(cache)
     (folder,) = [path for path in cache.iterdir() if path.is_dir()]
     assert embedserve_store.ModelStore(folder).models() == []
@@ -90,17 +75,28 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
     assert files(cache) == files(loaded.path) == files(uploaded)
 
 
-def test_two_processes_at_once_pull_once(url: str, uploaded: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    with start_pull(url, cache) as first:
-        Line(first).read("stdout", "pulling")
-        with start_pull(url, cache) as second:
-            Line(second).read("stderr", "another process is pulling it")
-            first_out, _ = first.communicate("go on\n", timeout=300)
-            second_out, _ = second.communicate(timeout=300)
-    first_path, first_parts = first_out.split()
-    assert int(first_parts) > 1
-    assert second_out.split() == [first_path, "0"]
+def test_two_processes_at_once_pull_once(
+    url: str, uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one begins as the first part has come here."""
+    monkeypatch.setattr(remote_files, "PART_BYTES", 10_000)
+    cache, calls = tmp_path / "cache", list[str]()
+    with ExitStack() as processes:
+        others: list[subprocess.Popen[str]] = []
+
+        def progress(file: str, bytes_done: int, bytes_total: int) -> None:
+            calls.append(file)
+            if file == "tables.safetensors" and not others:
+                others.append(processes.enter_context(start_pull(url, cache)))
+                assert others[0].stderr
+                assert any("another process is pulling it" in line for line in others[0].stderr)
+
+        loaded = RemoteStore(url, cache, progress).load("m")
+        (other,) = others
+        out, errors = other.communicate(timeout=300)
+    assert other.returncode == 0, errors
+    assert calls.count("tables.safetensors") > 1
+    assert out.split() == [str(loaded.path), "0"]
     assert files(cache) == files(uploaded)
 
 
