@@ -4,11 +4,11 @@ compacted can be undone."""
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from forkserver import PYTHON, run_warm
 from store.deltas.conftest import rows
 
 from embedserve_store import DeltaWriter, ModelStore, set_alias, undo_deltas
@@ -32,12 +32,7 @@ def program(store: Path, keep: int) -> subprocess.CompletedProcess[str]:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["args"][:2] == ["/store", "dlrm"]
     _, *command = container["command"]
-    return subprocess.run(
-        [sys.executable, *command, str(store), "m", str(keep)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_warm([*PYTHON, *command, str(store), "m", str(keep)], timeout=300)
 
 
 def test_aliases_of_the_compacted_version_move(store: Path, writer: DeltaWriter) -> None:
