@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from documents import ROOT
+from forkserver import PYTHON, run_warm
 from running_servers import ANSWER_S_MAX, COMMAND_S_MAX, running
 from server.python import run_warm_python
 from writable import writable
@@ -39,16 +41,22 @@ def commands() -> list[str]:
 
 
 def shell(command: str, folder: Path) -> str:
-    """Runs a command in ``folder``, where STORE and COPY are; what it said."""
+    """Runs a command in ``folder``, where STORE and COPY are; what it said. Those of embedserve
+    have torch imported already."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", command.replace("MODEL", "dlrm")],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_S_MAX,
-    )
+    command = command.replace("MODEL", "dlrm")
+    if command.startswith("embedserve "):
+        line = [*PYTHON, "-m", *shlex.split(command, comments=True)]
+        done = run_warm(line, cwd=folder, timeout=COMMAND_S_MAX)
+    else:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S_MAX,
+        )
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stderr
 
