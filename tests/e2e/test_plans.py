@@ -23,12 +23,20 @@ from embedserve_client import (
 from embedserve_store import publish
 
 ROWS = 4096
+DTYPES: dict[str, str | dict[str, str]] = {
+    "float32": "float32",
+    "int8": "int8",
+    "mixed": {"product_table": "float32", "user_table": "int8"},
+}
 PLANS = [
     (dtype, sharding, ranks)
-    for dtype in ("float32", "int8")
+    for dtype, ranks in (("float32", 1), ("int8", 1), ("mixed", 2), ("mixed", 4))
     for sharding in ("table_wise", "row_wise")
-    for ranks in (1, 2, 4)
 ] + [("int8", "column_wise", 2), ("float32", "column_wise", 4), ("float32", "data_parallel", 2)]
+"""Each plan with tables of both dtypes. Those over several ranks take a second or more to compile:
+they have both in one model."""
+
+DEFAULT = ("mixed", "row_wise", 2)
 
 
 def name(dtype: str, sharding: str, ranks: int) -> str:
@@ -64,11 +72,11 @@ def server(
             ebc,
             folder / "store",
             model=name(dtype, sharding, ranks),
-            dtype=dtype,
+            dtype=DTYPES[dtype],
             sharding=sharding,
             world_size=ranks,
         )
-    default = ("--default-model", name("float32", "row_wise", 2))
+    default = ("--default-model", name(*DEFAULT))
     with running(folder / "store", folder / "log", *default) as server:
         yield server
 
@@ -78,7 +86,8 @@ def tables(ebc: EmbeddingBagCollection, dtype: str) -> dict[str, np.ndarray]:
         table.removesuffix("_table"): bag.weight.detach().numpy()
         for table, bag in ebc.embedding_bags.items()
     }
-    return rows if dtype == "float32" else {t: dequantized_int8(r) for t, r in rows.items()}
+    quantized = {"float32": (), "int8": ("product", "user"), "mixed": ("user",)}[dtype]
+    return {t: dequantized_int8(r) if t in quantized else r for t, r in rows.items()}
 
 
 def answers(rows: dict[str, np.ndarray], bags: Bags) -> np.ndarray:
@@ -93,7 +102,7 @@ def test_the_introductory_example_is_a_keyed_tensor_of_3_by_128(
         keyed = client.embed(bags).to_keyed_tensor()
     assert keyed.keys() == ["product", "user"]
     assert keyed.values().shape == (3, 128)
-    assert_same(keyed.values().numpy(), answers(tables(ebc, "float32"), bags))
+    assert_same(keyed.values().numpy(), answers(tables(ebc, DEFAULT[0]), bags))
 
 
 @pytest.mark.parametrize(("dtype", "sharding", "ranks"), PLANS)
@@ -109,12 +118,12 @@ def test_every_plan_answers_exactly_over_both_protocols(
     np.testing.assert_array_equal(over_rest.values, over_grpc.values)
 
 
-async def test_thousands_of_mixed_requests_each_get_their_own_answer(
+async def test_a_thousand_mixed_requests_each_get_their_own_answer(
     server: Running, ebc: EmbeddingBagCollection
 ) -> None:
     """Valid ones exact, invalid ones their own error, whoever they shared a batch with."""
     rng = np.random.default_rng(4)
-    rows = tables(ebc, "float32")
+    rows = tables(ebc, DEFAULT[0])
 
     async def ask(client: AsyncEmbedClient | AsyncGrpcEmbedClient, number: int) -> str:
         bags = random_bags(rng, {"product": ROWS, "user": ROWS}, int(rng.integers(1, 5)))
@@ -144,5 +153,5 @@ async def test_thousands_of_mixed_requests_each_get_their_own_answer(
             async with gate:
                 return await ask((rest, grpc)[number // 6 % 2], number)
 
-        kinds = await asyncio.gather(*[gated(number) for number in range(2004)])
-    assert kinds.count("valid") == 1002
+        kinds = await asyncio.gather(*[gated(number) for number in range(1002)])
+    assert kinds.count("valid") == 501
