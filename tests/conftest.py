@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from filelock import FileLock
@@ -17,6 +17,9 @@ from forkserver import PYTHON, run_warm
 if TYPE_CHECKING:
     from trained import Trained
 
+TRUSTED = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Variables that name the authorities to trust."""
+
 with suppress(ModuleNotFoundError):  # on a host that has what the GPU tests need and no more
     from hypothesis import HealthCheck, settings
 
@@ -24,6 +27,25 @@ with suppress(ModuleNotFoundError):  # on a host that has what the GPU tests nee
     slow = [HealthCheck.too_slow]
     settings.register_profile("any speed", deadline=None, suppress_health_check=slow)
     settings.load_profile("any speed")
+
+with suppress(ModuleNotFoundError):
+    import httpx._transports.default
+
+    transports: Any = httpx._transports.default
+    create_ssl_context = transports.create_ssl_context
+
+    @cache
+    def create_default_context(trust_env: bool, *trusted: str | None) -> Any:
+        """Reading the certificates of all authorities takes 30 ms, and httpx does so for each
+        client, also for one that asks over plain HTTP."""
+        return create_ssl_context(trust_env=trust_env)
+
+    def create_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> Any:
+        if verify is True and cert is None:
+            return create_default_context(trust_env, *map(os.environ.get, TRUSTED))
+        return create_ssl_context(verify=verify, cert=cert, trust_env=trust_env)
+
+    transports.create_ssl_context = create_context
 
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 WARM_S_MAX = 300
