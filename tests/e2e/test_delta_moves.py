@@ -15,17 +15,17 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 from e2e.test_deltas import (
     BAGS,
     COUNTS,
     DIM,
-    ROWS,
     WAIT_S_MAX,
     Callers,
     children,
     deltas,
+    publish_values,
     push,
+    ranks,
     store,
     until,
     version,
@@ -33,9 +33,9 @@ from e2e.test_deltas import (
 from running_servers import ANSWER_S_MAX, Running, free_port, running
 
 from embedserve_client import EmbedClient
-from embedserve_store import DeltaWriter, TableSpec, compact_deltas, publish, undo_deltas
+from embedserve_store import DeltaWriter, compact_deltas, undo_deltas
 
-__all__ = ["store"]
+__all__ = ["ranks", "store"]
 FOLLOW = ("--deltas", "follow", "--workers", "2", "--follow", "latest", "--follow-s", "0.1")
 PUSH_S = 0.05
 MEMORY = re.compile(r" (\d+) +/memfd:embedserve-deltas")
@@ -102,6 +102,7 @@ def compact_and_move(store: Path, server: Running, trainer: Trainer, callers: Ca
     return made
 
 
+@pytest.mark.parametrize("ranks", [2])
 def test_every_answer_is_right_while_a_server_moves_between_compacted_versions(
     store: Path, tmp_path: Path
 ) -> None:
@@ -174,19 +175,9 @@ def test_a_server_that_is_stalled_moves_past_the_damaged_delta(store: Path, tmp_
             until(lambda: deltas(server.http)["state"] == "following")
 
 
-def publish_anew(store: Path, value: float) -> int:
-    """Publishes a version of another line, all of whose values are ``value``."""
-    weights = {
-        f"ebc.embedding_bags.{name}.weight": torch.full((rows, DIM), value, dtype=torch.float32)
-        for name, rows in ROWS.items()
-    }
-    tables = [TableSpec(name, rows, DIM, (name,), "sum", "float32") for name, rows in ROWS.items()]
-    return publish(
-        weights, store, model="m", tables=tables, sharding="row_wise", world_size=2
-    ).version
-
-
-def test_a_version_that_was_trained_anew_has_a_line_of_its_own(store: Path, tmp_path: Path) -> None:
+def test_a_version_that_was_trained_anew_has_a_line_of_its_own(
+    store: Path, ranks: int, tmp_path: Path
+) -> None:
     management_port = free_port()
     management = f"http://127.0.0.1:{management_port}"
     options = ("--deltas", "follow", "--workers", "2")
@@ -208,7 +199,7 @@ def test_a_version_that_was_trained_anew_has_a_line_of_its_own(store: Path, tmp_
             push(writer, 1)
             push(writer, 2)
         until(lambda: deltas(management)["seq"] == 2)
-        assert publish_anew(store, 5) == 2
+        assert publish_values(store, 5, ranks) == 2  # of another line
         with DeltaWriter(store, model="m", version=2) as writer:
             push(writer, 1)
         hold("hold")
