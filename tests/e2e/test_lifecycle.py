@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from forkserver import WarmPopen
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from running_servers import (
@@ -28,7 +29,6 @@ from running_servers import (
     Running,
     command,
     free_port,
-    run_command,
     run_commands,
     run_warm_command,
     running,
@@ -62,7 +62,8 @@ def published(tmp_path_factory: pytest.TempPathFactory, weight: torch.Tensor) ->
         checkpoint,
     )
     description.write_text(DESCRIPTION)
-    done = run_command("publish", checkpoint, description, folder / "store", "--model", "m")
+    names = (checkpoint, description, folder / "store")
+    done = run_warm_command("publish", *names, "--model", "m")
     assert done.returncode == 0, done.stderr
     assert "skipped, as not described: dense.0.bias" in done.stderr
     assert "published m version 1" in done.stderr
@@ -89,12 +90,15 @@ def test_a_published_checkpoint_is_served(server: Running, weight: torch.Tensor)
 
 
 @contextmanager
-def waiting(log: Path, *arguments: object) -> Iterator[Running]:
+def waiting(log: Path, *arguments: object, is_warm: bool) -> Iterator[Running]:
     """A server that waits for a store that has no model yet."""
     http_port, grpc_port = free_port(), free_port()
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
     with log.open("wb") as output:
-        process = subprocess.Popen(command("serve", *arguments, "--wait", *ports), stderr=output)
+        popen = WarmPopen if is_warm else subprocess.Popen
+        process: subprocess.Popen[bytes] = popen(
+            command("serve", *arguments, "--wait", *ports), stderr=output
+        )
     server = Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
 
     def is_waiting() -> bool:
@@ -132,11 +136,12 @@ def until(is_so: Callable[[], bool]) -> None:
 def test_a_server_that_loads_lives_and_is_not_ready(
     published: Path, weight: torch.Tensor, tmp_path: Path, workers: int
 ) -> None:
+    """The one that loads nothing in the end is started as from a shell."""
     store = tmp_path / "store"
     store.mkdir()
     uds = tmp_path / "http.sock"
     options = ("--model", "m", "--workers", workers, "--http-uds", uds)
-    with waiting(tmp_path / "log", store, *options) as server:
+    with waiting(tmp_path / "log", store, *options, is_warm=workers == 1) as server:
         server.process.send_signal(signal.SIGHUP)  # systemctl reload: a reload, not an end
         assert status(server.http + "/health/ready") == 503
         with (
@@ -300,9 +305,9 @@ def test_sigterm_under_load_loses_no_accepted_request(
 def test_settings_flag_beats_variable_beats_file(store: Path, tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     config.write_text('devices = "nonsense"\nlog_level = "noise"\n')
-    done = run_command("serve", store, "--config", config, "--devices", "cpu:1")
+    done = run_warm_command("serve", store, "--config", config, "--devices", "cpu:1")
     assert "log_level is 'noise'" in done.stderr
-    done = run_command(
+    done = run_warm_command(
         "serve", store, "--config", config, environment={"EMBEDSERVE_LOG_LEVEL": "loud"}
     )
     assert "log_level is 'loud'" in done.stderr

@@ -1,11 +1,14 @@
-// Posts a body with Java's own HttpClient, over HTTP/2, and writes "VERSION STATUS BODY".
-// Arguments: URL, a key store with the root (and a client's pair, if any), its password, a token.
+// Posts a body with Java's own HttpClient, over HTTP/2, and writes a line "VERSION STATUS BODY":
+// once for each token, over a connection of its own.
+// Arguments: URL, a key store with the root (and a client's pair, if any), its password, tokens.
+import java.io.ByteArrayInputStream;
 import java.io.FileInputStream;
 import java.net.URI;
 import java.net.http.HttpClient;
 import java.net.http.HttpRequest;
 import java.net.http.HttpResponse;
 import java.security.KeyStore;
+import java.util.Arrays;
 import javax.net.ssl.KeyManagerFactory;
 import javax.net.ssl.SSLContext;
 import javax.net.ssl.TrustManagerFactory;
@@ -23,11 +26,15 @@ public class Client {
         trusted.init(store);
         SSLContext tls = SSLContext.getInstance("TLS");
         tls.init(keys.getKeyManagers(), trusted.getTrustManagers(), null);
-        HttpRequest.Builder request = HttpRequest.newBuilder(URI.create(args[0]))
-            .POST(HttpRequest.BodyPublishers.ofInputStream(() -> System.in));
-        if (!args[3].isEmpty()) request.header("Authorization", "Bearer " + args[3]);
-        HttpResponse<String> answer = HttpClient.newBuilder().sslContext(tls).build()
-            .send(request.build(), HttpResponse.BodyHandlers.ofString());
-        System.out.print(answer.version() + " " + answer.statusCode() + " " + answer.body());
+        byte[] body = System.in.readAllBytes();
+        for (String token : Arrays.asList(args).subList(3, args.length)) {
+            HttpRequest.Builder request = HttpRequest.newBuilder(URI.create(args[0]))
+                .POST(HttpRequest.BodyPublishers.ofInputStream(
+                    () -> new ByteArrayInputStream(body)));
+            if (!token.isEmpty()) request.header("Authorization", "Bearer " + token);
+            HttpResponse<String> answer = HttpClient.newBuilder().sslContext(tls).build()
+                .send(request.build(), HttpResponse.BodyHandlers.ofString());
+            System.out.println(answer.version() + " " + answer.statusCode() + " " + answer.body());
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.python import run_python
+from server.python import run_python, run_warm_python
 
 STOPPED = """
 import os, signal, socket
@@ -48,7 +48,7 @@ print(answer.status, answer.read().decode())
 
 def test_a_front_that_ends_says_that_the_models_load() -> None:
     """The server whose requests it rejects starts; it does not stop."""
-    done = run_python("-c", ENDING)
+    done = run_warm_python("-c", ENDING)
     assert done.stderr == ""
     assert done.stdout.startswith("503 ")
     assert "the models are being loaded" in done.stdout
