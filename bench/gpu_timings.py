@@ -48,7 +48,7 @@ LARGE_DIM = 64
 THREADS = (1, 2, 4)
 AT_ONCE = 8
 """Distinct requests of a workload that several threads send."""
-ASKED_S, QUICK_ASKED_S = 5.0, 0.5
+ASKED_S, QUICK_ASKED_S = 5.0, 0.2
 CALLERS = 8
 CHANGED = 10_000
 """Rows of each table in a delta."""
