@@ -24,7 +24,7 @@ from embedserve_store import StoreError, TableSpec, prune, publish, remove_versi
 
 ROWS, DIM, STEP = 100, 8, 1000
 WAIT_S_MAX = 120
-PAUSE_S = 0.005
+PAUSE_S = 0.01
 FOLLOW_S = 0.1
 FOLLOW = ("--follow-s", FOLLOW_S)
 LOOKS_MIN = 10
@@ -178,6 +178,7 @@ def test_all_workers_show_a_version_that_cannot_be_opened_until_it_is_mended(
     options = ("--follow", "latest", *FOLLOW, "--workers", 2)
     with running(store, tmp_path / "log", *options) as server, Load(server) as load:
         (elsewhere / "cut").rename(store / "m" / "2")
+        wait_until(lambda: "stays out" in server.log.read_text())
         wait_until(lambda: all(is_unopened(server) for _ in range(20)))
         assert metric(server, "wanted_version") == 2
         time.sleep(LOOKS_MIN * FOLLOW_S)  # it is tried again, and nothing is logged
