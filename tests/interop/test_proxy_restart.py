@@ -25,13 +25,15 @@ from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 STEP_S_MAX = 180
-PAUSE_S = 0.01
+PAUSE_S = 0.02
 """Between a client's requests: the load is steady, not heavy."""
 PROTOBUF = {"content-type": "application/x-protobuf"}
 ANSWERED = {"200", "OK"}
 RESET = "CANCELLED before an answer"
 """HAProxy 2.6 resets the open half of a stream behind its 503, which grpcio may see first."""
 REFUSED = {"502", "503", "UNAVAILABLE", RESET}
+ANSWERS = 50
+"""Of each client, before and after the restart."""
 STREAM_REQUESTS = 5
 OPTIONS = (*OWN_CONNECTION, ("grpc.max_reconnect_backoff_ms", 200))
 """A channel soon tries again, to see the server that came back."""
@@ -191,7 +193,7 @@ def test_a_restart_behind_proxies(store: Path, tmp_path: Path, ports: Ports, loa
     with running(store, tmp_path / "first", ports_used=same) as server:
         load.wait_until_answered()
         load.start()
-        load.until_each(100, ANSWERED)
+        load.until_each(ANSWERS, ANSWERED)
         for name, met in load.outcomes.items():
             assert set(met) <= ANSWERED, (name, met)
         server.process.terminate()
@@ -200,7 +202,7 @@ def test_a_restart_behind_proxies(store: Path, tmp_path: Path, ports: Ports, loa
     with running(store, tmp_path / "second", ports_used=same):
         load.until_each(20, ANSWERED)
         before = {name: met.copy() for name, met in load.outcomes.items()}
-        load.until_each(100, ANSWERED)
+        load.until_each(ANSWERS, ANSWERED)
         load.stop()
     for name, met in load.outcomes.items():
         assert set(met - before[name]) <= ANSWERED, (name, met - before[name])

@@ -23,7 +23,7 @@ from running_servers import Running, free_port, running
 
 CLIENTS = 2
 """Of each kind: requests come while others are on their way."""
-ANSWERS = 50
+ANSWERS = 25
 """Of each client, before and after the restart."""
 STEP_S_MAX = 180
 
