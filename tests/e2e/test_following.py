@@ -101,11 +101,11 @@ class Load:
             thread.join(timeout=WAIT_S_MAX)
 
     def until_all_have(self, number: int) -> None:
-        """Until a hundred answers are of version ``number``, and a hundred more of no other."""
+        """Until fifty answers are of version ``number``, and of no other."""
         end = time.monotonic() + WAIT_S_MAX
         while True:
             before = self.answers.copy()
-            while (self.answers.copy() - before).total() < 100:
+            while (self.answers.copy() - before).total() < 50:
                 assert time.monotonic() < end, (self.answers, self._server.log.read_text())
                 time.sleep(0.01)
             if set(self.answers.copy() - before) == {number}:

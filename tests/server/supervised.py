@@ -1,7 +1,8 @@
 """A supervised server over the fake engine, for the tests of worker.
 
-Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Prints its ports when ready; a worker that
-starts says so, and one that gets SIGUSR1 hangs. While FILE exists workers fail, with what it says.
+Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Workers that do not end are killed twice
+DRAIN_S after its end began, or sooner. Prints its ports when ready; a worker that starts says so,
+and one that gets SIGUSR1 hangs. While FILE exists workers fail, with what it says.
 It listens on a Unix socket beside that, FILE.sock, too. With FILE.asked it tells whether a worker
 answered before the supervisor had been told that it is ready.
 While FILE.full exists no process can be forked.
@@ -30,7 +31,7 @@ from embedserve.deltas.status import DeltaStatus, SharedDeltaState
 from embedserve.metrics.metrics import cells_per_worker
 from embedserve.metrics.model_metrics import COLUMNS_MIN
 from embedserve.metrics.shared_counters import SharedCounters, WorkerCounters
-from embedserve.processes import applier_supervision
+from embedserve.processes import applier_supervision, supervisor
 from embedserve.processes.channel import WorkerChannel
 from embedserve.processes.logging_setup import set_up_logging
 from embedserve.processes.rollout.coordinator import RolloutCoordinator
@@ -127,6 +128,7 @@ def main(workers: int, drain_s: float, lookup_s: float, hang_s: float, failure: 
         return 0
 
     applier_supervision.HANG_S_MIN = hang_s
+    supervisor.KILL_AFTER_S = min(supervisor.KILL_AFTER_S, drain_s)
     mode = Path(f"{failure}.deltas")
     status = DeltaStatus(LinePosition(1, 0, "0" * 64))
 

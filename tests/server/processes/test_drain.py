@@ -54,8 +54,11 @@ class Process:
     channel: grpc.aio.Channel
 
     async def seen(self) -> tuple[int, int]:
-        """(requests that wait for a batch, batches that began)."""
-        text = (await self.http.get("/metrics")).text
+        """(requests that wait for a batch, batches that began).
+
+        Leaves no idle connection, for whose end a server that drains would wait.
+        """
+        text = (await self.http.get("/metrics", headers={"Connection": "close"})).text
         samples = {
             sample.name: sample.value
             for family in text_string_to_metric_families(text)

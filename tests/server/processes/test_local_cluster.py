@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from forkserver import PYTHON, WarmPopen
 from running_servers import is_running
 from server.python import environment
 
@@ -22,6 +23,7 @@ from embedserve.processes.forked import QUICK_END_S
 from embedserve.processes.local_cluster import ClusterSettings, _router_arguments, _shard
 
 WAIT_S_MAX = 60
+pytestmark = pytest.mark.usefixtures("warm")
 CHILD = """
 import os, signal, socket, sys
 def say(words):  # in one write, as other processes write to the same file
@@ -74,8 +76,8 @@ class RunningCluster:
     def __init__(self, folder: Path, kinds: tuple[str, ...]) -> None:
         self._log = folder / "log"
         with self._log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", CLUSTER, folder, *kinds],
+            self.process = WarmPopen(
+                [*PYTHON, "-c", CLUSTER, folder, *kinds],
                 env=environment(),
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from server.python import run_python
+from server.python import run_warm_python
 from server.small_store import publish_small_model
 
 from embedserve.config import ServeSettings
@@ -111,7 +111,7 @@ def test_an_error_of_the_process_that_pulls_keeps_its_kind(
     tmp_path: object, model: str, default: str, kind: str
 ) -> None:
     """A setting that is wrong is not waited for, as a version that is missing may be."""
-    done = run_python("-c", PULLED, str(tmp_path), model, default)
+    done = run_warm_python("-c", PULLED, str(tmp_path), model, default)
     assert done.stdout.startswith(kind)
     assert done.stderr == ""
 
@@ -162,7 +162,7 @@ ENDED = "StoreError file:///nowhere: the process that pulls it"
 )
 def test_the_process_that_pulls_ends_and_how_is_said(what: str, how: str, shown: str) -> None:
     """SIGTERM to the parent alone would leave it with the ports, and pulling for nobody."""
-    done = run_python("-c", FORK, what)
+    done = run_warm_python("-c", FORK, what)
     first, last = done.stdout.splitlines()
     assert first.startswith(how)
     assert last == "no process is left"
