@@ -266,14 +266,22 @@ def _compile_lookups() -> None:
 
 
 def _build_command_line() -> None:
-    """Has typer make click's commands of the app once."""
+    """Has typer make click's commands of the app once, and what converts their arguments."""
     from typer import main
 
     from embedserve.commands.cli import app
 
     module: Any = main
     module.get_command = cache(main.get_command)
-    module.get_command(app)
+    _build_parameters(module.get_command(app))
+
+
+def _build_parameters(command: Any) -> None:
+    for parameter in command.params:
+        if hasattr(parameter, "get_runtime_param"):  # not in each version of typer
+            parameter.get_runtime_param()
+    for one in getattr(command, "commands", {}).values():
+        _build_parameters(one)
 
 
 class _End:
