@@ -27,7 +27,7 @@ PRIVATE_BYTES_MAX = 450 << 20
 """Of a worker: what Python, torch and the model cost it."""
 RESTART_S_MAX = 300
 CLIENTS = 8
-PAUSE_S, SCRAPE_S = 0.01, 0.05
+PAUSE_S, SCRAPE_S = 0.02, 0.1
 BODY = b'{"features": {"user": [[1, 2], [499]]}}'
 
 
