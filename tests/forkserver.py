@@ -150,7 +150,7 @@ class Forker:
         try:
             socket.send_fds(self._channel, [len(message).to_bytes(LENGTH_BYTES)], files)
             self._channel.sendall(message)
-            return int.from_bytes(_received(self._channel, LENGTH_BYTES))
+            return int.from_bytes(received(self._channel, LENGTH_BYTES))
         finally:
             _adopt_orphans(False)
 
@@ -180,7 +180,7 @@ def _adopt_orphans(is_wanted: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def _received(channel: socket.socket, length: int) -> bytes:
+def received(channel: socket.socket, length: int) -> bytes:
     received = bytearray()
     while len(received) < length:
         part = channel.recv(length - len(received))
@@ -196,7 +196,7 @@ def _fork_until_closed(channel: socket.socket) -> Asked:
         head, files, _, _ = socket.recv_fds(channel, LENGTH_BYTES, 3)
         if not head:
             os._exit(0)
-        asked = Asked(**json.loads(_received(channel, int.from_bytes(head))))
+        asked = Asked(**json.loads(received(channel, int.from_bytes(head))))
         told, tell = os.pipe()
         adopted, let_go = os.pipe()
         between = os.fork()

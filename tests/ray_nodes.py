@@ -1,7 +1,9 @@
 """A Ray cluster of three nodes on loopback, each a raylet with processes of its own.
 
 As a script it starts the nodes in a folder, prints a line of JSON and ends them when its stdin
-does: address of the head node, and process ids of the GCS and of the raylets, the head's first.
+does: address of the head node, and process ids of the GCS and of the raylets, the head's first. It
+answers each line of stdin, a question of QUESTIONS, with a line of JSON: a process of its own for
+each would import ray again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from warm_relay import SITE, warm_relay
 
 NODES = 3
 CPUS = 4
@@ -36,20 +42,35 @@ class RayNodes:
         address: HOST:PORT of the head node.
         gcs: process id of the control plane.
         raylets: process id of the raylet of each node, the head's first.
-        environment: variables of processes that use the cluster.
+        environment: variables of processes that use the cluster. What these and Ray's actors
+            start as `embedserve serve` is warm (warm_relay).
+        servers: process ids of these to those of the servers that they stand for.
     """
 
     address: str
     gcs: int
     raylets: list[int]
     environment: dict[str, str]
+    servers: dict[int, int]
+    _process: subprocess.Popen[str]
+
+    def ask(self, question: str) -> Any:
+        """Returns the answer to a question of QUESTIONS."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{question}\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
 
 
 @contextmanager
 def ray_nodes() -> Iterator[RayNodes]:
     """Starts the nodes, and ends them after its block."""
     # Not pytest's folder: the path of a Unix socket has at most 107 bytes.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+        warm_relay(Path(folder)) as relay,
+    ):
         # Ray takes another address of the host in place of 127.0.0.1, except where it supports no
         # more than one host, which this variable of macOS and Windows says.
         variables = {
@@ -61,8 +82,9 @@ def ray_nodes() -> Iterator[RayNodes]:
             "RAY_agent_register_timeout_ms": str(STARTED_S_MAX * 1000),
             "RAY_worker_register_timeout_seconds": str(STARTED_S_MAX),
         }
-        entries = [os.path.abspath(entry) for entry in sys.path if entry]
-        environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(entries)}
+        entries = [str(SITE), *(os.path.abspath(entry) for entry in sys.path if entry)]
+        path = {"PYTHONPATH": os.pathsep.join(entries)}
+        environment = os.environ | variables | relay.environment | path
         for _ in range(ATTEMPTS):
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", __file__, folder],
@@ -77,11 +99,46 @@ def ray_nodes() -> Iterator[RayNodes]:
                 if line := process.stdout.readline():
                     started = json.loads(line)
                     address = {"RAY_ADDRESS": started["address"]}
-                    yield RayNodes(**started, environment=environment | address)
+                    yield RayNodes(
+                        **started,
+                        environment=environment | address,
+                        servers=relay.servers,
+                        _process=process,
+                    )
                     process.stdin.close()
                     process.wait(ENDED_S_MAX)
                     return
         raise AssertionError("no Ray cluster was started")
+
+
+def left() -> object:
+    """Returns [named actors, number of placement groups] that Ray has."""
+    import ray
+
+    groups = ray.util.placement_group_table().values()
+    alive = [one["name"] for one in groups if one["state"] != "REMOVED"]
+    return [ray.util.list_named_actors(all_namespaces=True), len(alive)]
+
+
+def kill() -> None:
+    """Ends an actor for good."""
+    import ray
+
+    ray.kill(ray.get_actor("shop/1/2/0"))
+
+
+QUESTIONS = {"left": left, "kill": kill}
+
+
+def answer(question: str, address: str) -> str:
+    """Connects to Ray for one question only: Ray ends a connected process without its GCS."""
+    import ray
+
+    ray.init(address=address, namespace="embedserve", logging_level="error", log_to_driver=False)
+    try:
+        return json.dumps(QUESTIONS[question]())
+    finally:
+        ray.shutdown()
 
 
 def main(folder: str) -> None:
@@ -94,6 +151,7 @@ def main(folder: str) -> None:
         "num_cpus": CPUS,
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
+        "no_monitor": True,  # nothing is scaled
         "temp_dir": f"{folder}/ray",
     }
     cluster = Cluster()
@@ -107,7 +165,8 @@ def main(folder: str) -> None:
     raylets = [pid(node, "raylet") for node in range(NODES)]
     started = {"address": cluster.address, "gcs": pid(0, "gcs_server"), "raylets": raylets}
     print(json.dumps(started), flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        print(answer(line.strip(), cluster.address), flush=True)
     cluster.shutdown()
 
 

@@ -26,12 +26,16 @@ from embedserve_client import GrpcEmbedClient
 
 WAIT_S_MAX = 300
 PAUSE_S = 0.02
+ASK_PAUSE_S_MAX = 0.1
+"""Pause between requests, which follow one another at once where a process has just been killed."""
 NAME = "shop"
 PARTS = REPLICAS = 2
 TCP_LISTEN = "0A"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
 """127.0.0.1, also as an IPv6 address, and ::1, as /proc/net has them."""
-PLACED = re.compile(r"\((part \d replica \d) pid=(\d+)[^)]*\) \1 starts as process (\d+)")
+PLACED = re.compile(r"\([^()]* pid=(\d+)[^)]*\) (part \d replica \d) starts as process (\d+)")
+"""The line begins with the label, too, once the constructor of the actor has returned."""
+POLLS = re.compile(r"\((part \d replica \d) pid=\d+[^)]*\) polls")
 CHILD = """
 import os, signal, socket, sys
 if sys.argv[1] == "fails":
@@ -49,18 +53,6 @@ while True:
     signal.pause()
 """
 """A shard that serves nothing, and imports nothing that takes long."""
-CONNECT = """
-import json, ray
-ray.init(address="auto", namespace="embedserve", logging_level="error", log_to_driver=False)
-"""
-KILL = """
-ray.kill(ray.get_actor("shop/1/2/0"))
-"""
-LEFT = """
-groups = ray.util.placement_group_table().values()
-alive = [one["name"] for one in groups if one["state"] != "REMOVED"]
-print(json.dumps([ray.util.list_named_actors(all_namespaces=True), len(alive)]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +78,22 @@ class Placed:
         """Returns label of each shard to (process id of its actor, of its server), as last
         started."""
         return {
-            label: (int(worker), int(shard)) for label, worker, shard in PLACED.findall(self.log())
+            label: (int(worker), int(shard)) for worker, label, shard in PLACED.findall(self.log())
         }
 
     def pids(self) -> list[int]:
         return [int(shard) for *_, shard in PLACED.findall(self.log())]
 
 
-def wait_until(is_true: Callable[[], object], state: Callable[[], object]) -> None:
-    end_s = time.monotonic() + WAIT_S_MAX
+def wait_until(
+    is_true: Callable[[], object], state: Callable[[], object], pause_s_max: float = PAUSE_S
+) -> None:
+    """Waits, with pauses that become longer, up to ``pause_s_max``."""
+    end_s, pause_s = time.monotonic() + WAIT_S_MAX, PAUSE_S
     while not is_true():
         assert time.monotonic() < end_s, state()
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.1, pause_s_max)
 
 
 @contextmanager
@@ -128,24 +124,6 @@ def placed(nodes: RayNodes, folder: Path, *kinds: str, replicas: int = 1) -> Ite
             process.wait()
 
 
-def left_in_ray(nodes: RayNodes) -> object:
-    """Returns [named actors, number of placement groups] that Ray has."""
-    return json.loads(run_ray(nodes, LEFT))
-
-
-def run_ray(nodes: RayNodes, code: str) -> str:
-    """Runs code of a process that is connected to Ray; returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CONNECT + code],
-        env=nodes.environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=WAIT_S_MAX,
-    )
-    return done.stdout
-
-
 def addresses(folder: Path) -> list[list[str]]:
     """Returns the addresses in the file that routers read."""
     return [*json.loads((folder / "shards.json").read_text()).values()]
@@ -160,7 +138,8 @@ def test_sigterm_ends_the_shards_and_leaves_nothing(nodes: RayNodes, tmp_path: P
         assert list(map(len, addresses(tmp_path))) == [1, 1]
         one.process.send_signal(signal.SIGHUP)
         one.wait_for(lambda log: log.count("polls") == 2)
-        run_ray(nodes, KILL)  # which Ray does not start again
+        assert {*POLLS.findall(one.log())} == {"part 0 replica 0", "part 1 replica 0"}
+        nodes.ask("kill")  # which Ray does not start again
         one.wait_for(lambda log: log.count("threads") == 3)
         assert "part 1 replica 0: its actor ended, and is created again: " in one.log()
         one.process.terminate()
@@ -169,7 +148,7 @@ def test_sigterm_ends_the_shards_and_leaves_nothing(nodes: RayNodes, tmp_path: P
         assert len(one.shards()) == 2
         for _, shard in one.shards().values():  # by SIGTERM, without which no shard drains
             assert (tmp_path / f"stopped-{shard}").exists()
-        assert left_in_ray(nodes) == [[], 0]
+        assert nodes.ask("left") == [[], 0]
 
 
 def test_a_killed_process_leaves_nothing_and_its_name_is_free_again(
@@ -184,7 +163,7 @@ def test_a_killed_process_leaves_nothing_and_its_name_is_free_again(
         one.process.kill()
         one.process.wait()
         wait_until(lambda: not any(map(is_running, one.pids())), one.pids)
-        wait_until(lambda: left_in_ray(nodes) == [[], 0], lambda: left_in_ray(nodes))
+        wait_until(lambda: nodes.ask("left") == [[], 0], lambda: nodes.ask("left"))
 
 
 def test_shards_that_cannot_run_are_errors(nodes: RayNodes, tmp_path: Path) -> None:
@@ -197,7 +176,7 @@ def test_shards_that_cannot_run_are_errors(nodes: RayNodes, tmp_path: Path) -> N
         assert one.process.wait(WAIT_S_MAX) == 1
         assert "replicas is 4, and each replica of a part needs a Ray node of its own" in one.log()
         assert "with 1 CPU: 3 nodes are alive" in one.log()
-    assert left_in_ray(nodes) == [[], 0]
+    assert nodes.ask("left") == [[], 0]
 
 
 def test_a_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path: Path) -> None:
@@ -314,7 +293,7 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
                 ask()
                 return is_true()
 
-            wait_until(asked, lambda: (joined(), one.log()))
+            wait_until(asked, lambda: (joined(), one.log()), ASK_PAUSE_S_MAX)
 
         def ask_until_back(count: int, *killed: int) -> None:
             """Kills processes, and asks until ``count`` more shards have joined both routers."""
@@ -336,8 +315,9 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         assert set(found) <= LOOPBACK
 
         # A server, whose end Ray does not see, and an actor with its server.
-        ask_until_back(2, shards["part 0 replica 0"][1], shards["part 1 replica 1"][0])
-        wait_until(lambda: not is_running(shards["part 1 replica 1"][1]), one.log)
+        servers = {label: nodes.servers[shard] for label, (_, shard) in shards.items()}
+        ask_until_back(2, servers["part 0 replica 0"], shards["part 1 replica 1"][0])
+        wait_until(lambda: not is_running(servers["part 1 replica 1"]), one.log)
 
         shards = one.shards()
         raylets = [parent_of(worker) for worker, _ in shards.values()]
@@ -345,11 +325,13 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         lost = [label for label, host in zip(shards, raylets, strict=True) if host == victim]
         [follower] = [pid for pid in descendants([router.process.pid]) if is_follower(pid)]
         ask_until_back(len(lost), follower, victim)
-        wait_until(lambda: not any(is_running(shards[label][1]) for label in lost), one.log)
+        servers = {label: nodes.servers[shard] for label, (_, shard) in shards.items()}
+        wait_until(lambda: not any(is_running(servers[label]) for label in lost), one.log)
 
         os.kill(nodes.gcs, signal.SIGKILL)  # lookups do not need it, and addresses stay
         for _ in range(100):
             ask()
         one.process.terminate()
         assert one.process.wait(WAIT_S_MAX) == 0
-    wait_until(lambda: not any(map(is_running, one.pids())), one.log)
+    pids = [pid for shard in one.pids() for pid in (shard, nodes.servers[shard])]
+    wait_until(lambda: not any(map(is_running, pids)), one.log)
