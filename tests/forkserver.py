@@ -54,6 +54,7 @@ NOT_FOR_ALL = ("COLUMNS", "PYTHONHASHSEED", "PYTHONPATH")
 """Variables of who asks first that would be read once, by the interpreter or as it imports."""
 LENGTH_BYTES = 8
 PR_SET_CHILD_SUBREAPER = 36
+CLONE_NEWNS = 0x20000
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -64,6 +65,7 @@ class Asked:
     Attributes:
         is_session: it leads a session of its own.
         has_warm_children: what it starts of PYTHON by subprocess is forked, too.
+        mounts: path of the mount namespace that it enters, as in /proc/PID/ns; "" for none.
     """
 
     args: list[str]
@@ -71,15 +73,22 @@ class Asked:
     env: dict[str, str]
     is_session: bool
     has_warm_children: bool
+    mounts: str
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """subprocess.Popen of PYTHON and what follows; see Asked for ``has_warm_children``."""
+    """subprocess.Popen of PYTHON and what follows; see Asked for the other arguments."""
 
     def __init__(
-        self, args: Any, *others: Any, has_warm_children: bool = False, **options: Any
+        self,
+        args: Any,
+        *others: Any,
+        has_warm_children: bool = False,
+        mounts: str = "",
+        **options: Any,
     ) -> None:
         self._has_warm_children = has_warm_children
+        self._mounts = mounts
         super().__init__(args, *others, **options)
 
     def _execute_child(self, args: Sequence[object], *others: Any) -> None:
@@ -93,6 +102,7 @@ class WarmPopen(subprocess.Popen[Any]):
             dict(os.environ if env is None else env),
             is_session=bool(others[20]),
             has_warm_children=self._has_warm_children,
+            mounts=self._mounts,
         )
         try:
             with _ONE_AT_A_TIME:
@@ -113,12 +123,14 @@ def run_warm(
     env: dict[str, str] | None = None,
     timeout: float,
     has_warm_children: bool = False,
+    mounts: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """subprocess.run(command, capture_output=True, text=True, …) of PYTHON and what follows."""
     pipe = subprocess.PIPE
     with WarmPopen(
         command,
         has_warm_children=has_warm_children,
+        mounts=mounts,
         cwd=cwd,
         env=env,
         stdout=pipe,
@@ -211,6 +223,8 @@ def _fork_until_closed(channel: socket.socket) -> Asked:
             os.closerange(3, max(*files, told, tell, adopted, let_go, channel.detach()) + 1)
             if asked.is_session:
                 os.setsid()
+            if asked.mounts:
+                _enter(asked.mounts)
             os.environ.clear()
             os.environ.update(asked.env)
             return asked
@@ -219,6 +233,13 @@ def _fork_until_closed(channel: socket.socket) -> Asked:
         channel.sendall(os.read(told, LENGTH_BYTES))
         for file in (*files, told, tell, adopted, let_go):
             os.close(file)
+
+
+def _enter(mounts: str) -> None:
+    """Enters a mount namespace, which a process of one thread may."""
+    with open(mounts) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "setns", mounts)
 
 
 def _fork_what_this_starts() -> Asked | None:

@@ -37,11 +37,13 @@ class Volume:
 
     Attributes:
         files: the folder, as this process reaches it.
+        mounts: path of the mount namespace, for forkserver.
     """
 
     folder: Path
     files: Path
     enter: tuple[str, ...]
+    mounts: str
 
     def run(self, *words: object) -> None:
         """Runs a command that sees the volume."""
@@ -82,7 +84,9 @@ def _namespace(folder: Path) -> Iterator[Volume]:
         assert holder.stdout is not None
         holder.stdout.readline()
         enter = ("nsenter", f"--target={holder.pid}", "--mount", f"--wd={os.getcwd()}")
-        yield Volume(folder, Path(f"/proc/{holder.pid}/root{folder}"), enter)
+        yield Volume(
+            folder, Path(f"/proc/{holder.pid}/root{folder}"), enter, f"/proc/{holder.pid}/ns/mnt"
+        )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import s3fs
-from forkserver import WarmPopen
+from forkserver import WarmPopen, run_warm
 from running_servers import ANSWER_S_MAX, Running, command, free_port
 from stalling_proxy import StallingProxy, stalling_proxy
 from store.remote.s3_server import environment, serve_s3
@@ -60,16 +60,16 @@ def volume(tmp_path: Path) -> Iterator[Volume]:
 
 @contextmanager
 def starting(
-    store: str, cache: Path, log: Path, *options: object, enter: tuple[str, ...] = ()
+    store: str, cache: Path, log: Path, *options: object, mounts: str = ""
 ) -> Iterator[Running]:
     """`embedserve serve STORE --cache CACHE …`, not waited for; killed at the end."""
     http_port, grpc_port = free_port(), free_port()
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
-    words = [*enter, *command("serve", store, "--cache", cache, *ports, *options)]
+    words = command("serve", store, "--cache", cache, *ports, *options)
     with log.open("wb") as output:
-        # A forked process would not enter.
-        popen = subprocess.Popen if enter else WarmPopen
-        process = popen(words, stdout=output, stderr=subprocess.STDOUT)
+        process: subprocess.Popen[bytes] = WarmPopen(
+            words, mounts=mounts, stdout=output, stderr=subprocess.STDOUT
+        )
     try:
         yield Running(process, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", log)
     finally:
@@ -143,10 +143,9 @@ def test_a_start_on_a_cache_without_room_is_one_line(
 ) -> None:
     volume.remount(options)
     words = command("serve", store.as_uri(), "--cache", volume.folder, "--http-port", 0)
-    done = subprocess.run(
-        [*volume.enter, *words, "--grpc-port", "0"],
-        capture_output=True,
-        text=True,
+    done = run_warm(
+        [*words, "--grpc-port", "0"],
+        mounts=volume.mounts,
         timeout=COMMAND_S_MAX,
         env=os.environ | {"COLUMNS": "200"},
     )
@@ -165,7 +164,7 @@ def test_a_server_that_waits_names_each_fault_and_starts_once_there_is_room(
     volume.remount("ro")
     where = str(volume.folder)
     with starting(
-        store.as_uri(), volume.folder, tmp_path / "log", "--wait", enter=volume.enter
+        store.as_uri(), volume.folder, tmp_path / "log", "--wait", mounts=volume.mounts
     ) as server:
         until_logged(server, "waiting", where, "read-only file system")
         assert status(f"{server.http}/health/live") == 200
@@ -185,7 +184,7 @@ def test_a_version_without_room_stays_out_until_there_is_room(
 ) -> None:
     options = ("--follow", "latest", "--follow-s", 0.2)
     with starting(
-        store.as_uri(), volume.folder, tmp_path / "log", *options, enter=volume.enter
+        store.as_uri(), volume.folder, tmp_path / "log", *options, mounts=volume.mounts
     ) as server:
         until_serving(server, 1)
         volume.remount("size=5m")
@@ -200,7 +199,9 @@ def test_a_version_without_room_stays_out_until_there_is_room(
     assert is_whole(volume.files, 1, 2)
     volume.remount("ro")
     # What is there already is served from a cache that nothing can be added to.
-    with starting(store.as_uri(), volume.folder, tmp_path / "again", enter=volume.enter) as server:
+    with starting(
+        store.as_uri(), volume.folder, tmp_path / "again", mounts=volume.mounts
+    ) as server:
         until_serving(server, 2)
 
 
@@ -221,7 +222,7 @@ def test_a_cache_on_a_disk_that_stops_delays_no_health_check_and_no_lookup(
     with (
         disk_volume(tmp_path / "cache") as volume,
         starting(
-            store.as_uri(), volume.folder, tmp_path / "log", *options, enter=volume.enter
+            store.as_uri(), volume.folder, tmp_path / "log", *options, mounts=volume.mounts
         ) as server,
     ):
         with volume.stopped():
