@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from running_servers import Running, run_command
+from running_servers import Running, run_warm_command
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,6 @@ class Demo:
 
 
 def make_demo(folder: Path) -> None:
-    done = run_command("demo", folder / "store", "--checkpoint", folder / "demo.pt")
+    done = run_warm_command("demo", folder / "store", "--checkpoint", folder / "demo.pt")
     assert done.returncode == 0, done.stderr
     assert "RMSE" in done.stderr
