@@ -1,0 +1,69 @@
+"""A server that is forked for a process stands in for it: signals, exit code and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from running_servers import command, is_running
+from warm_relay import SITE, WarmRelay, warm_relay
+
+WAIT_S_MAX = 120
+
+
+@pytest.fixture
+def relay() -> Iterator[WarmRelay]:
+    with tempfile.TemporaryDirectory() as folder, warm_relay(Path(folder)) as one:
+        yield one
+
+
+def start(relay: WarmRelay, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command("serve", *arguments, "--http-port", 0, "--grpc-port", 0),
+        env=os.environ | relay.environment | {"PYTHONPATH": str(SITE)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + WAIT_S_MAX
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def test_output_and_exit_code_are_those_of_the_server(relay: WarmRelay, tmp_path: Path) -> None:
+    process = start(relay, tmp_path / "nothing")
+    _, said = process.communicate(timeout=WAIT_S_MAX)
+    assert process.returncode == 1
+    assert f"embedserve: {tmp_path}/nothing" in said
+    assert process.pid in relay.servers
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_server_ends_with_the_process(
+    relay: WarmRelay, tmp_path: Path, number: signal.Signals
+) -> None:
+    with start(relay, tmp_path, "--wait") as process:
+        assert process.stderr is not None
+        process.stderr.readline()  # it waits for a model
+        assert is_running(relay.servers[process.pid])
+        process.send_signal(number)
+        process.communicate(timeout=WAIT_S_MAX)
+    assert process.returncode == (0 if number == signal.SIGTERM else -number)
+    wait_until(lambda: not is_running(relay.servers[process.pid]))
+
+
+def test_the_process_ends_as_a_killed_server_does(relay: WarmRelay, tmp_path: Path) -> None:
+    with start(relay, tmp_path, "--wait") as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        os.kill(relay.servers[process.pid], signal.SIGKILL)
+        assert process.wait(WAIT_S_MAX) == -signal.SIGKILL
