@@ -78,6 +78,12 @@ def ray_nodes() -> Iterator[RayNodes]:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": folder,
             "RAY_prestart_worker_first_driver": "0",
+            # What nobody reads here: figures, events and the memory that workers take.
+            "RAY_enable_metrics_collection": "0",
+            "RAY_enable_timeline": "0",
+            "RAY_event_stats": "0",
+            "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_task_events_report_interval_ms": "0",
             "RAY_health_check_period_ms": "1000",  # a node is lost after five of them
             "RAY_agent_register_timeout_ms": str(STARTED_S_MAX * 1000),
             "RAY_worker_register_timeout_seconds": str(STARTED_S_MAX),

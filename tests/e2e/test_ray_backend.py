@@ -271,9 +271,10 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
     with ExitStack() as stack:
         one = stack.enter_context(cluster(nodes, store, log, grpc))
         options = ("--shards", f"ray:{NAME}", *PATIENT)
-        router = stack.enter_context(running(store, tmp_path / "router", *options))
+        asked = stack.enter_context(ExitStack())
+        router = asked.enter_context(running(store, tmp_path / "router", *options))
         clients = [
-            stack.enter_context(GrpcEmbedClient(address))
+            asked.enter_context(GrpcEmbedClient(address))
             for address in (f"127.0.0.1:{grpc}", router.grpc)
         ]
         logs = [log, router.log]
@@ -289,11 +290,11 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
             return [re.findall(pattern, path.read_text()) for path in logs]
 
         def ask_until(is_true: Callable[[], bool]) -> None:
-            def asked() -> bool:
+            def answered() -> bool:
                 ask()
                 return is_true()
 
-            wait_until(asked, lambda: (joined(), one.log()), ASK_PAUSE_S_MAX)
+            wait_until(answered, lambda: (joined(), one.log()), ASK_PAUSE_S_MAX)
 
         def ask_until_back(count: int, *killed: int) -> None:
             """Kills processes, and asks until ``count`` more shards have joined both routers."""
@@ -331,6 +332,7 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         os.kill(nodes.gcs, signal.SIGKILL)  # lookups do not need it, and addresses stay
         for _ in range(100):
             ask()
+        asked.close()  # first: without the GCS, each process that is connected to Ray takes a core
         one.process.terminate()
         assert one.process.wait(WAIT_S_MAX) == 0
     pids = [pid for shard in one.pids() for pid in (shard, nodes.servers[shard])]
