@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from compiled_once import CompiledOnce
 from lookup_cases import pooled_source
 from torchrec import EmbeddingBagCollection
 from torchscript import cache_definitions
@@ -34,3 +35,9 @@ def published(ebc: EmbeddingBagCollection, tmp_path_factory: pytest.TempPathFact
         return ModelStore(store).load("model", result.version)
 
     return publish_one
+
+
+@pytest.fixture(scope="module")
+def compiled_once() -> CompiledOnce:
+    """Engines that share what is compiled: one for each module, as few layouts are of several."""
+    return CompiledOnce()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from compiled_once import CompiledOnce
 from pooled import Tables, collection
 from torchrec import PoolingType
 from unpooled import unpooled_collection
@@ -198,7 +199,11 @@ def reader_of(live: LiveRows, engine: Engine) -> RowsReader:
 
 
 def with_goldens(
-    store: Path, model: str, weighted: bool = False
+    compiled_once: CompiledOnce,
+    store: Path,
+    model: str,
+    weighted: bool = False,
+    devices: str = "cpu:2",
 ) -> tuple[SharedDeltaState, Engine]:
     """Returns a model with goldens of its last delta, the results that torchrec has for the
     compacted version; and an engine over its rows that compares them."""
@@ -206,7 +211,7 @@ def with_goldens(
     followed = SharedDeltaState(live, DeltaStatus(live.start))
     manifest = live.version.manifest
     bags = sample_bags(replace(manifest, is_weighted=weighted), {})
-    same = restore(compacted(store, model), "cpu:2", is_eager=True)
+    same = restore(compacted(store, model), devices, is_eager=True)
     answers = same.lookup(bags.ids, bags.lengths.reshape(-1), bags.weights)
     goldens = DeltaGoldens(bags.ids, bags.lengths, bags.weights, answers, "float32")
 
@@ -215,7 +220,7 @@ def with_goldens(
         followed.goldens.write(CheckedGoldens(4, goldens, bounds))
 
     RowsWriter(live).apply(4, [], check)
-    engine = restore(live.version, "cpu:2")
+    engine = compiled_once.restore(live.version, devices)
     engine.rows_reader = RowsReader(live, 0, engine.plan)
     engine.live_goldens = LiveGoldens(followed.goldens, engine.rows_reader, manifest)
     return followed, engine
@@ -229,12 +234,12 @@ def compacted(store: Path, model: str) -> ModelVersion:
     ("dtype", "ranks"), [*((dtype, ranks) for dtype in DTYPES for ranks in (1, 2)), ("float32", 3)]
 )
 def test_changed_rows_are_those_of_the_compacted_version(
-    pooled: Path, dtype: str, ranks: int
+    compiled_once: CompiledOnce, pooled: Path, dtype: str, ranks: int
 ) -> None:
     live = replay(pooled, dtype)
     stored = compacted(pooled, dtype).plan.tables["shop"]
     assert (stored.sharding_type, len(stored.shards)) == ("column_wise", 2)
-    engine = restore(live.version, f"cpu:{ranks}")
+    engine = compiled_once.restore(live.version, f"cpu:{ranks}")
     same = restore(compacted(pooled, dtype), f"cpu:{ranks}", is_eager=True)
     for weighted in (False, True):
         expected = look_up(same, None, weighted)
@@ -245,8 +250,10 @@ def test_changed_rows_are_those_of_the_compacted_version(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_goldens_of_the_last_delta_are_compared(pooled: Path, dtype: str, weighted: bool) -> None:
-    followed, engine = with_goldens(pooled, dtype, weighted)
+def test_goldens_of_the_last_delta_are_compared(
+    compiled_once: CompiledOnce, pooled: Path, dtype: str, weighted: bool
+) -> None:
+    followed, engine = with_goldens(compiled_once, pooled, dtype, weighted)
     live = followed.live
     engine.check()
     live.rows["user"][...] ^= 0x21  # every changed row of the table
@@ -257,18 +264,20 @@ def test_goldens_of_the_last_delta_are_compared(pooled: Path, dtype: str, weight
     engine.check()  # the rows are those of a further delta
 
 
-def test_goldens_of_unpooled_rows_are_compared(unpooled: Path) -> None:
-    followed, engine = with_goldens(unpooled, "rows")
+def test_goldens_of_unpooled_rows_are_compared(compiled_once: CompiledOnce, unpooled: Path) -> None:
+    followed, engine = with_goldens(compiled_once, unpooled, "rows", devices="cpu:3")
     engine.check()
     followed.live.rows["genre"][...] ^= 0x21
     with pytest.raises(GoldensError, match=r"goldens: 'genres' \(table 'genre'\), row \d+, column"):
         engine.check()
 
 
-async def test_a_server_whose_goldens_get_other_results_is_not_ready(pooled: Path) -> None:
+async def test_a_server_whose_goldens_get_other_results_is_not_ready(
+    compiled_once: CompiledOnce, pooled: Path
+) -> None:
     from embedserve.processes.server import build_pipeline  # needs more than a GPU host has
 
-    followed, engine = with_goldens(pooled, "float32")
+    followed, engine = with_goldens(compiled_once, pooled, "float32")
     engine.rows_reader = engine.live_goldens = None  # the pipeline sets them
     with ThreadPoolExecutor(1) as executor:
         settings = ServeSettings(store=str(pooled), deltas="follow")
@@ -288,14 +297,17 @@ async def test_a_server_whose_goldens_get_other_results_is_not_ready(pooled: Pat
 def test_features_of_several_tables(
     request: pytest.FixtureRequest, sharding: str, ranks: int, dtype: str
 ) -> None:
-    """Spare rows are used again before, and all is undone in the end."""
+    """Spare rows are used again before, and all is undone in the end. All plans are compiled for
+    one dtype, and one plan for the narrowest rows; compiling takes fifty times as long as
+    restoring."""
+    is_eager = dtype != "float32" and (dtype, ranks) != ("int4", 2)
     store: Path = request.getfixturevalue(sharding)
     version = ModelStore(store).load(dtype, 1)
     live = LiveRows(version, MEMORY, readers=1, undo=PUSHES + 1)
     assert live.version.plan.tables == version.plan.tables
     writer = RowsWriter(live)
     churn(live, writer)
-    engine = restore(live.version, f"cpu:{ranks}")
+    engine = restore(live.version, f"cpu:{ranks}", is_eager=is_eager)
     same = restore(compacted(store, dtype), f"cpu:{ranks}", is_eager=True)
     before = look_up(engine, live, weighted=False)
     seq = live.seq
@@ -309,9 +321,9 @@ def test_features_of_several_tables(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
-def test_resident_rows(pooled: Path, dtype: str) -> None:
+def test_resident_rows(compiled_once: CompiledOnce, pooled: Path, dtype: str) -> None:
     live = LiveRows(ModelStore(pooled).load(dtype, 1), MEMORY, readers=1)
-    engine = restore(live.make_resident(), "cpu:2")
+    engine = compiled_once.restore(live.make_resident(), "cpu:2")
     apply_line(pooled, live, RowsWriter(live))
     same = restore(compacted(pooled, dtype), "cpu:2", is_eager=True)
     for weighted in (False, True):
@@ -332,7 +344,7 @@ def test_tables_of_a_group_that_are_sharded_differently_are_served_whole(
         "table_wise",
         "table_wise",
     ]
-    engine = restore(live.version, f"cpu:{ranks}")
+    engine = restore(live.version, f"cpu:{ranks}", is_eager=ranks != 2)
     same = restore(replace(compacted(mixed, "float32"), plan=plan), f"cpu:{ranks}", is_eager=True)
     for weighted in (False, True):
         expected = look_up(same, None, weighted)
@@ -350,7 +362,7 @@ def test_a_table_with_unequal_ranges_of_rows_is_served_whole(tmp_path: Path) -> 
     with DeltaWriter(tmp_path, model="m") as writer:
         writer.push_rows({"user": (np.arange(50), values)})
     live = replay(tmp_path, "m")
-    engine = restore(live.version, "cpu:2")
+    engine = restore(live.version, "cpu:2", is_eager=True)
     reader = reader_of(live, engine)
     view, _ = reader.begin()
     rows = reader.newest(np.arange(50), np.array([50]), view)
@@ -360,9 +372,11 @@ def test_a_table_with_unequal_ranges_of_rows_is_served_whole(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("model", ["rows", "grouped"])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_unpooled_rows_on_three_ranks(unpooled: Path, model: str, is_eager: bool) -> None:
+def test_unpooled_rows_on_three_ranks(
+    compiled_once: CompiledOnce, unpooled: Path, model: str, is_eager: bool
+) -> None:
     live = replay(unpooled, model)
-    engine = restore(live.version, "cpu:3", is_eager=is_eager)
+    engine = compiled_once.restore(live.version, "cpu:3", is_eager=is_eager)
     assert engine.lookup_kind in KINDS
     same = restore(compacted(unpooled, model), "cpu:3", is_eager=True)
     expected = look_up(same, None, False)

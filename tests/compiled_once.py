@@ -1,0 +1,36 @@
+"""Engines whose layouts are compiled once, for tests that are not about compiling.
+
+Compiling a layout takes a second or more, and restoring it again with the same programs some
+hundredths of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from embedserve.engine.compile import Program
+from embedserve.engine.engine import Engine
+from embedserve.engine.programs import Programs
+from embedserve.engine.restore import restore
+from embedserve_store import ModelVersion
+
+
+class CompiledOnce:
+    """Restores versions, and keeps the programs of all their layouts; `Programs` alone keeps
+    few."""
+
+    def __init__(self) -> None:
+        self._programs = Programs()
+        self._kept: list[Sequence[Program | None]] = []
+
+    def restore(self, version: ModelVersion, devices: str = "auto", **options: Any) -> Engine:
+        """Returns what ``restore`` does, with ``options`` of it."""
+        engine = restore(version, devices, programs=self._programs, **options)
+        self.keep(engine)
+        return engine
+
+    def keep(self, engine: Engine) -> None:
+        """Keeps what was compiled for ``engine``."""
+        self._programs.add(engine)
+        self._kept.append([one.program for one in engine.compiled])
