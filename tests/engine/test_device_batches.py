@@ -18,7 +18,7 @@ from torchrec import PoolingType
 from unpooled import write_version
 
 from embedserve.engine.attach_weights import attach_weights, share_rows
-from embedserve.engine.compile import Compiled, RowLookup, TensorLookup, compile_lookup
+from embedserve.engine.compile import EAGER, Compiled, RowLookup, TensorLookup, compile_lookup
 from embedserve.engine.device_batches import DeviceBatches
 from embedserve.engine.gpus import LOOKUP_OPERATOR
 from embedserve.engine.restore import restore
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 PLANS = [("table_wise", 1), ("row_wise", 2), ("column_wise", 2)]
 
 
-def compiled(version: ModelVersion) -> list[Compiled]:
+def compiled(version: ModelVersion, *, is_eager: bool = False) -> list[Compiled]:
     """As for GPUs: the lookups take offsets and int32 ids."""
     manifest, plan = version.manifest, version.plan
     features, keys, dims = manifest.features, manifest.keys, manifest.length_per_key
@@ -50,6 +50,8 @@ def compiled(version: ModelVersion) -> list[Compiled]:
             TensorLookup(one, features, keys, dims, CPU, takes_offsets=True)
             for one in (plain, weighted)
         ]
+    if is_eager:
+        return [Compiled(one, EAGER) for one in lookups]
     return [
         compile_lookup(one, CPU, ranks=plan.world_size, is_weighted=is_weighted)
         for one, is_weighted in zip(lookups, (False, True), strict=False)
@@ -66,9 +68,11 @@ def batches_of(version: ModelVersion, lookups: list[Compiled]) -> DeviceBatches:
 @pytest.mark.parametrize(("sharding", "world_size"), PLANS)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_pooled(published: Publish, dtype: str, sharding: str, world_size: int) -> None:
-    """Sums and means, without weights and with; also nothing but empty bags."""
+    """Sums and means, without weights and with; also nothing but empty bags. Lookups are compiled
+    for one dtype, as that takes fifty times as long as all else here."""
     version = published(dtype=dtype, sharding=sharding, world_size=world_size)
-    batches, engine = batches_of(version, compiled(version)), restore(version, is_eager=True)
+    lookups = compiled(version, is_eager=dtype == "int8")
+    batches, engine = batches_of(version, lookups), restore(version, is_eager=True)
     features = version.manifest.features
     empty = np.zeros(0, np.int64), np.zeros(3 * len(features), np.int32)
     for ids, lengths in (to_kjt(sample(version, 7), features), empty):
@@ -109,9 +113,14 @@ def test_tables_on_one_device_are_looked_up_by_the_kernel_alone(tmp_path: Path) 
     np.testing.assert_array_equal(values, restore(version, is_eager=True).lookup(ids, lengths))
 
 
-def test_several_threads_at_once(published: Publish) -> None:
+@pytest.fixture(scope="module")
+def table_wise(published: Publish) -> tuple[ModelVersion, DeviceBatches]:
     version = published(sharding="table_wise")
-    batches = batches_of(version, compiled(version))
+    return version, batches_of(version, compiled(version, is_eager=True))
+
+
+def test_several_threads_at_once(table_wise: tuple[ModelVersion, DeviceBatches]) -> None:
+    version, batches = table_wise
     requests: list[Any] = [
         to_kjt(sample(version, size), version.manifest.features) for size in (1, 7, 100)
     ]
@@ -127,9 +136,10 @@ def test_several_threads_at_once(published: Publish) -> None:
         assert all(threads.map(is_right, range(100)))
 
 
-def test_an_answer_stays_as_it_is_when_the_next_comes(published: Publish) -> None:
-    version = published(sharding="table_wise")
-    batches = batches_of(version, compiled(version))
+def test_an_answer_stays_as_it_is_when_the_next_comes(
+    table_wise: tuple[ModelVersion, DeviceBatches],
+) -> None:
+    version, batches = table_wise
     ids, lengths = to_kjt(sample(version, 7), version.manifest.features)
     values = batches.lookup(ids, lengths, None, as_float16=False)
     before = values.copy()

@@ -12,7 +12,7 @@ from pooled import collection
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from unpooled import unpooled_collection
 
-from embedserve.engine.compile import SCRIPTED
+from embedserve.engine.compile import EAGER, SCRIPTED
 from embedserve.engine.programs import Programs
 from embedserve.engine.restore import restore
 from embedserve_store import ModelStore, ModelVersion, Part, StoreError, publish
@@ -54,7 +54,9 @@ def load(store: Path, model: str, number: int) -> ModelVersion:
 def test_kernels_give_the_results_of_the_rows_of_the_part(
     store: Path, model: str, number: int
 ) -> None:
-    restore(load(store, model, number), "cpu")
+    """Compiles lookups of the second part, whose rows start within those of the version."""
+    engine = restore(load(store, model, number), "cpu", is_eager=number == 0)
+    assert engine.lookup_kind == (SCRIPTED if number else EAGER)
 
 
 @pytest.mark.gpu
@@ -66,7 +68,7 @@ def test_a_part_on_a_gpu(store: Path, model: str, number: int) -> None:
 
 
 def test_another_number_of_ranks_and_resident_rows(store: Path) -> None:
-    restore(make_resident(load(store, "weighted", 1)), "cpu:3")
+    restore(make_resident(load(store, "weighted", 1)), "cpu:3", is_eager=True)
 
 
 def test_other_rows_than_those_of_the_goldens_are_found(
@@ -77,7 +79,7 @@ def test_other_rows_than_those_of_the_goldens_are_found(
     assert not np.array_equal(goldens.stored_answers, version.goldens().stored_answers)
     monkeypatch.setattr(ModelVersion, "goldens", lambda self: goldens)
     with pytest.raises(StoreError, match="the vectors of 'x@a' are not the published ones"):
-        restore(version, "cpu")
+        restore(version, "cpu", is_eager=True)
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
