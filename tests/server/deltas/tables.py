@@ -88,7 +88,8 @@ def read(live: LiveRows, reader: RowsReader, view: int, device: State | None = N
     for column in manifest.columns:
         name, part = column.table.name, parts[column.feature]
         start, size = live.tables.offsets[name], column.table.row_bytes
-        found[column.key] = live.tables.data[start + part[:, None] * size + np.arange(size)]
+        stop = start + (int(part.max(initial=-1)) + 1) * size
+        found[column.key] = live.tables.data[start:stop].reshape(-1, size)[part]
         if device is not None:
             spare = part - first_rows[name]
             found[column.key][spare >= 0] = device[name][spare[spare >= 0]]
