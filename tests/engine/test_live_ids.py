@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compiled_once import CompiledOnce
 from pooled import collection
 from running_servers import Running, running
 from torchrec import PoolingType
@@ -29,7 +30,6 @@ from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.deltas.status import FOLLOWING, DeltaStatus, SharedDeltaState
-from embedserve.engine.restore import restore
 from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
 from embedserve_store import (
@@ -151,14 +151,14 @@ class Served:
         last_seq: delta of the alias.
     """
 
-    def __init__(self, training: Training, device: str) -> None:
+    def __init__(self, compiled_once: CompiledOnce, training: Training, device: str) -> None:
         self.training = training
         version = ModelStore(training.store).load("m", 1)
         self.last_seq: int | None = None
         models = ModelStore(training.store)
         self._line = BoundedLine(models, version.manifest, None, lambda: self.last_seq)
         self.live = LiveRows(version, MEMORY, 1, UNDO, new_ids_percent=1000)
-        self.engine = restore(self.live.version, device, live=self.live)
+        self.engine = compiled_once.restore(self.live.version, device, live=self.live)
         upload = None if self.engine.spare_rows is None else self.engine.spare_rows.upload
         self.reader = self.engine.rows_reader = RowsReader(self.live, 0, self.engine.plan, upload)
         self._status = DeltaStatus(self._line.start)
@@ -222,10 +222,10 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 
 @devices
-def test_ids_come_and_go(training: Training, device: str) -> None:
+def test_ids_come_and_go(compiled_once: CompiledOnce, training: Training, device: str) -> None:
     """Rows of removed ids get other ids, and removed ids come back. All is as in a version that is
     compacted, and after undos from memory and from the store."""
-    served = Served(training, device)
+    served = Served(compiled_once, training, device)
     assert served.look_up_newest() == 0
     for seq in range(1, 7):
         training.push()
@@ -245,9 +245,11 @@ def test_ids_come_and_go(training: Training, device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("kept", ["memory", "store"])
-def test_an_alias_goes_to_a_delta_and_back(training: Training, device: str, kept: str) -> None:
+def test_an_alias_goes_to_a_delta_and_back(
+    compiled_once: CompiledOnce, training: Training, device: str, kept: str
+) -> None:
     """One name of the version follows every delta meanwhile."""
-    stable, canary = Served(training, device), Served(training, device)
+    stable, canary = (Served(compiled_once, training, device) for _ in range(2))
     for _ in range(5):
         training.push()
         stable.look_up_newest()
@@ -264,14 +266,16 @@ def test_an_alias_goes_to_a_delta_and_back(training: Training, device: str, kept
 
 
 @devices
-def test_every_lookup_has_the_ids_of_its_seq(training: Training, device: str) -> None:
+def test_every_lookup_has_the_ids_of_its_seq(
+    compiled_once: CompiledOnce, training: Training, device: str
+) -> None:
     """Ids come and go, and an alias moves, while threads look up and rows are uploaded."""
-    served, ended = Served(training, device), threading.Event()
+    served, ended = Served(compiled_once, training, device), threading.Event()
     random = np.random.default_rng(5)
     found: list[set[int]] = [set() for _ in range(3)]
 
     def look_up_always(seqs: set[int]) -> None:
-        while not ended.is_set():
+        while not ended.wait(0.001):  # leaves the deltas some time between two lookups
             seqs.add(served.look_up())
 
     def upload_always() -> None:
@@ -321,7 +325,8 @@ def test_two_aliases_of_a_version_are_served(
     limits = ("--delta-new-ids-percent", "1000", "--delta-memory", str(MEMORY), "--workers", "1")
     log = tmp_path / "log"
     with (
-        running(training.store, log, *names, *options, *limits, is_warm=False) as server,
+        # A process that is forked with torch imported may find no CUDA.
+        running(training.store, log, *names, *options, *limits, is_warm=device != "cuda") as server,
         client_package.EmbedClient(server.http, timeout_s=WAIT_S_MAX) as client,
     ):
 
@@ -330,6 +335,8 @@ def test_two_aliases_of_a_version_are_served(
             found = None
             while found != seq:
                 assert time.monotonic() < ends_s, (name, found, seq)
+                if found is not None:
+                    time.sleep(0.03)  # the server polls each 0.1 s
                 result = client.embed(bags, model=name)
                 found = result.seq
                 assert found is not None
