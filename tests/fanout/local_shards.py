@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 
 from embedserve.call_trace import CallTrace
+from embedserve.engine.programs import Programs
 from embedserve.errors import EmbedServeError
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.part_messages import DTYPES
@@ -140,14 +141,17 @@ def routed(
     on_missing: MissingPolicy = FAIL_ALL,
     local: LocalTables = NO_ROWS,
     inline_bytes_max: int = 1 << 20,
+    programs: Programs | None = None,
 ) -> Iterator[RouterEngine]:
-    """Yields a router's engine, whose event loop runs in a thread."""
+    """Yields a router's engine, whose event loop runs in a thread. Its local part is compiled only
+    if its layout is not among ``programs``."""
     loop = shards.loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
         version = ModelStore(store, holds=local).load(model)
         parts = LocalParts(inline_bytes_max)
+        parts._programs = programs
         yield RouterEngine(
             version,
             cast(Shards, shards),

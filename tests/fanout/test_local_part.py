@@ -16,16 +16,17 @@ from fanout.local_shards import LocalShards, batch_of, routed
 from lookup_cases import check_lookup
 from pooled import collection
 from torchrec import PoolingType
+from torchscript import cache_definitions
 from unpooled import unpooled_collection
 from writable import writable
 
 from embedserve.engine.compile import SCRIPTED
+from embedserve.engine.programs import Programs
 from embedserve.errors import EngineError
 from embedserve.fanout.local_part import LocalParts
 from embedserve.fanout.router_engine import RouterEngine
 from embedserve.shard_client.reply import UNAVAILABLE, Reply
 from embedserve_store import ModelStore, StoreError, publish
-from embedserve_store.format.table_spec import DTYPES
 from embedserve_store.parts.part import LocalTables
 
 PARTS = 3
@@ -60,10 +61,22 @@ def publish_small(
     publish(source, store, model="m", hosts=PARTS, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.fixture(scope="module", autouse=True)
+def definitions_are_cached() -> None:
+    cache_definitions()
+
+
+@pytest.fixture(scope="module")
+def programs() -> Programs:
+    """Programs of the tests that are not about compiling, which takes a second for each layout."""
+    return Programs()
+
+
 @pytest.mark.parametrize("is_pooled", [True, False])
-def test_it_answers_as_whole_tables_do(tmp_path: Path, dtype: str, is_pooled: bool) -> None:
-    publish_small(tmp_path, is_pooled=is_pooled, dtype=dtype)
+def test_it_answers_as_whole_tables_do(tmp_path: Path, is_pooled: bool) -> None:
+    """Each table has a dtype of its own. Local tables of float32 are those of other tests."""
+    dtypes = {"movie": "float32", "genre": "int8", "user": "int4", "recent": "float16"}
+    publish_small(tmp_path, is_pooled=is_pooled, dtype=dtypes)
     shards = LocalShards(tmp_path, "m", PARTS)
     with routed(shards, tmp_path, "m", local=ANY) as engine:
         assert engine.local_tables == ("genre", "user", "recent")
@@ -87,9 +100,14 @@ def shards(published: Path) -> LocalShards:
 
 @pytest.fixture(params=[1 << 20, 0], ids=["inline", "in a thread"])
 def engine(
-    published: Path, shards: LocalShards, request: pytest.FixtureRequest
+    published: Path, shards: LocalShards, programs: Programs, request: pytest.FixtureRequest
 ) -> Iterator[RouterEngine]:
-    with routed(shards, published, "m", local=ANY, inline_bytes_max=request.param) as routing:
+    options: dict[str, Any] = {
+        "local": ANY,
+        "inline_bytes_max": request.param,
+        "programs": programs,
+    }
+    with routed(shards, published, "m", **options) as routing:
         yield routing
 
 
@@ -212,9 +230,12 @@ def test_a_damaged_local_table_is_found_before_it_serves(published: Path, tmp_pa
         pass
 
 
-def test_rows_that_change_later_are_found(published: Path, tmp_path: Path) -> None:
+def test_rows_that_change_later_are_found(
+    published: Path, tmp_path: Path, programs: Programs
+) -> None:
     store = writable(shutil.copytree(published, tmp_path / "store"))
-    with routed(LocalShards(store, "m", PARTS), store, "m", local=ANY) as engine:
+    shards = LocalShards(store, "m", PARTS)
+    with routed(shards, store, "m", local=ANY, programs=programs) as engine:
         engine.check()
         path = store / "m" / "1" / "tables.safetensors"
         path.write_bytes(path.read_bytes())
@@ -223,10 +244,10 @@ def test_rows_that_change_later_are_found(published: Path, tmp_path: Path) -> No
 
 
 def test_a_released_engine_is_freed_without_a_collection(
-    published: Path, shards: LocalShards
+    published: Path, shards: LocalShards, programs: Programs
 ) -> None:
     """What exists when a server is ready is never collected (gc.freeze)."""
-    with routed(shards, published, "m", local=ANY) as engine:
+    with routed(shards, published, "m", local=ANY, programs=programs) as engine:
         engine.warm_up()
         version = weakref.ref(engine._version)
         freed = weakref.ref(engine)
