@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from math import ceil
 from typing import Any
 
 from nats.aio.client import Client
@@ -64,7 +65,8 @@ class NatsChannel:
         self._url = url
         self._client = Client()
         self._client._ps = _BoundedParser(self._client)
-        self._is_ended = False
+        self._is_connecting = self._is_ended = False
+        self._limit: asyncio.Timeout | None = None
         self._received = asyncio.Event()  # a message, or the end
         self._error: Exception | None = None
         self._has_stream = False
@@ -80,23 +82,25 @@ class NatsChannel:
         elif self._url.user:
             options["token"] = self._url.user
         host = f"[{self._url.host}]" if ":" in self._url.host else self._url.host
+        self._is_connecting = True
         async with asyncio.timeout(CONNECT_S_MAX):
             await self._client.connect(
                 f"{self._url.scheme}://{host}:{self._url.port}",
                 allow_reconnect=False,
-                connect_timeout=int(CONNECT_S_MAX),
-                ping_interval=int(CONNECT_S_MAX),
+                connect_timeout=ceil(CONNECT_S_MAX),
+                ping_interval=ceil(CONNECT_S_MAX),
                 max_outstanding_pings=1,
                 error_cb=self._keep_error,
                 closed_cb=self._end,
                 disconnected_cb=self._end,
                 **options,
             )
+        self._is_connecting = False
 
     async def publish(self, topic: Topic, seq: int) -> None:
         self._check()
         stream = self._client.jetstream(timeout=CONNECT_S_MAX)
-        async with asyncio.timeout(CONNECT_S_MAX):
+        async with self._limited():
             if not self._has_stream:  # with subscribers, a publication without one fails silently
                 try:
                     await stream.stream_info(STREAM)
@@ -143,17 +147,36 @@ class NatsChannel:
 
     async def _flush(self) -> None:
         """Returns once the broker has responded."""
-        async with asyncio.timeout(CONNECT_S_MAX):
-            await self._client.flush(timeout=int(CONNECT_S_MAX))
+        async with self._limited():
+            await self._client.flush(timeout=ceil(CONNECT_S_MAX))
         self._check()
+
+    @asynccontextmanager
+    async def _limited(self) -> AsyncIterator[None]:
+        """Bounds the time of a request. It ends with the connection, which nats-py would not
+        notice while it waits for a response."""
+        try:
+            async with asyncio.timeout(CONNECT_S_MAX) as self._limit:
+                yield
+        except TimeoutError:
+            self._check()
+            raise
+        finally:
+            self._limit = None
 
     def _check(self) -> None:
         if self._is_ended or self._error is not None:
             raise self._error or ConnectionError("the broker has closed the connection")
 
     async def _keep_error(self, error: Exception) -> None:
+        """Keeps what has failed. nats-py, which would try a connection again until its time is up,
+        raises it."""
         self._error = error
+        if self._is_connecting:
+            raise error
 
     async def _end(self) -> None:
         self._is_ended = True
         self._received.set()
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
