@@ -243,6 +243,7 @@ def test_what_waits_is_bounded_and_what_is_left_out_is_named(
 ) -> None:
     monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
     monkeypatch.setattr(otlp, "SEND_S_MAX", WAIT_S_MAX)
+    monkeypatch.setattr(otlp, "STOP_S_MAX", 0.2)
     collector.may_answer.clear()
     traces = OtlpTraces(collector.url, 0)
     traces.start()
