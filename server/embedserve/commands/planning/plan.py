@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embedserve.commands.installation import check_engine
 from embedserve.commands.planning.access_stats import measured_of
 from embedserve.commands.planning.plan_from_metrics import RequestedReads, propose, show_balance
 from embedserve.commands.planning.pod_patch import PodOptions, PodRows, pod_patch
@@ -171,6 +172,7 @@ def _planned(
     ``sharding`` the others have publishing's defaults."""
     if options.constraints:
         constraints = read_constraints(options.constraints)
+    check_engine()  # before seconds of imports
     with console.status("importing the planner …"):
         from embedserve_store.plans.planner import draft_plan
         from embedserve_store.plans.planner_request import default_sharding
