@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import typer
 from documents import ROOT
+from server.commands.light_python import light_python
 from server.python import run_python
 
 from embedserve import __main__, __version__
@@ -33,9 +35,23 @@ def _tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(before: str, *command: str) -> subprocess.CompletedProcess[str]:
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def code_of(before: str, *command: str) -> str:
+    return f"import sys\nsys.argv = {['embedserve', *command]}\n{before}\n{MAIN}"
+
+
+def run_cold(before: str, *command: str) -> subprocess.CompletedProcess[str]:
     """Runs the command in a process that first executes ``before``."""
-    return run_python("-c", f"import sys\nsys.argv = {['embedserve', *command]}\n{before}\n{MAIN}")
+    return run_python("-c", code_of(before, *command))
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """The same with the command line imported."""
+    with light_python() as light:
+        yield lambda before, *command: light.run(code_of(before, *command))
 
 
 def only_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -46,16 +62,14 @@ def only_line(done: subprocess.CompletedProcess[str]) -> str:
 
 @commands
 @pytest.mark.parametrize("package", ["torch", "fbgemm_gpu", "torchrec"])
-def test_a_missing_package_of_the_engine(package: str, command: list[str]) -> None:
+def test_a_missing_package_of_the_engine(run: Run, package: str, command: list[str]) -> None:
     """`pip install 'embedserve[cpu]'` leaves torchrec out, whose wheel requires CUDA's FBGEMM."""
     line = only_line(run(f"sys.modules[{package!r}] = None", *command))
     assert line == f"embedserve: {package} is not installed: {INSTALL}"
 
 
 @commands
-def test_fbgemm_and_torch_of_two_releases(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fbgemm_and_torch_of_two_releases(run: Run, command: list[str], tmp_path: Path) -> None:
     _add_distribution(tmp_path, "fbgemm_gpu_cpu", "1.7.0")
     line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *command))
     assert line.startswith(
@@ -64,7 +78,7 @@ def test_fbgemm_and_torch_of_two_releases(
     assert line.endswith(INSTALL)
 
 
-def test_both_builds_of_fbgemm(tmp_path: Path) -> None:
+def test_both_builds_of_fbgemm(run: Run, tmp_path: Path) -> None:
     _add_distribution(tmp_path, "fbgemm_gpu_cpu", "1.8.0")
     _add_distribution(tmp_path, "fbgemm_gpu", "1.8.0")
     line = only_line(run(f"sys.path.insert(0, {str(tmp_path)!r})", *SERVE))
@@ -109,7 +123,7 @@ def test_packages_that_do_not_import(
     ],
 )
 def test_a_worker_whose_packages_do_not_import(
-    fault: str, said: str, store: Path, tmp_path: Path
+    run: Run, fault: str, said: str, store: Path, tmp_path: Path
 ) -> None:
     """Workers import torch, and their supervisor does not."""
     (tmp_path / "torch.py").write_text(f"raise {fault}")
@@ -127,7 +141,7 @@ def test_a_fault_of_our_own_keeps_its_traceback() -> None:
 
 @pytest.mark.parametrize("version", [(3, 10, 14), (3, 14, 0)])
 def test_a_python_that_is_not_supported(version: tuple[int, ...]) -> None:
-    line = only_line(run(f"sys.version_info = {version}", *SERVE))
+    line = only_line(run_cold(f"sys.version_info = {version}", *SERVE))
     assert line.startswith(
         f"embedserve: this is Python 3.{version[1]}, and embedserve runs on 3.11"
     )
@@ -139,7 +153,7 @@ def test_an_old_python_reads_what_tells_it() -> None:
 
 
 def test_an_installation_without_its_dependencies() -> None:
-    line = only_line(run("sys.modules['typer'] = None", *SERVE))
+    line = only_line(run_cold("sys.modules['typer'] = None", *SERVE))
     assert line == "embedserve: typer is not installed: pip install embedserve"
 
 
@@ -163,7 +177,7 @@ def test_which_releases_load_together(fbgemm: str, torch: str, is_right: bool) -
             check_releases(versions)
 
 
-def test_the_version_shows_those_of_the_engine() -> None:
+def test_the_version_shows_those_of_the_engine(run: Run) -> None:
     lines = run("", "--version").stdout.splitlines()
     assert lines[0] == f"embedserve {__version__}"
     shown = dict(line.split() for line in lines[1:])
@@ -171,7 +185,7 @@ def test_the_version_shows_those_of_the_engine() -> None:
     assert {"Python", "torch", "torchrec"} <= shown.keys()
 
 
-def test_the_version_imports_no_torch() -> None:
+def test_the_version_imports_no_torch(run: Run) -> None:
     code = "import atexit\natexit.register(lambda: print('torch' in sys.modules))"
     assert run(code, "--version").stdout.splitlines()[-1] == "False"
 
