@@ -125,6 +125,7 @@ def manifests_of(text: str) -> list[dict[str, Any]]:
     return list(yaml.load_all(text, yaml.CSafeLoader))
 
 
+@cache
 def render(name: str) -> Rendered:
     return Rendered(name, manifests_of(kustomize(KUBERNETES / name)))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from certificates import Authority
 from forkserver import WarmPopen
-from running_servers import WIDE, command, free_port, run_command, run_warm_command
+from running_servers import WIDE, command, free_port, run_warm_command
 
 from .conftest import Rendered
 
@@ -42,13 +42,11 @@ class Served:
     ports: dict[str, int]
     secrets: Path
 
-    def passes(self, probe: dict[str, Any], *, is_warm: bool = False) -> bool:
-        """Runs a probe as kubelet does: without a certificate, and verifying none. A warm command
-        leaves the CPU time to a server that starts."""
+    def passes(self, probe: dict[str, Any]) -> bool:
+        """Runs a probe as kubelet does: without a certificate, and verifying none."""
         if "exec" in probe:
             _, *arguments = probe["exec"]["command"]
-            run = run_warm_command if is_warm else run_command
-            return run(*arguments, environment=self.variables).returncode == 0
+            return run_warm_command(*arguments, environment=self.variables).returncode == 0
         asked = probe["httpGet"]
         context = ssl._create_unverified_context() if asked.get("scheme") == "HTTPS" else None
         try:
@@ -99,8 +97,8 @@ def write_secrets(folder: Path, hosts: Sequence[str] = ()) -> None:
         (folder / secret / "tls.crt").write_bytes(pair.certificate)
         (folder / secret / "tls.key").write_bytes(pair.key)
         (folder / secret / "ca.crt").write_bytes(authority.root)
-    prometheus = run_command("token", "prometheus", "--roles", "admin")
-    router = run_command("token", "router")
+    prometheus = run_warm_command("token", "prometheus", "--roles", "admin")
+    router = run_warm_command("token", "router")
     for secret, key, text in (
         ("embedserve-tokens", "tokens", prometheus.stdout + router.stdout),
         ("embedserve-prometheus-token", "token", prometheus.stderr.strip()),
@@ -150,7 +148,7 @@ def running_as(
     served = Served(rendered, variables, ports, folder)
     try:
         end = time.monotonic() + READY_S_MAX
-        while not served.passes(rendered.container["readinessProbe"], is_warm=True):
+        while not served.passes(rendered.container["readinessProbe"]):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.1)
