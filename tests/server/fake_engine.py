@@ -153,11 +153,10 @@ class FakeEngine:
         return totals
 
     def _pool(self, table: TableSpec, rows: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        total = np.zeros(table.embedding_dim, np.float32)
-        for i, row in enumerate(rows):
-            total += self.tables[table.name][row] * (
-                np.float32(1) if weights is None else weights[i]
-            )
+        taken = self.tables[table.name][rows]
+        if weights is not None:
+            taken = taken * weights[:, np.newaxis]
+        total: np.ndarray = taken.sum(0, initial=np.float32(0))
         return total / np.float32(max(len(rows), 1)) if table.pooling == "mean" else total
 
     def expected(self, bags: Bags, weights: Weights | None = None) -> np.ndarray:

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from documents import ROOT
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from server.fake_engine import Bags, FakeEngine, Weights, make_request, model_info
 from server.fake_models import ruled_info, unpooled_info
@@ -50,6 +50,7 @@ def rows(result: LookupResult) -> np.ndarray:
 
 
 @pytest.mark.parametrize("engine", [ENGINE, RULED, UNPOOLED], ids=lambda e: e.model.name)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataObject) -> None:
     all_bags = data.draw(st.lists(bags_of(engine.model), min_size=1, max_size=6))
@@ -71,6 +72,7 @@ def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataOb
             assert result.lengths.tolist() == engine.expected_lengths(bags)
 
 
+@settings(max_examples=50)
 @given(data=st.data())
 def test_joining_leaves_the_requests_as_they_were(data: st.DataObject) -> None:
     """A request whose neighbour is refused is joined again."""
