@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import kubernetes_validate.utils
 import pytest
 import yaml
 from typer.main import get_command
@@ -35,6 +36,8 @@ COMPONENTS = (
 PAIRS = tuple(combinations(COMPONENTS, 2))
 COMBINATIONS = ((), *((name,) for name in COMPONENTS), *PAIRS, COMPONENTS)
 COMMAND = get_command(app)
+# For each manifest it would read its schemas again.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Rendered:
         served: list[ServeSettings] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("embedserve.processes.serve.serve", served.append)
+            # It reads the metadata of all that is installed.
+            patch.setattr("embedserve.commands.server_commands.check_engine", lambda: None)
             for name, value in self.variables.items():
                 patch.setenv(name, value)
             COMMAND.main(self.container["args"], standalone_mode=False)

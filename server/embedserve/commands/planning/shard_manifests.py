@@ -8,7 +8,9 @@ what all shards share.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -157,9 +159,15 @@ def _stateful_set(part: Part, rows: PodRows, options: PodOptions, figures: Figur
     }
 
 
-def _pod(part: Part, rows: PodRows, options: PodOptions, figures: Figures) -> Manifest:
+@cache
+def _base_pod() -> Manifest:
     base = yaml.safe_load(files(PACKAGE).joinpath("base_deployment.yaml").read_text("utf-8"))
     pod: Manifest = base["spec"]["template"]["spec"]
+    return pod
+
+
+def _pod(part: Part, rows: PodRows, options: PodOptions, figures: Figures) -> Manifest:
+    pod = deepcopy(_base_pod())
     del pod["topologySpreadConstraints"]  # the affinity takes their place
     (container,) = pod["containers"]
     container["image"] += f":{__version__}-cpu"
