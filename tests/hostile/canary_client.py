@@ -1,8 +1,8 @@
-"""A well-behaved client beside the hostile ones, and what the server's process holds meanwhile.
+"""A well-behaved canary client beside the hostile ones, and the memory of the server's process.
 
-A process of its own, which no attacker takes the interpreter from, asks for health over HTTP/1.1,
-then embeds over gRPC, over and over, each on a connection that stays open; seldom while no test
-runs, so that other tests have the cores.
+The canary client is a process of its own, so that no attacker takes its interpreter. It requests
+health over HTTP/1.1 and then embeds over gRPC, over and over, each on a connection that stays open.
+While no test runs it pauses for REST_S between rounds, so that other tests have the cores.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from embedserve_proto import embedding_pb2 as pb
 
 PAUSE_S = 0.005
 REST_S = 20.0
-"""Between two rounds while no test runs: the server ends connections that are idle for 75 s."""
+"""Pause between two rounds while no test runs: the server closes connections that are idle for
+75 s."""
 ROUND_S_MAX = 150.0
 REFRESH_STREAMS = 1000
 BEGIN, SEEN = "begin", "seen"
 
 
 def anonymous_kib(pid: int) -> int:
-    """Private memory of a process: the tables' pages, which are a file's, do not count."""
+    """Returns the private memory of a process in KiB, without the tables' file-backed pages."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1])
@@ -51,10 +52,11 @@ def open_sockets(pid: int) -> int:
 
 
 def uncrowded_s(pid: int) -> float:
-    """A clock that stands still while the process's event loop, or this process, waits for a core
-    that something else has. What keeps the event loop from its callers does not stop it.
+    """Reads a clock that stops while the process's event loop, or this process, waits for a core
+    that another process has. The clock runs on while something else keeps the event loop busy.
 
-    From proc(5), schedstat: nanoseconds that a thread, here the first, spent on a run queue.
+    The waiting time comes from proc(5), schedstat: nanoseconds that a thread, here the first, spent
+    on a run queue.
     """
     waited_ns = 0
     for who in (str(pid), "self"):
@@ -63,7 +65,7 @@ def uncrowded_s(pid: int) -> float:
 
 
 def embed_request(ids: Sequence[int] | np.ndarray) -> bytes:
-    """One example for each of ``ids``."""
+    """Returns a request with one example for each of ``ids``."""
     request = pb.EmbedRequest(
         keys=["user"],
         ids_bytes=np.array(ids, "<i8").tobytes(),
@@ -74,11 +76,11 @@ def embed_request(ids: Sequence[int] | np.ndarray) -> bytes:
 
 @dataclass
 class Seen:
-    """What the neighbour met since `Neighbour.begin`.
+    """Measurements of the canary client since `Neighbour.begin`.
 
     Attributes:
-        sockets: that the server had open at the end of the first round, the neighbour's two among
-            them.
+        sockets: sockets that the server had open at the end of the first round, including the
+            canary client's two.
     """
 
     rounds: int = 0
@@ -94,12 +96,16 @@ class Seen:
 
 
 class Neighbour:
-    """Runs as a context; a failure is kept and told, and ends nothing."""
+    """Runs the canary client as a context manager. A failure is recorded, and the client runs
+    on.
+    """
 
     def __init__(
         self, http_port: int, grpc_port: int, pid: int, rows: np.ndarray, root: str = ""
     ) -> None:
-        """``root``: the file of whose certificates it trusts, over TLS."""
+        """Creates the client; ``root`` is the file of the root certificate that it trusts, over
+        TLS.
+        """
         context = multiprocessing.get_context("spawn")
         self._channel, self._theirs = context.Pipe()
         arguments = (http_port, grpc_port, pid, rows, root, self._theirs)
@@ -115,11 +121,11 @@ class Neighbour:
         self._process.join(ROUND_S_MAX)
 
     def begin(self) -> Seen:
-        """Forgets what was seen; returns what a round of it showed."""
+        """Discards the previous measurements; returns those of one new round."""
         return self._ask(BEGIN)
 
     def seen(self) -> Seen:
-        """What was seen since, a whole round that begins now included."""
+        """Returns the measurements since `begin`, including a whole round that starts now."""
         return self._ask(SEEN)
 
     def _ask(self, what: str) -> Seen:
@@ -138,7 +144,7 @@ def _run(
     root: str,
     channel: Connection[Seen, str],
 ) -> None:
-    """Until the channel ends. What is asked is answered after a round that began later."""
+    """Runs rounds until the channel closes. Replies to a request after a round that began later."""
     seen, asked, pause_s = Seen(), "", REST_S
     tls = ssl.create_default_context(cafile=root) if root else None
     for health_s, embed_s, failure in _rounds(http_port, grpc_port, pid, rows, tls):
@@ -150,7 +156,7 @@ def _run(
             seen.failures.append(f"{monotonic():.3f}: {failure}")
         if asked:
             if asked == BEGIN:
-                # Here and now both connections are open; they are opened anew after other rounds.
+                # Both connections are open at this point; they are reopened after other rounds.
                 seen.sockets = open_sockets(pid)
             channel.send(seen)
             pause_s = PAUSE_S if asked == BEGIN else REST_S
@@ -165,13 +171,13 @@ def _run(
 
 
 Round = tuple[float, float, str]
-"""uncrowded_s until health was answered, and until an embed was; what was wrong, or ""."""
+"""``uncrowded_s`` until the health response and until the embed response, and the error or ""."""
 
 
 def _rounds(
     http_port: int, grpc_port: int, pid: int, rows: np.ndarray, tls: ssl.SSLContext | None
 ) -> Iterator[Round]:
-    """One after the other."""
+    """Yields the results of one round after the other."""
     number = 0
     while True:
         if tls is None:
@@ -214,7 +220,7 @@ def _round(
 
 
 def embedded(peer: Peer, stream: int) -> np.ndarray:
-    """The values that a call is answered with, one row for each example."""
+    """Returns the values in the response to a call, one row for each example."""
     answer = peer.answer(stream)
     assert answer.reset_code is None
     assert answer.grpc_status == 0, answer.grpc_message

@@ -1,7 +1,7 @@
-"""One real server for all of these tests, a neighbour that must not suffer, and peers that are cut.
+"""Fixtures of the hostile tests: one real server, a canary client, and peers that are closed.
 
-Every test runs inside `unharmed`: whatever it does to the server, the neighbour is answered right
-and soon, and the server keeps neither the memory nor the sockets.
+Every test runs inside `unharmed`. Whatever a test does to the server, the canary client gets
+correct responses soon, and the server keeps neither the memory nor the sockets.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ SCRIPT = Path(__file__).with_name("target_server.py")
 STOP_S_MAX = 60
 TEST_S_MAX = 300
 SLOWEST_S_MAX = 2.0
-"""Of the neighbour's answers, without what it and the server waited for a core: a bound."""
+"""Bound on the canary client's response times in seconds, without the time that it and the server
+waited for a core."""
 GROWTH_KIB_MAX = 24 << 10
-"""Unless a test says otherwise by @pytest.mark.growth(kib)."""
+"""Default bound on the growth of the server's memory; a test sets another by
+@pytest.mark.growth(kib)."""
 FORGET_S_MAX = 60.0
 
 
 @dataclass(frozen=True)
 class Victim:
-    """The server's ports and process.
+    """Ports and process of the server under attack.
 
     Attributes:
-        root: over TLS, the file of who signed its certificate.
+        root: over TLS, the file of the root certificate that signed the server's.
     """
 
     http_port: int
@@ -53,13 +55,15 @@ class Victim:
 
 @pytest.fixture(scope="session")
 def rows() -> np.ndarray:
-    """What the table holds."""
+    """Returns the rows of the table."""
     return table()
 
 
 def on_another_core() -> list[str]:
-    """What begins the server's command where these tests have one core alone (make hostile): it
-    shares its own with nobody, as it would with strangers on other hosts."""
+    """Returns the prefix of the server's command that pins it to another core, where these tests
+    have only one core (make hostile). The server then shares its core with no test, as if the
+    clients were on other hosts.
+    """
     ours = os.sched_getaffinity(0)
     others = set(range(os.cpu_count() or 1)) - ours
     return ["taskset", "-c", str(min(others))] if len(ours) == 1 and others else []
@@ -67,7 +71,7 @@ def on_another_core() -> list[str]:
 
 @contextmanager
 def running_victim(log: Path, *arguments: str) -> Iterator[Victim]:
-    """Stopped by SIGTERM at the end, which it must still obey."""
+    """Runs a server; stops it by SIGTERM at the end, which it must still obey."""
     command = [*on_another_core(), sys.executable, str(SCRIPT), *arguments]
     with log.open("wb") as errors:
         process = subprocess.Popen(
@@ -88,8 +92,9 @@ def running_victim(log: Path, *arguments: str) -> Iterator[Victim]:
 def victim_and_neighbour(
     *limits: str, has_tls: bool = False
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Fixtures of those names: a server with such limits, which a module that assigns them has for
-    itself, and its neighbour."""
+    """Returns the fixtures ``victim`` and ``neighbour``: a server with these limits and its canary
+    client. A module that assigns both has a server of its own.
+    """
 
     @pytest.fixture(scope="session")
     def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
@@ -121,10 +126,10 @@ def time_limit() -> Iterator[None]:
 
 
 class Bounds:
-    """What a test may do to the server, and its connections.
+    """Bounds on what a test may do to the server, and the connections of the test.
 
     Attributes:
-        peers: to close before the server is looked at.
+        peers: connections to close before the server is checked.
     """
 
     def __init__(self, victim: Victim, neighbour: Neighbour, growth_kib_max: int) -> None:
@@ -137,7 +142,7 @@ class Bounds:
         self._log_bytes = victim.log.stat().st_size
 
     def check(self) -> dict[str, float]:
-        """What was measured, if all of it is within the bounds."""
+        """Checks that the measurements are within the bounds, and returns them."""
         seen = self._neighbour.seen()
         growth_kib = seen.anonymous_kib_max - self._before_kib
         assert seen.failures == []
@@ -164,7 +169,7 @@ class Bounds:
 def unharmed(
     request: pytest.FixtureRequest, victim: Victim, neighbour: Neighbour
 ) -> Iterator[Bounds]:
-    """The bounds of every test: pytest_runtest_call checks them."""
+    """Provides the bounds of every test; pytest_runtest_call checks them."""
     marker = request.node.get_closest_marker("growth")
     bounds = Bounds(victim, neighbour, marker.args[0] if marker else GROWTH_KIB_MAX)
     yield bounds
@@ -173,7 +178,7 @@ def unharmed(
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
-    """A test that leaves the server harmed has failed."""
+    """Fails a test that leaves the server harmed."""
     result = yield
     bounds = item.funcargs.get("unharmed")
     if isinstance(bounds, Bounds):
@@ -182,7 +187,7 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """With -v: what each of these tests cost others, the slowest first."""
+    """Prints, with -v, what each test cost other clients, the slowest first."""
     if terminalreporter.verbosity < 1:
         return
     passed = [one for one in terminalreporter.getreports("passed") if one.when == "call"]
@@ -227,11 +232,11 @@ def peers_of(port: int, bounds: Bounds) -> MakePeer:
 
 @pytest.fixture
 def rest_peer(victim: Victim, unharmed: Bounds) -> MakePeer:
-    """To the HTTP port."""
+    """Returns a function that connects to the HTTP port."""
     return peers_of(victim.http_port, unharmed)
 
 
 @pytest.fixture
 def grpc_peer(victim: Victim, unharmed: Bounds) -> MakePeer:
-    """To the gRPC port."""
+    """Returns a function that connects to the gRPC port."""
     return peers_of(victim.grpc_port, unharmed)

@@ -1,7 +1,7 @@
-"""The bytes of HTTP/2 frames, right and wrong ones; RFC 9113 and RFC 7541.
+"""Builders of the bytes of HTTP/2 frames, valid and invalid; RFC 9113 and RFC 7541.
 
-Nothing here keeps state or checks what it is given: header blocks are literals that no dynamic
-table is needed for.
+The functions keep no state and check no argument. Header blocks are literals, which need no dynamic
+table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Header = tuple[bytes, bytes]
 
 
 class Frame(NamedTuple):
-    """A frame that was read."""
+    """A frame that was received."""
 
     type: int
     flags: int
@@ -52,7 +52,7 @@ def frame(type_: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def take_frames(buffer: bytearray) -> list[Frame]:
-    """The whole frames at the start of ``buffer``, which they leave."""
+    """Removes the whole frames at the start of ``buffer``, and returns them."""
     frames, start = [], 0
     while len(buffer) - start >= 9:
         high, low, type_, flags, stream = struct.unpack_from(">BHBBL", buffer, start)
@@ -90,7 +90,7 @@ def ping(number: int = 0) -> bytes:
 
 
 def data(stream: int, payload: bytes = b"", end: bool = True) -> bytes:
-    """DATA frames of ``payload``, none larger than a peer has to take."""
+    """Returns DATA frames of ``payload``, none larger than a peer must accept."""
     chunks = [
         payload[i : i + FRAME_BYTES_MAX] for i in range(0, len(payload), FRAME_BYTES_MAX)
     ] or [b""]
@@ -102,7 +102,7 @@ def data(stream: int, payload: bytes = b"", end: bool = True) -> bytes:
 
 
 def headers(stream: int, block: bytes, end: bool = True) -> bytes:
-    """HEADERS, with CONTINUATION where ``block`` needs it."""
+    """Returns a HEADERS frame, with CONTINUATION frames if ``block`` needs them."""
     first, rest = block[:FRAME_BYTES_MAX], block[FRAME_BYTES_MAX:]
     ends_stream = END_STREAM if end else 0
     if not rest:
@@ -115,7 +115,7 @@ def headers(stream: int, block: bytes, end: bool = True) -> bytes:
 
 
 def integer(value: int, prefix_bits: int, first: int = 0) -> bytes:
-    """HPACK's integer of ``value``, ``first`` holding the bits before the prefix."""
+    """Encodes ``value`` as an HPACK integer; ``first`` holds the bits before the prefix."""
     most = (1 << prefix_bits) - 1
     if value < most:
         return bytes([first | value])
@@ -133,7 +133,7 @@ def string(value: bytes) -> bytes:
 
 
 def literal(name: bytes, value: bytes, first: int = 0x00) -> bytes:
-    """A field with a literal name; ``first`` 0x40 puts it into the dynamic table."""
+    """Encodes a field with a literal name; ``first`` 0x40 adds it to the dynamic table."""
     return bytes([first]) + string(name) + string(value)
 
 
@@ -142,7 +142,7 @@ def block(fields: Iterable[Header]) -> bytes:
 
 
 def head(method: bytes, path: bytes, *more: Header) -> bytes:
-    """The header block of a request."""
+    """Returns the header block of a request."""
     pseudo = [(b":method", method), (b":scheme", b"http"), (b":path", path)]
     return block([*pseudo, (b":authority", b"test"), *more])
 
@@ -155,17 +155,17 @@ GRPC = ((b"content-type", b"application/grpc"), (b"te", b"trailers"))
 
 
 def grpc_head(method: bytes, *more: Header) -> bytes:
-    """The header block of a call; ``method`` is such as b"Embed", or a whole path."""
+    """Returns the header block of a call; ``method`` is a name like b"Embed", or a whole path."""
     path = method if method[:1] == b"/" else b"/embedserve.v1.EmbeddingService/" + method
     return head(b"POST", path, *GRPC, *more)
 
 
 def message(payload: bytes, is_compressed: bool = False) -> bytes:
-    """gRPC's prefix and ``payload``."""
+    """Returns ``payload`` with gRPC's length prefix."""
     return struct.pack(">?L", is_compressed, len(payload)) + payload
 
 
 def call(stream: int, payload: bytes, method: bytes = b"Embed", *more: Header) -> bytes:
-    """A whole unary call."""
+    """Returns the frames of a whole unary call."""
     opened = headers(stream, grpc_head(method, *more), end=False)
     return opened + data(stream, message(payload))

@@ -1,7 +1,7 @@
-"""libnghttp2 as a server session: bytes of a client in, what it makes of them out.
+"""A server session of libnghttp2, which records how the library reads a client's bytes.
 
-Debian's libnghttp2-14 through ctypes. It answers nothing by itself but what HTTP/2 obliges it to,
-and, if asked to, each whole request with a 204.
+Calls Debian's libnghttp2-14 through ctypes. The session sends only the responses that HTTP/2
+requires, and, if requested, a 204 for each whole request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NV_FLAG_NONE = 0
 
 
 class FrameHead(ctypes.Structure):
-    """nghttp2_frame_hd, with which every nghttp2_frame begins."""
+    """nghttp2_frame_hd, the first member of every nghttp2_frame."""
 
     _fields_ = (
         ("length", c_size_t),
@@ -42,13 +42,13 @@ class FrameHead(ctypes.Structure):
 
 
 class Setting(ctypes.Structure):
-    """nghttp2_settings_entry."""
+    """Struct nghttp2_settings_entry."""
 
     _fields_ = (("settings_id", c_int32), ("value", c_uint32))
 
 
 class NameValue(ctypes.Structure):
-    """nghttp2_nv."""
+    """Struct nghttp2_nv."""
 
     _fields_ = (
         ("name", c_char_p),
@@ -68,7 +68,7 @@ OnChunk = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint8, c_int32, c_void_p, c_size_t
 
 
 def load() -> ctypes.CDLL | None:
-    """None where the library is not installed."""
+    """Loads the library; returns None where it is not installed."""
     try:
         library = ctypes.CDLL("libnghttp2.so.14")
     except OSError:
@@ -86,10 +86,10 @@ def load() -> ctypes.CDLL | None:
 
 
 class Nghttp2:
-    """One connection; `receive` until it is over, then `close`.
+    """One connection: call `receive` until it is over, then `close`.
 
     Attributes:
-        trace: what became of the client's bytes.
+        trace: how the library read the client's bytes, and what it sent.
     """
 
     def __init__(self, library: ctypes.CDLL, settings: Settings, answers: bool) -> None:
@@ -104,7 +104,7 @@ class Nghttp2:
         self._open(settings)
 
     def receive(self, data: bytes) -> None:
-        """The next bytes of the client."""
+        """Passes the client's next bytes to the library."""
         if self._has_failed:
             return
         taken = self._library.nghttp2_session_mem_recv(self._session, data, len(data))
@@ -165,7 +165,9 @@ class Nghttp2:
         return 0
 
     def _on_invalid_header(self, *_: Any) -> int:
-        """By itself the library leaves the field out; RFC 9113 has the request be malformed."""
+        """Rejects the request: RFC 9113 calls it malformed, but the library by default drops the
+        field.
+        """
         return TEMPORAL_CALLBACK_FAILURE
 
     def _on_chunk(
@@ -175,7 +177,7 @@ class Nghttp2:
         return 0
 
     def _on_frame(self, _session: int, head: Any, _user: int) -> int:
-        """A whole frame which the library found right."""
+        """Records a whole frame that the library found valid."""
         stream, kind = head.contents.stream_id, head.contents.type
         ends = bool(head.contents.flags & f.END_STREAM)
         if kind == f.HEADERS:

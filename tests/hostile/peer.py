@@ -1,7 +1,8 @@
-"""One HTTP/2 connection of a client that obeys nothing: it sends bytes and keeps what comes back.
+"""One HTTP/2 connection of a client that obeys no rule: it sends bytes and stores what it receives.
 
-Blocking, with a limit on every wait. It acknowledges the server's first SETTINGS unless told not
-to, and does nothing else by itself: no window is given, no PING is answered.
+The client is blocking, with a limit on every wait. It acknowledges the server's first SETTINGS
+unless ``acknowledges`` is False. It does nothing else by itself: it opens no window and answers no
+PING.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from hostile.frames import Frame
 from hpack import Decoder
 
 WAIT_S_MAX = 25.0
-"""For whatever a server does at once; it may share two cores with other work. After 30 s
-(UNREAD_S_MAX, UPLOAD_S_MAX) it ends the streams that a test looks past."""
+"""Seconds to wait for whatever a server does immediately; it may share two cores with other work.
+After 30 s (UNREAD_S_MAX, UPLOAD_S_MAX) the server ends the streams that a test does not read."""
 READ_BYTES = 1 << 18
 WIDE = f.settings((f.INITIAL_WINDOW_SIZE, f.WINDOW_MAX))
-"""Answers of any size come without asking."""
+"""SETTINGS with the largest initial window, so that responses of any size need no WINDOW_UPDATE."""
 WIDER = f.window_update(0, f.WINDOW_MAX - 65_535)
 GREETING = f.PREFACE + WIDE + WIDER
 
 
 @dataclass
 class Answer:
-    """What came on one stream."""
+    """The response on one stream."""
 
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
@@ -44,7 +45,7 @@ class Answer:
 
     @property
     def grpc_status(self) -> int:
-        """gRPC's code, from the trailers or from headers that are all of the answer."""
+        """gRPC's code, from the trailers or from the headers of a trailers-only response."""
         return int((self.trailers or self.headers)["grpc-status"])
 
     @property
@@ -53,13 +54,13 @@ class Answer:
 
 
 class Peer:
-    """A connection, the answers of its streams, and how it ended.
+    """A connection, the responses on its streams, and how it ended.
 
     Attributes:
-        answers: by stream, of all that came so far.
-        goaway_code: of the last GOAWAY; None before.
-        is_closed: the server has closed the connection.
-        others: the other frames: SETTINGS, PING, WINDOW_UPDATE.
+        answers: responses received so far, by stream.
+        goaway_code: code of the last GOAWAY; None before.
+        is_closed: whether the server has closed the connection.
+        others: other frames: SETTINGS, PING, WINDOW_UPDATE.
     """
 
     def __init__(
@@ -96,12 +97,13 @@ class Peer:
             raise
 
     def of_type(self, type_: int) -> list[Frame]:
-        """Those of the other frames."""
+        """Returns the frames of this type among `others`."""
         return [one for one in self.others if one.type == type_]
 
     def send(self, sent: bytes, reads: bool = True, wait_s: float = WAIT_S_MAX) -> int:
-        """Sends until all is sent, the server has closed, or ``wait_s`` went by without a byte
-        taken; says how many bytes went out. What comes is read meanwhile if it ``reads``."""
+        """Sends until all bytes are sent, the server has closed, or it takes no byte for
+        ``wait_s``. Returns how many bytes it sent. If it ``reads``, it receives frames meanwhile.
+        """
         rest, end = memoryview(sent), monotonic() + wait_s
         while rest and not self.is_closed:
             wanted = [self.sock] if reads else []
@@ -124,21 +126,21 @@ class Peer:
         return len(sent) - len(rest)
 
     def read_for(self, seconds: float) -> None:
-        """All that comes within ``seconds``."""
+        """Receives everything that arrives within ``seconds``."""
         end = monotonic() + seconds
         while not self.is_closed and (left := end - monotonic()) > 0:
             if select.select([self.sock], [], [], left)[0]:
                 self._read()
 
     def read_some(self) -> bool:
-        """Waits for more to come; False when nothing does."""
+        """Waits for more bytes; returns False if none arrive."""
         readable = select.select([self.sock], [], [], WAIT_S_MAX)[0]
         if readable:
             self._read()
         return bool(readable) and not self.is_closed
 
     def read_until(self, is_done: Callable[[], object], what: str) -> None:
-        """All that comes until ``is_done``, or until the server has closed."""
+        """Receives frames until ``is_done``, or until the server has closed."""
         end = monotonic() + WAIT_S_MAX
         while not (is_done() or self.is_closed):
             if not select.select([self.sock], [], [], max(end - monotonic(), 0))[0]:
@@ -151,7 +153,7 @@ class Peer:
             raise AssertionError(f"no {what}: closed, GOAWAY {self.goaway_code}")
 
     def answer(self, stream: int) -> Answer:
-        """The answer of ``stream``, once it is whole or reset."""
+        """Returns the response on ``stream``, once it is complete or reset."""
         found = self.answers.setdefault(stream, Answer())
         self._wait_for(
             lambda: found.is_whole or found.reset_code is not None, f"answer on stream {stream}"
@@ -159,20 +161,20 @@ class Peer:
         return found
 
     def body_of(self, stream: int, nbytes: int) -> bytes:
-        """What came of a body, once that is ``nbytes`` or more."""
+        """Returns the body received so far, once it has ``nbytes`` or more."""
         found = self.answers.setdefault(stream, Answer())
         self._wait_for(lambda: len(found.body) >= nbytes, f"{nbytes} bytes on stream {stream}")
         return found.body
 
     def pong(self, number: int = 7) -> None:
-        """A PING there and back: what was sent before it has been read."""
+        """Waits for the ACK of a PING: by then the server has read all bytes sent before it."""
         self.send(f.ping(number))
         ack = Frame(f.PING, f.ACK, 0, struct.pack(">Q", number))
         self._wait_for(lambda: ack in self.others, "PING's ACK")
         self.others.remove(ack)
 
     def ending(self) -> int | None:
-        """The code of the GOAWAY, once the server has closed; None if there was none."""
+        """Returns the code of the GOAWAY, once the server has closed; None if there was none."""
         self.read_until(lambda: False, "end of the connection")
         return self.goaway_code
 
@@ -211,7 +213,8 @@ class Peer:
         elif one.type == f.RST_STREAM:
             answer = self.answers.setdefault(one.stream, Answer())
             (code,) = struct.unpack(">L", one.payload)
-            # RFC 9113, 8.1: an early answer may be followed by a reset that says no more is read.
+            # RFC 9113, 8.1: after an early response a server may send a reset with NO_ERROR, to say
+            # that it reads no more of the request.
             if not (answer.is_whole and code == f.NO_ERROR):
                 answer.reset_code = code
         elif one.type == f.GOAWAY:

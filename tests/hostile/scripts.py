@@ -1,7 +1,8 @@
-"""What a client may send, drawn by hypothesis: sound sequences, and sound ones with faults in them.
+"""Hypothesis strategies for a client's frames: valid sequences, and valid ones with faults
+injected.
 
 The frames come from `h2` as a client, so that header blocks use Huffman's code and the dynamic
-table, and from nobody where a fault is wanted.
+table. Faults change the frames afterwards.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CHANGEABLE = [
 ]
 
 streams = st.integers(0, 5)
-"""Which of those opened so far, the newest being 0."""
+"""Indexes of opened streams, counted back from the newest, which is 0."""
 fields = st.lists(st.sampled_from(FIELDS[:5]), max_size=3)
 wrong_fields = st.lists(st.sampled_from(FIELDS + WRONG_FIELDS), min_size=1, max_size=3)
 opens = st.tuples(st.just("open"), st.integers(0, 1), st.booleans(), fields)
@@ -76,7 +77,7 @@ Operation = tuple[str, int, bool, object]
 
 
 class Script:
-    """A client of `h2` which writes down its frames, each by itself."""
+    """A client of `h2` that records its frames one by one."""
 
     def __init__(self, server_settings: bytes) -> None:
         config = H2Configuration(
@@ -86,7 +87,7 @@ class Script:
             normalize_outbound_headers=False,
         )
         self._client = H2Connection(config)
-        # Not RFC 8441's setting, which the library knows and checks.
+        # RFC 8441's setting is left out, because the library knows and checks it.
         self._client.local_settings = Settings(initial_values={SettingCodes.ENABLE_PUSH: 0})
         self._opened: list[int] = []
         self._client.initiate_connection()
@@ -100,7 +101,7 @@ class Script:
         self.frames += split_frames(self._client.data_to_send())
 
     def do(self, operation: Operation) -> None:
-        """What ``operation`` says, unless a sound client could not do it now."""
+        """Does ``operation``, unless a valid client could not do it at this point."""
         kind, number, flag, value = operation
         try:
             getattr(self, f"_{kind}")(number, flag, value)
@@ -117,7 +118,7 @@ class Script:
         self._opened.append(stream)
 
     def _stream(self, back: int) -> int:
-        """One that was opened, or 1 if none was."""
+        """Returns an opened stream, or 1 if none has been opened."""
         return self._opened[-1 - back % len(self._opened)] if self._opened else 1
 
     def _data(self, back: int, ends: bool, payload: bytes) -> None:
@@ -158,7 +159,7 @@ def split_frames(data: bytes) -> list[bytes]:
 
 
 def frame_ends(data: bytes) -> list[int]:
-    """Where the frames of a client's ``data`` end, its preface first."""
+    """Returns the offsets at which a client's preface and frames in ``data`` end."""
     ends = [len(f.PREFACE)]
     while ends[-1] + 9 <= len(data):
         ends.append(ends[-1] + 9 + int.from_bytes(data[ends[-1] : ends[-1] + 3], "big"))
@@ -178,7 +179,7 @@ def move(frames: list[bytes], at: int, value: int) -> None:
 
 
 def flip(frames: list[bytes], at: int, value: int) -> None:
-    """One byte of a frame, its head included but for the length."""
+    """Flips a bit in one byte of a frame; the byte may be in its header, except in the length."""
     one = bytearray(frames[at])
     one[3 + value % (len(one) - 3)] ^= 1 << value % 8
     frames[at] = bytes(one)
@@ -199,14 +200,14 @@ def change_type(frames: list[bytes], at: int, value: int) -> None:
 
 
 def cut(frames: list[bytes], at: int, value: int) -> None:
-    """The payload's end is missing, and the length says so."""
+    """Cuts off the payload's end, and sets the length accordingly."""
     one = frames[at]
     kept = one[9 : 9 + value % (len(one) - 8)]
     frames[at] = f.frame(one[3], one[4], int.from_bytes(one[5:9], "big"), kept)
 
 
 def lie(frames: list[bytes], at: int, value: int) -> None:
-    """The length says another number of bytes than there are."""
+    """Sets the length to a number that differs from the bytes that follow."""
     frames[at] = (value % 64).to_bytes(3, "big") + frames[at][3:]
 
 
@@ -234,6 +235,6 @@ faults = st.lists(
 
 
 def packets(data: bytes, ends: list[int]) -> list[bytes]:
-    """``data`` cut at ``ends``."""
+    """Cuts ``data`` into packets at ``ends``."""
     bounds = [0, *sorted(end % (len(data) + 1) for end in ends), len(data)]
     return [data[a:b] for a, b in itertools.pairwise(bounds) if a < b]

@@ -1,8 +1,8 @@
-"""The process that the hostile tests attack: the whole server over a table in numpy, without torch.
+"""The server process that the hostile tests attack: the whole server over a numpy table, no torch.
 
-Prints its two ports when ready. Its limits are those that its argument names, if any: "defaults"
-of a server that is told none, "narrow" of one with little memory for connections. Two arguments
-more are its certificate and key: both ports then take TLS.
+Prints its two ports when ready. Its first argument names its limits, if any: "defaults" for the
+default limits of a server, "narrow" for little connection memory. Two further arguments are its
+certificate and key; both ports then use TLS.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ NARROW = Limits(
 
 
 def table() -> np.ndarray:
-    """Rows of whole numbers, whose sums are exact."""
+    """Returns rows of whole numbers, whose sums are exact."""
     return np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
 
 
 class TableEngine(FakeEngine):
-    """Sums of the table's rows; it keeps no batch. Of one id each, as hostile requests have where
-    their answers are large, they take the millisecond that torch takes for 8 MiB."""
+    """A fake engine that sums rows of the table and keeps no batch. Hostile requests for large
+    responses have one id per bag; such a lookup takes the millisecond that torch takes for 8 MiB.
+    """
 
     def __init__(self) -> None:
         super().__init__(model_info("m", {"user": (ROWS, DIM)}))
@@ -57,13 +58,13 @@ class TableEngine(FakeEngine):
         filled = lengths > 0
         starts = (lengths.cumsum() - lengths)[filled]
         if starts.size:
-            # Beside the event loop, as real lookups are: neither holds the interpreter's lock.
+            # Neither call holds the GIL, as in real lookups off the event loop.
             sums[filled] = np.add.reduceat(np.take(self.table, ids, axis=0), starts)
         return sums
 
 
 async def serve(limits: Limits, certificate: str = "", key: str = "") -> None:
-    """Until SIGTERM; prints the ports once they take requests."""
+    """Serves until SIGTERM; prints the ports once they accept requests."""
     settings = ServeSettings(
         store="", limits=limits, tls_cert=certificate, tls_key=key, allowed_host=("*",)
     )

@@ -1,4 +1,4 @@
-"""The clock that the neighbour goes by: waiting for a core does not count, all else does."""
+"""Tests of the canary client's clock: only time spent waiting for a core does not count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPIN = "import os; os.sched_setaffinity(0, {%d}); print(flush=True)\nwhile True:
 
 @pytest.fixture
 def core() -> Iterator[int]:
-    """One that others keep busy; the test is on it."""
+    """Yields a core that other processes keep busy; the test runs on it."""
     before = os.sched_getaffinity(0)
     core = min(before)
     others = [
@@ -45,7 +45,8 @@ def test_what_it_waits_for_a_core_does_not_count() -> None:
     start_s, start_uncrowded_s = time.perf_counter(), uncrowded_s(os.getpid())
     while time.perf_counter() - start_s < BUSY_S:
         pass
-    # It is told twice here, as that of both: of its turns, a quarter, a part is left at most.
+    # The clock subtracts the wait twice here, because both processes are this one. The process has
+    # a quarter of the core, so at most part of that quarter is left.
     assert uncrowded_s(os.getpid()) - start_uncrowded_s < BUSY_S / 2
 
 
@@ -60,7 +61,7 @@ def test_what_the_other_process_waits_for_otherwise_counts() -> None:
         assert other.stdout is not None
         other.stdin.write(b"!")
         other.stdout.read(1)
-        while not is_asleep(other.pid):  # it waits for a core before it waits for more to read
+        while not is_asleep(other.pid):  # ``cat`` waits for a core before it waits for more input
             time.sleep(0.01)
         start_s = uncrowded_s(other.pid)
         time.sleep(SLEPT_S)

@@ -1,6 +1,7 @@
-"""Requests that cost more than their bytes: counted before they are read, and read beside others.
+"""Tests of requests that cost more than their bytes: the server counts their cost before it reads
+them, and reads them off the event loop.
 
-Each one stopped everybody for seconds, or took gigabytes.
+Each of these requests once stopped all clients for seconds, or took gigabytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from embedserve_proto import embedding_pb2 as pb
 
 MIB = 1 << 20
 BODY_MIB = 30
-"""Nearly as much as a body may have; of JSON it is refused for its length alone."""
+"""MiB of a body, nearly the limit. The server rejects JSON of this size for its length alone."""
 
 
 victim, neighbour = victim_and_neighbour("defaults")
@@ -34,20 +35,21 @@ victim, neighbour = victim_and_neighbour("defaults")
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
 ROUNDS_MAX = 20
-"""Of requests that come at once; those that arrive bit by bit are answered meanwhile."""
+"""Rounds of concurrent requests; a request that arrives in small chunks may be answered before the
+queue is full."""
 VALUES = 130_000
-"""Nearly as many as one request may have."""
+"""Ids of a request, nearly the limit of one request."""
 USER = b"\x12\x04user"
-"""The key."""
+"""The key "user" in protobuf."""
 
 
 def post(
     victim: Victim, body: bytes, kind: str, url: str = "/embed", **headers: str
 ) -> tuple[int, dict[str, str]]:
-    """(status, error) of one request.
+    """Sends one request; returns (status, error).
 
-    A server that refuses a body before its end reads the rest for a second or two; a client that is
-    slower may send no more of it, and has its answer all the same.
+    A server that rejects a body before its end reads the rest for a second or two. A slower client
+    may be unable to send the rest, and still receives its response.
     """
     client = http.client.HTTPConnection("127.0.0.1", victim.http_port, timeout=WAIT_S_MAX)
     try:
@@ -65,19 +67,19 @@ def of(*features: bytes) -> bytes:
 
 
 def length_delimited(tag: int, value: bytes) -> bytes:
-    """A field of a protobuf message."""
+    """Returns a field of a protobuf message."""
     return bytes([tag]) + pb.EmbedRequest(ids_bytes=value).SerializeToString()[1:]
 
 
 def one_bag(ids: int) -> bytes:
-    """As a stream; the last id is in no table."""
+    """Returns an Arrow stream with all ids in one bag; the last id is in no table."""
     values = np.zeros(ids, np.int64)
     values[-1] = -1
     return stream_of(pa.table({"user": pa.ListArray.from_arrays([0, ids], values)}))
 
 
 def many_batches(count: int) -> bytes:
-    """Of one example each."""
+    """Returns an Arrow stream of ``count`` record batches with one example each."""
     table = columns_of({"user": [[1]]})
     one, start = stream_of(table), table.schema.serialize().size
     end = len(one) - 8
@@ -85,7 +87,9 @@ def many_batches(count: int) -> bytes:
 
 
 def empty_bags(columns: int) -> bytes:
-    """65,536 of each, in columns that the model has not."""
+    """Returns an Arrow stream of 65,536 empty bags in each column; the model has none of the
+    columns.
+    """
     bags = pa.ListArray.from_arrays(np.zeros(65_537, np.int32), np.zeros(0, np.int64))
     return stream_of(pa.table({f"f{at}": bags for at in range(columns)}))
 
@@ -96,7 +100,7 @@ def bags_of_no_bytes() -> bytes:
 
 
 Make = Callable[[], bytes]
-"""Of a body, which is made where it is sent: together they have half a gigabyte."""
+"""Makes a body when it is sent, because all bodies together have half a gigabyte."""
 TOO_MUCH: dict[str, tuple[str, Make]] = {
     "JSON, 15 million ids": (JSON, lambda: of(b'"user":[%b1]' % (b"1," * 15_000_000))),
     "JSON, 4 million ids": (JSON, lambda: of(b'"user":[%b1]' % (b"1," * 4_000_000))),
@@ -130,7 +134,7 @@ TOO_MUCH: dict[str, tuple[str, Make]] = {
 @pytest.mark.parametrize("name", TOO_MUCH)
 @pytest.mark.growth(4 * BODY_MIB << 10)
 def test_what_costs_too_much_is_refused(victim: Victim, name: str) -> None:
-    """Memory: the body, and as much again for its pieces, for the sockets and for its error."""
+    """Allows memory for the body, and as much again for its chunks, the sockets and its error."""
     kind, make = TOO_MUCH[name]
     status, error = post(victim, make(), kind)
     assert (status, error["code"]) == (413, "RESOURCE_EXHAUSTED")
@@ -224,8 +228,9 @@ def test_what_costs_as_much_as_it_may_stops_nobody(victim: Victim, name: str) ->
 
 @pytest.mark.growth(160 << 10)
 def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
-    """What is remembered of requests' heads is bounded by its bytes: ten of twice the size were
-    400 MB."""
+    """Checks that the memory for cached requests is bounded in bytes: ten requests of twice the
+    size once took 400 MB.
+    """
     for i in range(20):
         keys = [f"{i}-{number}-{'x' * 900}" for number in range(4096)]
         body = pb.EmbedRequest(keys=keys, ids=[1], lengths=[1] * len(keys)).SerializeToString()
@@ -235,7 +240,9 @@ def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
 
 @pytest.mark.growth(96 << 10)
 def test_errors_that_quote_long_names_are_not_remembered(victim: Victim) -> None:
-    """16 responses are cached in each format: 190 MB, if errors quoted names whole."""
+    """Checks the cache of 16 responses per format, which would take 190 MB if errors quoted whole
+    names.
+    """
     for i in range(32):
         name = f"{i}{'x' * 3 * MIB}"
         message = pb.EmbedRequest(keys=[name], ids=[1], lengths=[1]).SerializeToString()
@@ -247,8 +254,10 @@ def test_errors_that_quote_long_names_are_not_remembered(victim: Victim) -> None
 def test_forms_that_are_always_others_are_not_remembered(
     victim: Victim, grpc_peer: MakePeer
 ) -> None:
-    """Requests of the Open Inference Protocol with other names and examples each time: what is
-    kept of their forms is bounded. The neighbour's own are answered meanwhile, as everywhere."""
+    """Sends Open Inference Protocol requests with new names and examples each time: the memory of
+    cached templates is bounded. The canary client's own requests are answered meanwhile, as in
+    every test here.
+    """
     peer = grpc_peer()
     path = b"/inference.GRPCInferenceService/ModelInfer"
     for at in range(300):
@@ -271,8 +280,9 @@ def test_decoding_counts_for_the_deadline(victim: Victim) -> None:
 
 @pytest.mark.growth(96 << 10)
 def test_one_connection_does_not_fill_the_queue(grpc_peer: MakePeer) -> None:
-    """128 requests that are small each, and together four times what a queue takes. That the
-    neighbour is not refused is seen as everywhere here."""
+    """Sends 128 small requests that together have four times the examples that a queue takes. As in
+    every test here, the canary client's requests must not be rejected.
+    """
     examples = DEFAULT_LIMITS.queue_examples_max // 32
     request = pb.EmbedRequest(keys=["user"], ids=[1] * examples, lengths=[1] * examples)
     message = request.SerializeToString()

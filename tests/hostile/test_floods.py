@@ -1,4 +1,4 @@
-"""Frames that cost a client nothing, without end: the server hangs up before they cost it much."""
+"""Tests of endless frames that cost a client nothing: the server closes the connection soon."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hostile.conftest import MakePeer
 from hostile.frames import ENHANCE_YOUR_CALM
 
 FLOOD = 20_000
-"""Frames, far over every allowance."""
+"""Number of frames, far above every token bucket."""
 PLAIN = f.PREFACE + f.settings()
-"""Windows as they are, so that they can be raised."""
+"""A greeting with default windows, so that a flood of WINDOW_UPDATE can raise them."""
 ROUNDS = 2
-"""Connections, one after the other: what one leaves behind would show."""
+"""Number of consecutive connections; a second one shows what the first leaves behind."""
 
 
 def rapid_resets() -> bytes:
@@ -35,12 +35,12 @@ def resets_before_the_end_of_requests() -> bytes:
 
 
 def own_errors() -> bytes:
-    """Streams that the client makes the server reset: MadeYouReset."""
+    """Returns streams that the client makes the server reset: MadeYouReset."""
     return b"".join(f.get(stream) + f.window_update(stream, 0) for stream in range(1, 20_000, 2))
 
 
 def bad_heads() -> bytes:
-    """Streams that the server resets since their heads are malformed."""
+    """Returns streams that the server resets because their headers are malformed."""
     malformed = f.block([(b":method", b"GET")])
     return b"".join(f.headers(stream, malformed) for stream in range(1, 20_000, 2))
 
@@ -51,7 +51,7 @@ def small_continuations() -> bytes:
 
 
 def continuations_of_a_byte() -> bytes:
-    """As many as the limit on a block's bytes lets through."""
+    """Returns one-byte CONTINUATIONs, more than the limit on the bytes of a header block admits."""
     opened = f.frame(f.HEADERS, f.END_STREAM, 1, f.head(b"GET", b"/health/live"))
     return opened + f.frame(f.CONTINUATION, 0, 1, b"\x82") * FLOOD
 
@@ -168,7 +168,8 @@ def test_a_flood_ends_its_connection(flood: Flood, rest_peer: MakePeer) -> None:
 
 
 AFTER_A_RESET = f.headers(1, f.block([(b":method", b"GET")]), end=False)
-"""A malformed request: what follows on its stream may have been on its way."""
+"""A malformed request, which the server resets. Later frames on its stream may have been in
+flight."""
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,9 @@ def test_a_flood_on_a_stream_that_was_reset(frame: bytes, rest_peer: MakePeer) -
 
 
 def test_settings_that_change_many_windows(rest_peer: MakePeer) -> None:
-    """Each of 2,600 values of each SETTINGS changes the window of 128 streams; 1 MB in all."""
+    """Sends SETTINGS with 2,600 values each; each value changes the window of 128 streams. 1 MB in
+    all.
+    """
     opened = f.head(b"POST", b"/embed")
     streams = b"".join(f.headers(stream, opened, end=False) for stream in range(1, 257, 2))
     pairs = [(f.INITIAL_WINDOW_SIZE, 1), (f.INITIAL_WINDOW_SIZE, 2)] * 1300
@@ -199,7 +202,7 @@ def test_settings_that_change_many_windows(rest_peer: MakePeer) -> None:
 
 
 def test_a_flood_ends_in_the_midst_of_answers(grpc_peer: MakePeer) -> None:
-    """On the other port, too, and with a call under way."""
+    """Floods the gRPC port too, with a call in flight."""
     peer = grpc_peer()
     peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False) + pings())
     assert peer.ending() == ENHANCE_YOUR_CALM
@@ -207,8 +210,9 @@ def test_a_flood_ends_in_the_midst_of_answers(grpc_peer: MakePeer) -> None:
 
 @pytest.mark.parametrize("flood", [pings, settings], ids=lambda flood: flood.__name__)
 def test_a_flood_whose_acks_nobody_reads(flood: Flood, rest_peer: MakePeer) -> None:
-    """The server stops taking frames, or says why it hangs up and throws them away; it does not
-    pile up the acknowledgements."""
+    """Checks that acknowledgements do not pile up. The server stops reading frames, or sends GOAWAY
+    and discards them.
+    """
     peer = rest_peer(receive_buffer=4096)
     frames = flood()
     for _ in range(20):
@@ -219,7 +223,9 @@ def test_a_flood_whose_acks_nobody_reads(flood: Flood, rest_peer: MakePeer) -> N
 
 
 def test_what_is_within_the_allowance_is_no_flood(rest_peer: MakePeer) -> None:
-    """A connection that pings, resets and updates its windows as real clients do goes on."""
+    """Checks that a connection stays open that pings, resets and updates windows as real clients
+    do.
+    """
     peer = rest_peer(greeting=PLAIN)
     resets = b"".join(f.get(stream) + f.rst_stream(stream) for stream in range(1, 201, 2))
     peer.send(resets + f.window_update(0, 1) * 100 + f.frame(f.UNKNOWN_TYPE, 0, 0, b"x") * 100)
@@ -232,7 +238,7 @@ def test_what_is_within_the_allowance_is_no_flood(rest_peer: MakePeer) -> None:
 
 @pytest.mark.growth(8 << 10)
 def test_answered_streams_are_forgotten(grpc_peer: MakePeer) -> None:
-    """10,000 calls on one connection leave nothing behind."""
+    """Checks that 10,000 calls on one connection leave nothing behind."""
     peer = grpc_peer()
     request = embed_request([1])
     for first in range(1, 20_000, 200):

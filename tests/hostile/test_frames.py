@@ -1,4 +1,4 @@
-"""Prefaces and frames that are wrong: how each ends its connection or its stream."""
+"""Tests of invalid prefaces and frames: how each ends its connection or its stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hostile.frames import (
 
 
 def test_goaway_and_then_more(rest_peer: MakePeer) -> None:
-    """A client's GOAWAY speaks of streams that the server opens: its own may be answered."""
+    """Checks that a client's GOAWAY, which concerns streams that the server opens, does not stop
+    responses on the client's own streams.
+    """
     peer = rest_peer()
     peer.send(f.get(1) + f.goaway() + f.get(3))
     assert peer.answer(1).status == 200
@@ -42,22 +44,24 @@ def test_garbage_after_a_good_start(rest_peer: MakePeer) -> None:
     ids=["not SM", "one byte wrong", "another path", "zeros"],
 )
 def test_a_preface_gone_wrong(greeting: bytes, rest_peer: MakePeer) -> None:
-    """It is taken for HTTP/1.1, and that is wrong, too: answered 400 at most, then closed."""
+    """Checks that the bytes are taken for HTTP/1.1, which is invalid, too: a 400 at most, then a
+    close.
+    """
     peer = rest_peer(greeting=greeting + b"\r\n\r\n", acknowledges=False)
     peer.ending()
 
 
 def test_a_preface_that_never_ends(rest_peer: MakePeer) -> None:
-    """A head of HTTP/1.1 without end: what is kept of it has a bound."""
+    """Checks that the memory for an HTTP/1.1 header section without end is bounded."""
     peer = rest_peer(greeting=b"PRI * HTTP/1.1\r\n", acknowledges=False)
     line = b"a: " + b"b" * 1000 + b"\r\n"
-    # More than a connection discards while it closes (64 MiB), and than the buffers of the kernel.
+    # More than a connection discards while it closes (64 MiB), and more than the kernel's buffers.
     endless = line * 160_000
     assert peer.send(endless) < len(endless)
 
 
 def test_a_request_byte_for_byte(rest_peer: MakePeer) -> None:
-    """Each byte a segment of its own, as far as the client can see to that."""
+    """Sends each byte as a segment of its own, as far as the client can control that."""
     peer = rest_peer(greeting=b"", acknowledges=False)
     for byte in f.PREFACE + f.settings() + f.get(1):
         peer.send(bytes([byte]))
@@ -66,7 +70,7 @@ def test_a_request_byte_for_byte(rest_peer: MakePeer) -> None:
 
 
 def test_partial_prefaces_and_silence_hold_little(rest_peer: MakePeer) -> None:
-    """300 connections that say half a preface and nothing more."""
+    """Opens 300 connections that send half a preface and nothing more."""
     for i in range(300):
         rest_peer(greeting=f.PREFACE[: i % 24], acknowledges=False)
 
@@ -76,7 +80,7 @@ def test_partial_prefaces_and_silence_hold_little(rest_peer: MakePeer) -> None:
     "greeting", [b"", f.PREFACE[:20], b"GET / HTTP/1.1\r\nHost: a"], ids=["nothing", "PRI", "GET"]
 )
 def test_half_a_start_is_not_waited_for(greeting: bytes, rest_peer: MakePeer) -> None:
-    """After 10 s the connection is closed."""
+    """Checks that the server closes the connection after 10 s."""
     peer = rest_peer(greeting=greeting, acknowledges=False)
     assert peer.ending() is None
 

@@ -1,4 +1,4 @@
-"""gRPC on sound HTTP/2: prefixes, compression, counts, deadlines and metadata that are wrong."""
+"""Tests of gRPC on valid HTTP/2: invalid prefixes, compression, counts, deadlines and metadata."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ BODY_DEFLATE = (b"grpc-encoding", b"deflate")
 
 
 def ask(peer: Peer, stream: int, body: bytes, *more: f.Header, method: bytes = b"Embed") -> Answer:
-    """What a unary call of these bytes is answered."""
+    """Sends a unary call with this body, and returns its response."""
     peer.send(f.headers(stream, f.grpc_head(method, *more), end=False) + f.data(stream, body))
     return peer.answer(stream)
 
 
 def check_refused(answer: Answer, *codes: int) -> None:
-    """gRPC's way: HTTP status 200, one of these codes, no message, no reset."""
+    """Checks a gRPC rejection: HTTP status 200, one of these codes, no message, no reset."""
     assert answer.reset_code is None
     assert answer.status == 200
     assert answer.grpc_status in codes, answer.grpc_message
@@ -52,7 +52,7 @@ def prefix(length: int) -> bytes:
 
 
 BOMB = gzip.compress(bytes(16 << 20), mtime=0)
-"""16 KB that become 16 MiB."""
+"""A compressed message of 16 KB that decompresses to 16 MiB."""
 ZEROS = gzip.compress(bytes(BODY_BYTES_MAX + 1), mtime=0)
 SENT = {
     "2^32-1 bytes promised": (prefix(2**32 - 1) + b"x", (), {RESOURCE_EXHAUSTED}),
@@ -80,7 +80,7 @@ def test_messages_that_are_wrong(name: str, grpc_peer: MakePeer, rows: np.ndarra
 
 
 def test_bombs_in_a_row_hold_no_memory(grpc_peer: MakePeer) -> None:
-    """20 at once, 320 MiB in all if they were inflated."""
+    """Sends 20 bombs concurrently, 320 MiB in all if the server decompressed them."""
     peer = grpc_peer()
     opened = f.grpc_head(b"Embed", BODY_GZIP)
     peer.send(b"".join(f.headers(stream, opened, end=False) for stream in range(1, 41, 2)))
@@ -92,7 +92,7 @@ def test_bombs_in_a_row_hold_no_memory(grpc_peer: MakePeer) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 2, 7])
 def test_a_message_in_many_frames(nbytes: int, grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """A call of 4,000 bytes so many at a time is answered, or is a flood that ends."""
+    """Sends a call of 4,000 bytes in frames of ``nbytes``: the server answers it."""
     ids = [i % 500 for i in range(330)]
     body = f.message(embed_request(ids))
     peer = grpc_peer()
@@ -103,7 +103,7 @@ def test_a_message_in_many_frames(nbytes: int, grpc_peer: MakePeer, rows: np.nda
 
 
 def test_many_messages_in_a_frame(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """A stream's 500 messages in few frames are answered in order."""
+    """Checks that a stream's 500 messages in few frames are answered in order."""
     peer = grpc_peer()
     body = b"".join(f.message(embed_request([i % 500])) for i in range(500))
     peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False) + f.data(1, body))
@@ -118,7 +118,9 @@ def test_many_messages_in_a_frame(grpc_peer: MakePeer, rows: np.ndarray) -> None
 
 
 def test_a_body_nobody_asked_for(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """An unknown method is answered before its body has come, which goes on coming."""
+    """Checks that an unknown method gets its response before its body, and that the rest of the
+    body does no harm.
+    """
     peer = grpc_peer()
     opened = f.headers(1, f.grpc_head(b"Nothing"), end=False)
     peer.send(opened + f.data(1, bytes(100), end=False))
@@ -129,7 +131,7 @@ def test_a_body_nobody_asked_for(grpc_peer: MakePeer, rows: np.ndarray) -> None:
 
 
 def test_large_metadata_comes_back_cut(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """A model's name of 1 MB is wrong, and is not sent back whole in a header."""
+    """Checks that a model name of 1 MB is rejected, and is not sent back whole in a header."""
     peer = grpc_peer()
     request = pb.EmbedRequest(model="\u00e9%\n" * 100_000, keys=["user"], ids=[1], lengths=[1])
     answer = ask(peer, 1, f.message(request.SerializeToString()))
@@ -140,7 +142,7 @@ def test_large_metadata_comes_back_cut(grpc_peer: MakePeer, rows: np.ndarray) ->
 
 @pytest.mark.growth(64 << 10)
 def test_messages_that_wait_for_their_end(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """16 calls on each of 4 connections, whose messages are promised and come by half."""
+    """Opens 16 calls on each of 4 connections; half of each promised message arrives."""
     for _ in range(4):
         peer = grpc_peer()
         for stream in range(1, 33, 2):
@@ -152,7 +154,9 @@ def test_messages_that_wait_for_their_end(grpc_peer: MakePeer, rows: np.ndarray)
 
 @pytest.mark.growth(128 << 10)
 def test_a_stream_whose_answers_nobody_takes(grpc_peer: MakePeer) -> None:
-    """An EmbedStream asks on and on and gives no window: the server stops taking its messages."""
+    """Sends on an EmbedStream without end and opens no window: the server stops taking its
+    messages.
+    """
     peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
     peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False))
     frame = f.data(1, f.message(LARGE_CALL), end=False)

@@ -1,6 +1,7 @@
-"""`h2` as a client of the running server: streams in any interleaving, each answer exact.
+"""Tests with `h2` as a client of the running server: streams in any interleaving, exact responses.
 
-Hypothesis draws the calls, their pieces and their order, the windows, and what happens between.
+Hypothesis draws the calls, their chunks and their order, the windows, and the operations in
+between.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ CALL += [("content-type", "application/grpc"), ("te", "trailers")]
 
 @dataclass
 class Planned:
-    """A call that hypothesis wants.
+    """A call as drawn by hypothesis.
 
     Attributes:
-        pieces: how many DATA frames its message takes.
-        resets_at: the piece before which it is given up; None: it is finished.
+        pieces: number of DATA frames of its message.
+        resets_at: the chunk before which the client resets the call; None: the call completes.
     """
 
     ids: list[int]
@@ -47,13 +48,13 @@ class Planned:
 
 @dataclass
 class Plan:
-    """A connection that hypothesis wants.
+    """A connection as drawn by hypothesis.
 
     Attributes:
-        turns: whose turn it is, over and over, until all calls were made.
-        pings: turns before which there is a PING.
-        windows: initial windows to change to, at these turns.
-        given_late: whether windows are given back only when an answer would not come otherwise.
+        turns: indexes of the calls to continue, repeated until all calls have been sent.
+        pings: turns before which the client sends a PING.
+        windows: new initial windows, by turn.
+        given_late: whether the client returns window only when no response would arrive otherwise.
     """
 
     window: int
@@ -83,7 +84,7 @@ plans = st.builds(
 
 @dataclass
 class Call:
-    """A call under way, and what came of it."""
+    """A call in flight, and its response so far."""
 
     stream: int
     parts: list[bytes]
@@ -100,7 +101,7 @@ class Call:
 
 
 class Client:
-    """An `h2` client over a socket, which does what a plan says."""
+    """An `h2` client over a socket, which executes a plan."""
 
     def __init__(self, sock: socket.socket, plan: Plan) -> None:
         self._sock = sock
@@ -114,7 +115,7 @@ class Client:
         self.pongs = 0
         self._has_settled = False
         self._flush()
-        # `h2` takes the first acknowledgement for that of any change made before it came.
+        # `h2` takes the first acknowledgement for that of any earlier change.
         while not self._has_settled:
             assert self.read(wait_s=ANSWER_S_MAX), "SETTINGS were not acknowledged"
 
@@ -129,7 +130,7 @@ class Client:
         return self.calls[stream]
 
     def go_on(self, call: Call) -> None:
-        """The next piece of ``call``, or its reset."""
+        """Sends the next chunk of ``call``, or its reset."""
         if call.planned.resets_at == call.sent:
             call.is_given_up = True
             self._h2.reset_stream(call.stream)
@@ -149,7 +150,7 @@ class Client:
         self.read(wait_s=0.0)
 
     def read(self, wait_s: float) -> bool:
-        """What came, if anything does; False if nothing did."""
+        """Handles the bytes that have arrived; returns False if there were none."""
         self._sock.settimeout(wait_s)
         try:
             received = self._sock.recv(1 << 16)
@@ -192,7 +193,7 @@ class Client:
         self._sock.sendall(self._h2.data_to_send())
 
     def finish(self) -> None:
-        """Reads until every call that was made in full has its answer."""
+        """Reads until every call that was sent whole has its response."""
         end = monotonic() + ANSWER_S_MAX
         while any(not (call.has_ended or call.is_given_up) for call in self.calls.values()):
             assert monotonic() < end, self.calls
@@ -224,7 +225,7 @@ def check_answer(call: Call, rows: np.ndarray) -> None:
 @settings(
     max_examples=EXAMPLES,
     database=None,
-    # A failure is shown as it came: shrinking it would run for minutes.
+    # No shrinking: it would run for minutes, so a failure is shown as drawn.
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -1,7 +1,7 @@
-"""h2spec, the conformance tests of RFC 9113 and RFC 7541, against both ports.
+"""Tests of both ports with h2spec, the conformance tests of RFC 9113 and RFC 7541.
 
-Its binary is no part of the project: it lies in shared/tools beside the checkout, or these tests
-skip.
+Its binary is not part of the project. Without shared/tools/h2spec beside the checkout these tests
+are skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from hostile.conftest import Victim
 H2SPEC = Path(__file__).parents[3] / "shared/tools/h2spec"
 RUN_S_MAX = 240
 ANSWER_S_MAX = 8
-"""Of each case, in whole seconds; all pass as soon as the server acts. It has 10 s for a head."""
+"""Timeout of each case in whole seconds. A case passes as soon as the server acts; the server
+waits up to 10 s for headers."""
 CASES = 146
 STRICT_CASES = 147
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(not H2SPEC.exists(), reason=f"there is no {H2SPE
 
 
 def failures(port: int, report: Path, *options: str) -> tuple[int, set[str]]:
-    """(cases that ran, those that did not pass)."""
+    """Runs h2spec; returns (number of cases, failed cases)."""
     where = ("-h", "127.0.0.1", "-p", str(port), "-P", "/health/live", "-o", str(ANSWER_S_MAX))
     subprocess.run(
         [H2SPEC, *where, "-j", report, *options],

@@ -1,4 +1,4 @@
-"""Header blocks: bombs, lists over the limits, what HPACK forbids, and malformed requests."""
+"""Tests of header blocks: bombs, lists above the limits, invalid HPACK, and malformed requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hostile.peer import Peer
 
 TABLE_BYTES = 4096
 LISTED_BYTES_MAX = 16_384
-"""Of a decoded header list, 32 for each field included; above it a request is refused."""
+"""Bytes of a decoded header list, including 32 for each field; the server rejects larger ones."""
 RESOURCE_EXHAUSTED = 8
 GET = (b":method", b"GET")
 SCHEME = (b":scheme", b"http")
@@ -19,14 +19,14 @@ AUTHORITY = (b":authority", b"test")
 
 
 def is_usable(peer: Peer, stream: int) -> bool:
-    """Whether the connection answers one more request."""
+    """Checks whether the connection answers one more request."""
     peer.send(f.get(stream))
     return peer.answer(stream).status == 200 and peer.goaway_code is None
 
 
 @pytest.mark.parametrize("references", [30, 500, 10_000])
 def test_one_huge_field_many_times(references: int, rest_peer: MakePeer) -> None:
-    """A 4 KB entry of the dynamic table, then a byte for each reference to it."""
+    """Sends a 4 KB entry of the dynamic table, then references to it of one byte each."""
     peer = rest_peer()
     entry = f.literal(b"x", b"y" * (TABLE_BYTES - 100), 0x40)
     bomb = f.head(b"GET", b"/health/live") + entry + f.integer(62, 7, 0x80) * references
@@ -35,7 +35,7 @@ def test_one_huge_field_many_times(references: int, rest_peer: MakePeer) -> None
 
 
 def test_a_bomb_built_over_many_requests(rest_peer: MakePeer) -> None:
-    """Each request stays within the limit that refuses it, and costs no more than that."""
+    """Checks that each request stays within the limit that rejects it, and costs no more."""
     peer = rest_peer()
     entry = f.literal(b"x", b"y" * 3900, 0x40)
     peer.send(f.headers(1, f.head(b"GET", b"/health/live") + entry))
@@ -49,7 +49,7 @@ def test_a_bomb_built_over_many_requests(rest_peer: MakePeer) -> None:
 
 
 def listed(nbytes: int) -> bytes:
-    """A block of under 5 KB whose header list is so large by RFC 9113's count."""
+    """Returns a block of under 5 KB whose header list has ``nbytes`` by RFC 9113's count."""
     fields = [GET, SCHEME, PATH, AUTHORITY]
     left = nbytes - sum(len(name) + len(value) + 32 for name, value in fields)
     left -= 4 * (1 + 3900 + 32)
@@ -63,7 +63,7 @@ def listed(nbytes: int) -> bytes:
 
 @pytest.mark.parametrize(("over", "status"), [(0, 200), (1, 431)])
 def test_a_header_list_over_the_limit(over: int, status: int, rest_peer: MakePeer) -> None:
-    """The request is refused, and the connection goes on."""
+    """Checks that the request is rejected, and that the connection stays usable."""
     peer = rest_peer()
     peer.send(f.headers(1, listed(LISTED_BYTES_MAX + over)))
     assert peer.answer(1).status == status
@@ -81,7 +81,7 @@ def test_a_header_list_over_the_limit_of_a_call(grpc_peer: MakePeer) -> None:
 
 
 def test_fields_of_one_byte(rest_peer: MakePeer) -> None:
-    """Indexes of the static table: 15,000 fields in 15,000 bytes."""
+    """Sends indexes of the static table: 15,000 fields in 15,000 bytes."""
     peer = rest_peer()
     peer.send(f.headers(1, f.head(b"GET", b"/health/live") + f.integer(19, 7, 0x80) * 15_000))
     assert peer.ending() == ENHANCE_YOUR_CALM
@@ -100,7 +100,9 @@ GOOD = f.head(b"GET", b"/health/live")
 
 
 def test_table_sizes_over_and_over(rest_peer: MakePeer) -> None:
-    """Emptied and refilled 4,000 times in one block; a server may refuse what no client sends."""
+    """Empties and refills the table 4,000 times in one block; a server may reject what no real
+    client sends.
+    """
     peer = rest_peer()
     updates = (f.integer(0, 5, 0x20) + f.integer(4096, 5, 0x20)) * 4000
     peer.send(f.headers(1, updates + GOOD))
@@ -114,7 +116,7 @@ def test_table_sizes_over_and_over(rest_peer: MakePeer) -> None:
 
 
 def test_remembered_blocks_hold_little(rest_peer: MakePeer) -> None:
-    """6 connections, each with 64 different blocks of 100 fields that a byte stands for."""
+    """Sends on each of 6 connections 64 different blocks of 100 fields, each field one byte."""
     for _ in range(6):
         peer = rest_peer()
         for number in range(64):
@@ -124,7 +126,7 @@ def test_remembered_blocks_hold_little(rest_peer: MakePeer) -> None:
 
 
 def test_rejected_blocks_hold_nothing(rest_peer: MakePeer) -> None:
-    """12 connections, each with 64 different blocks of 1,385 fields that a byte stands for."""
+    """Sends on each of 12 connections 64 different blocks of 1,385 fields, each field one byte."""
     for _ in range(12):
         peer = rest_peer()
         for number in range(64):
@@ -135,7 +137,7 @@ def test_rejected_blocks_hold_nothing(rest_peer: MakePeer) -> None:
 
 
 def test_entries_that_push_each_other_out(rest_peer: MakePeer) -> None:
-    """100 requests of new entries: the table stays at its 4 KB."""
+    """Sends 100 requests with new entries; the table stays at its 4 KB."""
     peer = rest_peer()
     for number in range(100):
         entries = b"".join(f.literal(b"n%d" % number, b"%d" % i * 300, 0x40) for i in range(10))

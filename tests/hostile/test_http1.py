@@ -1,4 +1,6 @@
-"""HTTP/1.1 as an adversary speaks it: what one connection costs is bounded, and others go on."""
+"""Tests of an HTTP/1.1 adversary: the cost of one connection is bounded, and other clients are
+served.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from hostile.peer import WAIT_S_MAX
 
 MIB = 1 << 20
 STUCK_S = 1.0
-"""A server that takes nothing for so long does not read on."""
+"""Seconds after which a server that takes no byte counts as no longer reading."""
 
 
 @contextmanager
@@ -30,7 +32,7 @@ def connected(victim: Victim, receive_buffer: int | None = None) -> Iterator[soc
 
 
 def send(sock: socket.socket, piece: bytes, nbytes_max: int) -> int:
-    """How many bytes the server takes of ``piece`` over and over, while nothing is read."""
+    """Sends ``piece`` over and over without reading; returns how many bytes the server takes."""
     sent = 0
     rest = memoryview(piece)
     while sent < nbytes_max:
@@ -38,7 +40,7 @@ def send(sock: socket.socket, piece: bytes, nbytes_max: int) -> int:
             break
         try:
             count = sock.send(rest)
-        except OSError:  # it closed the connection
+        except OSError:  # the server closed the connection
             break
         sent += count
         rest = rest[count:] or memoryview(piece)
@@ -46,13 +48,13 @@ def send(sock: socket.socket, piece: bytes, nbytes_max: int) -> int:
 
 
 def read_some(sock: socket.socket) -> bytes:
-    """What comes first."""
+    """Returns the first bytes that arrive."""
     assert select.select([sock], [], [], WAIT_S_MAX)[0], "no answer"
     return sock.recv(1 << 16)
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Returns all bytes that arrive until the server closes the connection."""
     received, end = b"", monotonic() + WAIT_S_MAX
     with suppress(ConnectionResetError):
         while True:
@@ -76,15 +78,16 @@ def read_all(sock: socket.socket) -> bytes:
     ids=["a value", "lines", "a path", "a name"],
 )
 def test_a_head_of_64_mb(victim: Victim, start: bytes, piece: bytes) -> None:
-    """Ends as its limit is passed: the sockets and a second of what is thrown away take some more.
+    """Checks that the server stops at its limit on headers. The sockets take some more bytes, and
+    so does the second in which the server discards input.
 
-    Before, all of it was taken, and others waited for seconds.
+    Before, the server took all of the bytes, and other clients waited for seconds.
     """
     with connected(victim) as sock:
         sock.send(start)
         send(sock, piece, 64 * MIB)
         answer = read_all(sock)
-    if answer:  # else what was thrown away in the end took it along
+    if answer:  # else the reset at the end of the discarding removed it
         assert answer.startswith(b"HTTP/1.1 431 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "RESOURCE_EXHAUSTED"
 
@@ -98,7 +101,9 @@ LONG_LINES = {
 
 @pytest.mark.parametrize("name", LONG_LINES)
 def test_a_head_that_is_slow_to_match(victim: Victim, name: str) -> None:
-    """Answered at once, and so are others: one stopped everybody for seconds."""
+    """Checks that the server answers immediately, and other clients, too: one request once stopped
+    all clients for seconds.
+    """
     head = b"POST /embed HTTP/1.1\r\nHost: h\r\n%b\r\nContent-Length: 2\r\n\r\n"
     with connected(victim) as sock:
         for _ in range(3):
@@ -119,13 +124,15 @@ PIPELINES = {
 
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_a_pipeline_whose_answers_nobody_reads(victim: Victim, kind: str) -> None:
-    """The server reads no further than it answers: 3.9 GB in 25 s before."""
+    """Checks that the server stops reading when it cannot send responses; it once read 3.9 GB in 25
+    s.
+    """
     with connected(victim, receive_buffer=4096) as sock:
         assert send(sock, PIPELINES[kind] * 1000, 64 * MIB) < 64 * MIB
 
 
 def test_many_connections_ask_for_large_answers_and_do_not_read(victim: Victim) -> None:
-    """Each holds one answer, however many it asks for."""
+    """Checks that each connection holds one response, however many it requests."""
     body = json.dumps({"features": {"user": [[1]] * 500}}).encode()
     request = b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     before_kib = anonymous_kib(victim.pid)

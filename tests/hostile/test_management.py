@@ -1,6 +1,6 @@
-"""Very many management requests at once, of a few bytes each: they wait for their turn.
+"""Tests of very many small concurrent management requests: they wait in a queue.
 
-Without turns, the event loop answered all of them before anybody else.
+Without the queue the event loop answered all of them before any other request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ STREAMS = range(1, 2 * STREAMS_MAX, 2)
 @pytest.mark.parametrize("path", [b"/metrics", b"/models"])
 @pytest.mark.growth(96 << 10)
 def test_a_burst_on_every_stream_of_some_connections(rest_peer: MakePeer, path: bytes) -> None:
-    """Memory: answers that this process reads more slowly than they are made."""
+    """Allows memory for responses that this process reads more slowly than the server produces
+    them.
+    """
     burst = b"".join(f.get(stream, path) for stream in STREAMS)
     peers = [rest_peer() for _ in range(CONNECTIONS)]
     for peer in peers:
@@ -28,7 +30,7 @@ def test_a_burst_on_every_stream_of_some_connections(rest_peer: MakePeer, path: 
 
 
 def test_a_burst_of_requests_that_are_reset(rest_peer: MakePeer) -> None:
-    """None runs, and each makes room for another within the allowance of resets."""
+    """Checks that none runs, and that each makes room for another within the budget of resets."""
     burst = b"".join(f.get(stream, b"/metrics") + f.rst_stream(stream) for stream in STREAMS)
     peers = [rest_peer() for _ in range(CONNECTIONS)]
     for peer in peers:

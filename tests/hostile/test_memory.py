@@ -1,4 +1,4 @@
-"""All that connections can be made to hold at once stays within what the limits add up to."""
+"""Tests that the memory of all connections stays within the sum of the limits."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ KINDS: dict[str, Make] = {
 
 
 CONNECTIONS = {"JSON answers that are not read": 10, "such answers to chunks": 10}
-"""Of those that take the server a third of a second; of the others 40. Together they would hold
-gigabytes."""
+"""Number of connections of the kinds that take the server a third of a second; 40 of any other
+kind. Without limits they would hold gigabytes together."""
 ANSWERED = {name for name in KINDS if "answers" in name}
 
 
 class Attack:
-    """Connections of some kinds, which send what is taken and read nothing."""
+    """Connections of several kinds that send as much as the server takes, and read nothing."""
 
     def __init__(self, names: Iterable[str], port: int) -> None:
         self._left: dict[socket.socket, memoryview] = {}
@@ -89,7 +89,7 @@ class Attack:
         self._sockets = list(self._left)
 
     def send(self) -> None:
-        """Until nothing is taken any more."""
+        """Sends until the server takes no more bytes."""
         while self._left:
             _, writable, _ = select.select([], self._left, [], TAKEN_S_MAX)
             if not writable:
@@ -99,14 +99,14 @@ class Attack:
                     self._left[sock] = self._left[sock][sock.send(self._left[sock]) :]
                 except BlockingIOError:
                     continue
-                except OSError:  # it was cut
+                except OSError:  # the server closed it
                     del self._left[sock]
                     continue
                 if not self._left[sock]:
                     del self._left[sock]
 
     def wait(self) -> None:
-        """Until every answer has begun, or its connection has ended."""
+        """Waits until every response has begun, or its connection has ended."""
         for sock in self._awaited:
             assert select.select([sock], [], [], ANSWER_S_MAX)[0]
 
@@ -120,7 +120,7 @@ class Attack:
 def test_what_is_received_is_bounded_within_a_turn_of_the_event_loop(
     victim: Victim, kind: str
 ) -> None:
-    """Each connection may be read for megabytes in one."""
+    """Checks the memory although the server may read megabytes per connection in one iteration."""
     with closing(Attack([kind], victim.http_port)) as attack:
         attack.send()
 

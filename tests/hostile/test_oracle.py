@@ -1,8 +1,8 @@
-"""The server's HTTP/2 beside libnghttp2: what both make of the same bytes of a client.
+"""Tests of the server's HTTP/2 against libnghttp2: both read the same bytes of a client.
 
-Compared are the requests that were opened, with which headers and bodies, which of them ended and
-which the client reset; what was acknowledged; which streams the server reset and whether it ended
-the connection, with which codes.
+The tests compare the requests, with their headers and bodies: which have ended, and which the
+client reset. They also compare the acknowledgements, the streams that the server reset, whether it
+closed the connection, and the codes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there is no libnghttp2.
 
 
 class Recorder:
-    """The handler of one stream: writes down what it is told, and answers if it is to."""
+    """The handler of one stream: records its events, and responds if it ``answers``."""
 
     def __init__(self, trace: Trace, request: Request, stream: Stream, answers: bool) -> None:
         self._trace = trace
@@ -54,7 +54,9 @@ class Recorder:
             self._stream.send_head(NO_CONTENT, is_end=True)
 
     def reset(self) -> None:
-        """Called, too, for streams that end with their connection, and for those in error."""
+        """Records a reset. The connection also calls this for streams that end with it, and for
+        those in error.
+        """
         if not self._stream.connection.is_over:
             self._request.was_reset = True
 
@@ -66,7 +68,7 @@ class Recorder:
 
 
 class Ours:
-    """The server's connection, as `Nghttp2` shows the library's."""
+    """The server's connection, with the interface of `Nghttp2`."""
 
     def __init__(self, answers: bool) -> None:
         self.trace = Trace()
@@ -99,10 +101,10 @@ class Ours:
 
 
 def both(data: bytes, ends: list[int], answers: bool) -> tuple[Trace, Trace]:
-    """What the server and the library make of ``data``, cut at ``ends``.
+    """Returns the traces of the server and of the library for ``data``, cut at ``ends``.
 
-    The library sends nothing amid what it is given: it gets a frame at a time, or its answers would
-    come later than ours.
+    The library sends nothing while it processes its input. It gets one frame at a time, since its
+    responses would otherwise come later than ours.
     """
     assert LIBRARY is not None
     ours, theirs = Ours(answers), nghttp2.Nghttp2(LIBRARY, OURS, answers)
@@ -120,7 +122,9 @@ MALFORMED = {f.PROTOCOL_ERROR, f.FRAME_SIZE_ERROR, f.STREAM_CLOSED, f.COMPRESSIO
 
 
 def kind_of(code: int | None) -> str:
-    """Codes for what is malformed are one kind: a frame may have several faults."""
+    """Returns the kind of a code. All codes for malformed input are one kind, as a frame may have
+    several faults.
+    """
     if code is None:
         return "nothing"
     return "malformed" if code in MALFORMED else str(code)
@@ -128,7 +132,7 @@ def kind_of(code: int | None) -> str:
 
 @dataclass
 class Case:
-    """What was sent, and what was made of it."""
+    """The bytes that were sent, and the traces of both implementations."""
 
     data: bytes
     ours: Trace
@@ -136,17 +140,19 @@ class Case:
 
     @property
     def frames(self) -> list[f.Frame]:
-        """The whole ones."""
+        """The whole frames of the bytes."""
         return f.take_frames(bytearray(self.data[len(f.PREFACE) :]))
 
     def ended_alone(self) -> str:
-        """Who ended the connection, if one did and the other did not."""
+        """Returns which implementation ended the connection, if only one did."""
         ends = self.ours.goaway_code is not None, self.theirs.goaway_code is not None
         return {(True, False): "ours", (False, True): "theirs"}.get(ends, "")
 
 
 def is_cut_off(case: Case) -> bool:
-    """The bytes end within a frame or a header block: the library judges a part of it, we wait."""
+    """Checks for bytes that end within a frame or a header block. The library judges an incomplete
+    frame; our server waits for the rest.
+    """
     frames = case.frames
     blocks = [one for one in frames if one.type in (f.HEADERS, f.CONTINUATION)]
     size = len(f.PREFACE) + sum(9 + len(one.payload) for one in frames)
@@ -154,19 +160,23 @@ def is_cut_off(case: Case) -> bool:
 
 
 def goes_backwards(case: Case) -> bool:
-    """RFC 9113, 5.1.1: a stream below the newest is a PROTOCOL_ERROR; the library ignores it."""
+    """Checks for a stream id below the newest: a PROTOCOL_ERROR by RFC 9113, 5.1.1. The library
+    ignores it.
+    """
     opened = [one.stream for one in case.frames if one.type == f.HEADERS]
     return case.ended_alone() == "ours" and opened != sorted(opened)
 
 
 def has_a_wrong_priority(case: Case) -> bool:
-    """RFC 9113, 6.3: a PRIORITY that is not 5 bytes ends its stream; with the library, all."""
+    """Checks for a PRIORITY that is not 5 bytes. By RFC 9113, 6.3, it ends its stream; the library
+    ends the connection.
+    """
     found = any(one.type == f.PRIORITY and len(one.payload) != 5 for one in case.frames)
     return found and case.theirs.goaway_code == f.FRAME_SIZE_ERROR
 
 
 def has_settings_of_extensions(case: Case) -> bool:
-    """RFC 8441 and RFC 9218: settings that the library knows and refuses some values of."""
+    """Checks for settings of RFC 8441 and RFC 9218, for which the library rejects some values."""
     numbers = {
         int.from_bytes(one.payload[i : i + 2], "big")
         for one in case.frames
@@ -177,7 +187,7 @@ def has_settings_of_extensions(case: Case) -> bool:
 
 
 def has_no_authority(case: Case) -> bool:
-    """Neither :authority nor host: RFC 9113, 8.3.1, lets a client leave them out."""
+    """Checks for a request without :authority and host, which RFC 9113, 8.3.1, permits."""
     return any(
         not {b":authority", b"host"}.intersection(dict(request.fields))
         and case.theirs.reset_codes.get(stream) == f.PROTOCOL_ERROR
@@ -186,7 +196,9 @@ def has_no_authority(case: Case) -> bool:
 
 
 def has_odd_trailers(case: Case) -> bool:
-    """Of trailers, which nobody reads, we look at names only; the library at values, too."""
+    """Checks for invalid trailers. No code reads trailers, so our server checks only their names;
+    the library checks values, too.
+    """
     opened = [one.stream for one in case.frames if one.type == f.HEADERS]
     return any(
         opened.count(stream) > 1 and case.ours.reset_codes.get(stream) is None
@@ -196,7 +208,9 @@ def has_odd_trailers(case: Case) -> bool:
 
 
 def repeats_its_length(case: Case) -> bool:
-    """content-length twice, with the same value: RFC 9110, 8.6, lets a server take it."""
+    """Checks for a repeated content-length with one value, which RFC 9110, 8.6, lets a server
+    accept.
+    """
     return any(
         [name for name, _ in request.fields].count(b"content-length") > 1
         for request in case.ours.requests.values()
@@ -212,7 +226,7 @@ CHOICES = [
     has_odd_trailers,
     repeats_its_length,
 ]
-"""Where the two may differ, and why: their docstrings."""
+"""Permitted differences; each docstring gives the reason."""
 
 
 def check(data: bytes, ours: Trace, theirs: Trace) -> None:
@@ -223,7 +237,9 @@ def check(data: bytes, ours: Trace, theirs: Trace) -> None:
 
 
 def differences(ours: Trace, theirs: Trace) -> Iterator[str]:
-    """In words; ours first. What follows the end of one connection alone is not compared."""
+    """Yields the differences in words, ours first. Events after only one connection ended are not
+    compared.
+    """
     ends = kind_of(ours.goaway_code), kind_of(theirs.goaway_code)
     if ends[0] != ends[1]:
         yield f"GOAWAY: {ends[0]}, {ends[1]}"
@@ -232,7 +248,7 @@ def differences(ours: Trace, theirs: Trace) -> Iterator[str]:
         one, other = ours.requests.get(stream), theirs.requests.get(stream)
         for name in ("fields", "body", "has_ended", "was_reset"):
             values = getattr(one, name, None), getattr(other, name, None)
-            # Ours is told of our own resets, too.
+            # Our handler's `reset` is also called for our own resets.
             is_told = name == "was_reset" and stream in ours.reset_codes
             if values[0] != values[1] and not is_told:
                 yield f"{name}: {values[0]}, {values[1]}"
@@ -279,7 +295,7 @@ cuts = st.lists(st.integers(0, 4000), max_size=6)
 @BOUNDED
 @given(operations=many_operations, ends=cuts, answers=st.booleans())
 def test_sound_clients(operations: Operations, ends: list[int], answers: bool) -> None:
-    """All of them are understood alike, and none is refused."""
+    """Checks that both implementations read valid clients alike, and reject none."""
     data = sent_by(operations, [])
     ours, theirs = both(data, ends, answers)
     event(f"{len(theirs.requests)} requests")

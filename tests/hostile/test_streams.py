@@ -1,4 +1,4 @@
-"""Streams: too many, half of one, a byte at a time, and idle ones by the thousand."""
+"""Tests of streams: too many, half requests, one byte at a time, and a thousand idle ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STREAM_HEAD = f.grpc_head(b"EmbedStream")
 
 
 def opened(first: int, count: int, block: bytes) -> bytes:
-    """The heads of requests whose bodies do not come."""
+    """Returns the headers of requests whose bodies never arrive."""
     return b"".join(f.headers(first + 2 * i, block, end=False) for i in range(count))
 
 
@@ -38,7 +38,7 @@ def test_the_limit_is_announced(rest_peer: MakePeer) -> None:
 
 
 def test_streams_over_the_limit_are_refused(rest_peer: MakePeer) -> None:
-    """And as soon as one of the others ends, the next is taken."""
+    """Checks also that as soon as an open stream ends, the next is accepted."""
     peer = rest_peer()
     peer.send(opened(1, STREAMS_MAX + 5, OPEN_POST))
     refused = [2 * i + 1 for i in range(STREAMS_MAX, STREAMS_MAX + 5)]
@@ -52,7 +52,7 @@ def test_streams_over_the_limit_are_refused(rest_peer: MakePeer) -> None:
 
 
 def test_streams_over_the_limit_without_end(rest_peer: MakePeer) -> None:
-    """20,000 of them: each is refused, or the connection ends; none is kept."""
+    """Opens 20,000 streams: each is rejected, or the connection ends; the server stores none."""
     peer = rest_peer()
     peer.send(opened(1, 20_000, OPEN_POST))
     last = 2 * 20_000 - 1
@@ -64,7 +64,9 @@ def test_streams_over_the_limit_without_end(rest_peer: MakePeer) -> None:
 
 
 def test_header_tables_agree_after_a_refusal(rest_peer: MakePeer) -> None:
-    """A refused stream's block is decoded all the same: the tables of both ends must agree."""
+    """Checks that the server decodes a rejected stream's block nevertheless: the tables of both
+    ends must agree.
+    """
     peer = rest_peer()
     peer.send(opened(1, STREAMS_MAX, OPEN_POST))
     entry = f.literal(b":path", b"/health/live", 0x40)
@@ -77,7 +79,7 @@ def test_header_tables_agree_after_a_refusal(rest_peer: MakePeer) -> None:
 
 
 def test_header_tables_agree_after_a_reset(rest_peer: MakePeer) -> None:
-    """The same of HEADERS for a stream that the client had reset: trailers that crossed it."""
+    """Checks that the server decodes HEADERS for a reset stream: trailers may cross the reset."""
     peer = rest_peer()
     entry = f.literal(b":path", b"/health/live", 0x40)
     start = f.block([(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"test")])
@@ -87,7 +89,7 @@ def test_header_tables_agree_after_a_reset(rest_peer: MakePeer) -> None:
 
 
 def test_bodies_that_never_end(rest_peer: MakePeer, grpc_peer: MakePeer) -> None:
-    """A connection full of half requests, on both ports; the rest of the server goes on."""
+    """Fills a connection with half requests, on both ports; the server still serves others."""
     for peer, block in ((rest_peer(), OPEN_POST), (grpc_peer(), f.grpc_head(b"Embed"))):
         numbers = range(1, 2 * STREAMS_MAX, 2)
         peer.send(opened(1, STREAMS_MAX, block))
@@ -98,7 +100,7 @@ def test_bodies_that_never_end(rest_peer: MakePeer, grpc_peer: MakePeer) -> None
 
 @pytest.mark.growth(64 << 10)
 def test_bodies_that_stop_below_the_limit(rest_peer: MakePeer) -> None:
-    """128 bodies of 200,000 bytes which are not read to their end: a connection has a window."""
+    """Sends 128 bodies in part, without their end: the connection has a window."""
     peer = rest_peer()
     numbers = range(1, 2 * STREAMS_MAX, 2)
     peer.send(opened(1, STREAMS_MAX, OPEN_POST))
@@ -109,7 +111,7 @@ def test_bodies_that_stop_below_the_limit(rest_peer: MakePeer) -> None:
 
 
 def test_more_than_the_window_given(rest_peer: MakePeer) -> None:
-    """A body past the stream's window, without waiting for WINDOW_UPDATE."""
+    """Sends a body past the stream's window, without waiting for WINDOW_UPDATE."""
     peer = rest_peer()
     peer.send(opened(1, 4, OPEN_POST))
     sent = b"".join(f.data(stream, bytes(1 << 20), end=False) for stream in range(1, 9, 2))
@@ -135,7 +137,7 @@ def test_a_byte_now_and_then(grpc_peer: MakePeer, rows: np.ndarray) -> None:
 
 
 def test_a_request_line_now_and_then(rest_peer: MakePeer) -> None:
-    """A frame's bytes one at a time, while another connection's answers must not wait."""
+    """Sends a frame one byte at a time; other connections' responses must not wait."""
     peer = rest_peer()
     for byte in f.get(1):
         peer.send(bytes([byte]))
@@ -144,7 +146,7 @@ def test_a_request_line_now_and_then(rest_peer: MakePeer) -> None:
 
 
 def test_a_thousand_idle_streams_of_one_client(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """1,000 EmbedStreams over 8 connections, each of which answered once and then says nothing."""
+    """Opens 1,000 EmbedStreams over 8 connections; each gets one response and is then idle."""
     message = f.message(embed_request([7]))
     connections: list[Peer] = []
     for _ in range(8):
@@ -172,7 +174,9 @@ def test_a_thousand_idle_streams_of_one_client(grpc_peer: MakePeer, rows: np.nda
 
 
 def test_an_answer_is_never_two(rest_peer: MakePeer) -> None:
-    """A body that nobody reads goes on while the answer waits for window, past every limit."""
+    """Sends a body that the server does not read, past every limit, while the response waits for
+    window.
+    """
     peer = rest_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
     peer.send(f.headers(1, f.head(b"GET", b"/health/live"), end=False))
     peer.read_for(0.2)
@@ -186,7 +190,9 @@ def test_an_answer_is_never_two(rest_peer: MakePeer) -> None:
 
 
 def test_an_answer_is_sent_though_another_waits(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """Answers that need window are made amid reading; later ones do not wait for more to read."""
+    """Checks that later responses do not wait for more input, though earlier ones have waited for
+    window while the server read.
+    """
     peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
     peer.send(f.headers(1, STREAM_HEAD, end=False))
     for _ in range(3):
@@ -214,14 +220,16 @@ def test_an_answer_is_sent_though_others_have_no_window(
 
 
 def given(peer: Peer, stream: int) -> int:
-    """What came of window for ``stream``, also while something was sent; each update once."""
+    """Returns the window received for ``stream``, also during sends; counts each update once."""
     updates = [one for one in peer.of_type(f.WINDOW_UPDATE) if one.stream == stream]
     peer.others.clear()
     return sum(int.from_bytes(one.payload, "big") for one in updates)
 
 
 def test_promises_leave_room_for_others(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """Streams that promise large messages and send a byte of them: another's still gets room."""
+    """Opens streams that promise large messages and send one byte each: another stream's message
+    still gets window.
+    """
     promised = (LIMITS.body_bytes_max).to_bytes(4, "big")
     for _ in range(4):
         peer = grpc_peer()
@@ -248,7 +256,7 @@ def test_promises_leave_room_for_others(grpc_peer: MakePeer, rows: np.ndarray) -
 
 
 def test_a_reset_stream_is_given_up(grpc_peer: MakePeer) -> None:
-    """Nothing comes on a stream after its reset but what had gone out before."""
+    """Checks that after a reset only bytes that were already sent arrive on the stream."""
     peer = grpc_peer()
     for stream in range(1, 401, 2):
         peer.send(f.call(stream, embed_request([1])) + f.rst_stream(stream, CANCEL))
@@ -259,7 +267,9 @@ def test_a_reset_stream_is_given_up(grpc_peer: MakePeer) -> None:
 
 
 def test_clients_that_cut_their_connections(rest_peer: MakePeer) -> None:
-    """A reset of the connection while its answers are made; other connections get theirs."""
+    """Resets connections while the server produces their responses; other connections get
+    theirs.
+    """
     requests = b"".join(f.get(stream) for stream in range(1, 41, 2))
     linger = struct.pack("ii", 1, 0)
     for number in range(300):
@@ -270,7 +280,7 @@ def test_clients_that_cut_their_connections(rest_peer: MakePeer) -> None:
 
 
 def test_connections_leave_nothing(rest_peer: MakePeer) -> None:
-    """Opened, asked and cut in the midst of the answer, 500 times."""
+    """Opens a connection, sends requests and closes it before the responses, 500 times."""
     for _ in range(500):
         peer = rest_peer(
             greeting=f.PREFACE + f.settings() + f.get(1) + f.get(3), acknowledges=False

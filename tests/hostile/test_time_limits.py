@@ -1,6 +1,6 @@
-"""Clients that take their time, by the server's own clock: no test here waits.
+"""Tests of slow clients by the server's own clock, without any real waiting.
 
-The connection without its socket: bytes in, and then it is told how late it is.
+The tests use the connection without its socket: they pass it bytes, and then the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD = encode([(b":status", b"200")])
 
 
 class Slow:
-    """A connection whose client asks for large answers."""
+    """A connection whose client requests large responses."""
 
     def __init__(self, *frames: bytes) -> None:
         self.trace = Trace()
@@ -35,17 +35,17 @@ class Slow:
         self.receive(f.PREFACE + b"".join(frames))
 
     def receive(self, data: bytes) -> int:
-        """How many bytes of answers come back."""
+        """Receives ``data``; returns how many bytes of responses the connection sends."""
         self.connection.receive(data)
         return self._sent()
 
     def at_most(self, seconds: float) -> None:
-        """No more have passed since whatever it waits for."""
+        """Checks time limits when at most ``seconds`` have passed since any wait began."""
         self.connection.check_time(self._start_s + seconds)
         self._sent()
 
     def at_least(self, seconds: float) -> None:
-        """So many have passed, or more."""
+        """Checks time limits when at least ``seconds`` have passed."""
         self.connection.check_time(perf_counter() + seconds)
         self._sent()
 

@@ -1,4 +1,6 @@
-"""Handshakes and records of clients that want the server's time or memory, over TLS."""
+"""Tests of handshakes and records by which clients try to use the server's time or memory, over
+TLS.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ HANDSHAKES = 1000
 BURSTS = 3
 UPDATES = 200
 SLACK_KIB = 8 << 10
-"""Of the interpreter and malloc, whatever the number of connections."""
+"""Allowance for the interpreter and malloc, independent of the number of connections."""
 
 
 def growth_kib(connection_bytes: int) -> int:
@@ -41,7 +43,7 @@ Connect = Callable[[], socket.socket]
 
 @pytest.fixture
 def connect(victim: Victim, unharmed: Bounds) -> Connect:
-    """Opens a connection, which ends with the test."""
+    """Returns a function that opens a connection, which ends with the test."""
 
     def connect() -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", victim.http_port), WAIT_S_MAX)
@@ -59,7 +61,7 @@ def hello(tls: ssl.SSLContext) -> bytes:
 
 
 def wait_for_end(sock: socket.socket) -> bytes:
-    """All that comes until the server ends the connection."""
+    """Returns all bytes that arrive until the server ends the connection."""
     parts = []
     try:
         while part := sock.recv(1 << 16):
@@ -72,7 +74,7 @@ def wait_for_end(sock: socket.socket) -> bytes:
 @pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_BYTES))
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing", "half a hello", "a hello alone"])
 def test_handshakes_that_never_end(connect: Connect, tls: ssl.SSLContext, share: float) -> None:
-    """Of each the server makes its keys and its signature where a whole hello comes."""
+    """Checks memory: the server computes keys and a signature for each whole ClientHello."""
     sockets = [connect() for _ in range(CONNECTIONS)]
     for sock in sockets:
         data = hello(tls)
@@ -83,7 +85,7 @@ def test_handshakes_that_never_end(connect: Connect, tls: ssl.SSLContext, share:
 
 
 def test_a_thousand_handshakes_in_a_row(victim: Victim, tls: ssl.SSLContext) -> None:
-    """Each is whole, and all that its client wants: those who are connected are answered beside."""
+    """Completes handshakes and sends nothing more; connected clients get responses meanwhile."""
     for _ in range(HANDSHAKES):
         sock = socket.create_connection(("127.0.0.1", victim.http_port), WAIT_S_MAX)
         with tls.wrap_socket(sock, server_hostname="localhost") as one:
@@ -92,7 +94,7 @@ def test_a_thousand_handshakes_in_a_row(victim: Victim, tls: ssl.SSLContext) -> 
 
 @pytest.mark.growth(growth_kib(CONNECTION_BYTES + HANDSHAKE_BYTES))
 def test_bursts_of_hellos(connect: Connect, tls: ssl.SSLContext) -> None:
-    """A hello costs its client nothing, and the server a signature."""
+    """Sends ClientHellos, which cost the client nothing and the server a signature."""
     data = hello(tls)
     for _ in range(BURSTS):
         sockets = [connect() for _ in range(CONNECTIONS)]
@@ -100,7 +102,7 @@ def test_bursts_of_hellos(connect: Connect, tls: ssl.SSLContext) -> None:
             sock.sendall(data)
         for sock in sockets:
             assert sock.recv(1 << 16)
-            # RST, so that what it holds goes now
+            # RST, so that the server releases the connection's memory immediately
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
 
@@ -127,7 +129,7 @@ def test_half_closed_within_the_handshake(connect: Connect, tls: ssl.SSLContext)
 
 @pytest.mark.growth(growth_kib(CONNECTION_BYTES + CONNECTION_TLS_BYTES))
 def test_connections_that_have_been_used_and_stay(connect: Connect, tls: ssl.SSLContext) -> None:
-    """OpenSSL keeps what buffers a large record took."""
+    """Checks memory: OpenSSL keeps the buffers that a large record took."""
     body = b'{"features": {"user": [[1]]}}'.ljust(40_000)
     head = b"POST /embed HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
     with ExitStack() as kept:
@@ -138,7 +140,7 @@ def test_connections_that_have_been_used_and_stay(connect: Connect, tls: ssl.SSL
 
 
 class Openssl:
-    """``openssl s_client``, which is told by letters what to do."""
+    """A process of ``openssl s_client``, controlled by its one-letter commands."""
 
     def __init__(self, victim: Victim, *options: str) -> None:
         address = f"127.0.0.1:{victim.http_port}"
@@ -170,7 +172,7 @@ class Openssl:
 
 
 def test_renegotiation_is_refused(victim: Victim) -> None:
-    """A client of TLS 1.2 could ask for handshake after handshake on one connection."""
+    """Checks that a TLS 1.2 client cannot request handshake after handshake on one connection."""
     with Openssl(victim, "-tls1_2") as client:
         client.wait_for(b"Verify return code: 0")
         client.say(b"R")
@@ -179,7 +181,7 @@ def test_renegotiation_is_refused(victim: Victim) -> None:
 
 
 def test_new_keys_over_and_over(victim: Victim) -> None:
-    """TLS 1.3 has a client ask for new keys of both sides as often as it likes."""
+    """Requests many key updates: TLS 1.3 lets a client request new keys of both sides at will."""
     with Openssl(victim, "-tls1_3") as client:
         client.wait_for(b"Verify return code: 0")
         for _ in range(UPDATES):

@@ -1,4 +1,4 @@
-"""Readers that give no window, or a byte of it: the server waits, exactly and at little cost."""
+"""Tests of readers that open no window, or one byte of it: the server waits at little cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embedserve_proto import embedding_pb2 as pb
 
 EXAMPLES = 4096
 ANSWER_BYTES = EXAMPLES * 64 * 4
-"""Of a large answer's values: 1 MiB."""
+"""Bytes of a large response's values: 1 MiB."""
 STREAMS_MAX = 128
 LARGE_CALL = embed_request(np.arange(EXAMPLES) % 500)
 
@@ -31,7 +31,9 @@ def check_large(body: bytes, rows: np.ndarray) -> None:
 
 
 def test_no_window_at_all(grpc_peer: MakePeer) -> None:
-    """Its headers come, none of its bytes; other streams of the connection are answered."""
+    """Checks that the response's body waits for window; other streams of the connection get
+    responses.
+    """
     peer = grpc_peer(greeting=greeting(0) + f.window_update(0, 1 << 20))
     peer.send(f.call(1, LARGE_CALL))
     peer.pong()
@@ -44,7 +46,7 @@ def test_no_window_at_all(grpc_peer: MakePeer) -> None:
 
 @pytest.mark.growth(200 << 10)
 def test_no_window_on_every_stream(grpc_peer: MakePeer) -> None:
-    """128 answers of 1 MiB that nobody takes: at most 64 MiB of them wait, the rest is refused."""
+    """Requests 128 responses of 1 MiB without reading: at most 64 MiB wait, others are rejected."""
     peer = grpc_peer(greeting=greeting(0))
     for stream in range(1, 2 * STREAMS_MAX, 2):
         peer.send(f.call(stream, LARGE_CALL))
@@ -56,7 +58,7 @@ def test_no_window_on_every_stream(grpc_peer: MakePeer) -> None:
 
 @pytest.mark.parametrize("streams", [1, STREAMS_MAX])
 def test_a_byte_of_window_at_a_time(streams: int, grpc_peer: MakePeer) -> None:
-    """What comes is what the window allows, byte for byte."""
+    """Checks that the server sends exactly what the window allows, byte for byte."""
     peer = grpc_peer(greeting=greeting(1))
     numbers = range(1, 2 * streams, 2)
     request = embed_request([3])
@@ -75,7 +77,9 @@ def test_a_byte_of_window_at_a_time(streams: int, grpc_peer: MakePeer) -> None:
 
 
 def test_a_connection_without_window(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """Its streams have window; the connection's 65,535 bytes are all that comes."""
+    """Checks that only the connection's window of 65,535 bytes arrives, though the streams have
+    window.
+    """
     peer = grpc_peer(greeting=greeting(f.WINDOW_MAX))
 
     def received() -> int:
@@ -95,7 +99,7 @@ def test_a_connection_without_window(grpc_peer: MakePeer, rows: np.ndarray) -> N
 
 
 def test_windows_below_zero(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """RFC 9113, 6.9.2: a smaller initial window may leave a stream owing bytes."""
+    """Checks RFC 9113, 6.9.2: a smaller initial window may make a stream's window negative."""
     peer = grpc_peer(greeting=greeting(40_000) + f.window_update(0, 4 << 20))
     peer.send(f.call(1, LARGE_CALL))
     assert len(peer.body_of(1, 40_000)) == 40_000
@@ -120,8 +124,9 @@ def test_windows_below_zero(grpc_peer: MakePeer, rows: np.ndarray) -> None:
 def test_a_window_below_zero_when_the_connections_opens(
     grpc_peer: MakePeer, rows: np.ndarray
 ) -> None:
-    """A stream waits for the connection's window while SETTINGS take its own: to send to it
-    nevertheless never ended, and took hundreds of megabytes a second."""
+    """Makes a stream's window negative while it waits for the connection's window. The server once
+    tried to send on it without end, and took hundreds of megabytes a second.
+    """
     peer = grpc_peer(greeting=greeting(1 << 20))
     peer.send(f.call(1, LARGE_CALL))
     assert len(peer.body_of(1, 65_535)) == 65_535
@@ -146,7 +151,7 @@ def test_a_frame_size_that_changes_amid_an_answer(grpc_peer: MakePeer, rows: np.
 
 @pytest.mark.growth(200 << 10)
 def test_large_answers_that_nobody_reads(grpc_peer: MakePeer) -> None:
-    """All the window there is, and not a byte read from the socket."""
+    """Opens all windows, and reads no byte from the socket."""
     peer = grpc_peer(receive_buffer=4096)
     for stream in range(1, 2 * STREAMS_MAX, 2):
         sent = f.call(stream, LARGE_CALL)
@@ -164,14 +169,14 @@ def slow_readers(make: MakePeer, count: int) -> list[Peer]:
 
 @pytest.mark.growth(96 << 10)
 def test_many_connections_that_take_nothing(grpc_peer: MakePeer) -> None:
-    """40 connections with an answer of 1 MiB each; then they are gone, and so are their answers."""
+    """Opens 40 connections with a response of 1 MiB each; their memory is freed when they close."""
     for peer in slow_readers(grpc_peer, 40):
         peer.pong()
 
 
 @pytest.mark.growth(96 << 10)
 def test_answers_are_forgotten_with_their_connections(grpc_peer: MakePeer) -> None:
-    """200 MiB of answers that nobody takes, 20 at a time."""
+    """Leaves 200 MiB of responses unread, 20 connections at a time."""
     for _ in range(10):
         opened = slow_readers(grpc_peer, 20)
         for peer in opened:
@@ -181,7 +186,7 @@ def test_answers_are_forgotten_with_their_connections(grpc_peer: MakePeer) -> No
 
 @pytest.mark.growth(96 << 10)
 def test_answers_are_forgotten_with_their_streams(grpc_peer: MakePeer) -> None:
-    """200 of 1 MiB on one connection, each given up before a byte of it was taken."""
+    """Requests 200 responses of 1 MiB on one connection, and resets each before it is read."""
     peer = grpc_peer(greeting=greeting(0))
     for stream in range(1, 401, 2):
         peer.send(f.call(stream, LARGE_CALL))
@@ -192,7 +197,7 @@ def test_answers_are_forgotten_with_their_streams(grpc_peer: MakePeer) -> None:
 
 
 def test_rest_answers_wait_for_window(rest_peer: MakePeer, rows: np.ndarray) -> None:
-    """JSON of 4,000 rows, 100,000 bytes of window at a time."""
+    """Reads JSON of 4,000 rows with 100,000 bytes of window at a time."""
     peer = rest_peer(greeting=greeting(0) + f.window_update(0, 64 << 20))
     ids = [[i % 500] for i in range(4000)]
     body = json.dumps({"features": {"user": ids}}).encode()

@@ -1,4 +1,4 @@
-"""What a server made of a client's bytes, in words that two implementations have in common."""
+"""Records how a server read a client's bytes, in terms that two implementations have in common."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Request:
     """A stream as the client opened it.
 
     Attributes:
-        was_reset: by the client.
+        was_reset: whether the client reset it.
     """
 
     fields: list[f.Header]
@@ -27,13 +27,13 @@ class Request:
 
 @dataclass
 class Trace:
-    """Requests by stream, and what the server sent in answer to frames.
+    """Requests by stream, and the control frames that the server sent.
 
     Attributes:
-        reset_codes: of the server's RST_STREAMs, by stream.
-        goaway_code: of its GOAWAY; None while the connection goes on.
-        pongs: what its PING ACKs said, in order.
-        settings_acks: how many it sent.
+        reset_codes: codes of the server's RST_STREAMs, by stream.
+        goaway_code: code of its GOAWAY; None while the connection is open.
+        pongs: payloads of its PING ACKs, in order.
+        settings_acks: number of its SETTINGS ACKs.
     """
 
     requests: dict[int, Request] = field(default_factory=dict)
@@ -44,7 +44,9 @@ class Trace:
     _buffer: bytearray = field(default_factory=bytearray, repr=False, compare=False)
 
     def headers(self, stream: int, fields: list[f.Header], ends: bool) -> None:
-        """A header block; that of trailers, which nobody reads, ends a request and no more."""
+        """Records a header block. A block of trailers only ends the request, since no code reads
+        trailers.
+        """
         self.requests.setdefault(stream, Request(fields))
         self.requests[stream].has_ended |= ends
 
@@ -53,15 +55,16 @@ class Trace:
         self.requests[stream].has_ended |= ends
 
     def reset(self, stream: int, answers: bool) -> None:
-        """By the client; one that was answered (as a server that ``answers`` does at once), or
-        that the server itself had reset, is no more."""
+        """Records the client's reset. It does not count for a stream that the server itself had
+        reset, or that has its response already: a server that ``answers`` responds immediately.
+        """
         request = self.requests.get(stream)
         if request is None or stream in self.reset_codes or (answers and request.has_ended):
             return
         request.was_reset = True
 
     def sent(self, data: bytes) -> None:
-        """Bytes that the server sent."""
+        """Records the frames in bytes that the server sent."""
         self._buffer += data
         for one in f.take_frames(self._buffer):
             if one.type == f.RST_STREAM:
