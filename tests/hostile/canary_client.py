@@ -26,8 +26,7 @@ from embedserve_proto import embedding_pb2 as pb
 
 PAUSE_S = 0.005
 REST_S = 20.0
-"""Pause between two rounds while no test runs: the server closes connections that are idle for
-75 s."""
+"""Pause between two rounds while no test runs. The server closes connections after 75 idle s."""
 ROUND_S_MAX = 150.0
 REFRESH_STREAMS = 1000
 BEGIN, SEEN = "begin", "seen"
@@ -96,16 +95,12 @@ class Seen:
 
 
 class Neighbour:
-    """Runs the canary client as a context manager. A failure is recorded, and the client runs
-    on.
-    """
+    """Runs the canary client as a context manager. A failure is recorded and ends nothing."""
 
     def __init__(
         self, http_port: int, grpc_port: int, pid: int, rows: np.ndarray, root: str = ""
     ) -> None:
-        """Creates the client; ``root`` is the file of the root certificate that it trusts, over
-        TLS.
-        """
+        """Creates the client; ``root`` is the file of the root certificate to trust, over TLS."""
         context = multiprocessing.get_context("spawn")
         self._channel, self._theirs = context.Pipe()
         arguments = (http_port, grpc_port, pid, rows, root, self._theirs)

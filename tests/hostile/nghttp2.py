@@ -165,9 +165,7 @@ class Nghttp2:
         return 0
 
     def _on_invalid_header(self, *_: Any) -> int:
-        """Rejects the request: RFC 9113 calls it malformed, but the library by default drops the
-        field.
-        """
+        """Rejects the request as malformed by RFC 9113; the library would only drop the field."""
         return TEMPORAL_CALLBACK_FAILURE
 
     def _on_chunk(

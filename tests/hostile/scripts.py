@@ -1,9 +1,4 @@
-"""Hypothesis strategies for a client's frames: valid sequences, and valid ones with faults
-injected.
-
-The frames come from `h2` as a client, so that header blocks use Huffman's code and the dynamic
-table. Faults change the frames afterwards.
-"""
+"""Hypothesis strategies for a client's frames: valid sequences, and sequences with faults."""
 
 from __future__ import annotations
 

@@ -87,9 +87,7 @@ def many_batches(count: int) -> bytes:
 
 
 def empty_bags(columns: int) -> bytes:
-    """Returns an Arrow stream of 65,536 empty bags in each column; the model has none of the
-    columns.
-    """
+    """Returns an Arrow stream of 65,536 empty bags a column; the model has none of the columns."""
     bags = pa.ListArray.from_arrays(np.zeros(65_537, np.int32), np.zeros(0, np.int64))
     return stream_of(pa.table({f"f{at}": bags for at in range(columns)}))
 
@@ -240,9 +238,7 @@ def test_unknown_keys_are_not_remembered(victim: Victim) -> None:
 
 @pytest.mark.growth(96 << 10)
 def test_errors_that_quote_long_names_are_not_remembered(victim: Victim) -> None:
-    """Checks the cache of 16 responses per format, which would take 190 MB if errors quoted whole
-    names.
-    """
+    """Checks the cache of 16 responses per format: 190 MB, if errors quoted whole names."""
     for i in range(32):
         name = f"{i}{'x' * 3 * MIB}"
         message = pb.EmbedRequest(keys=[name], ids=[1], lengths=[1]).SerializeToString()

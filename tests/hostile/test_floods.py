@@ -168,8 +168,7 @@ def test_a_flood_ends_its_connection(flood: Flood, rest_peer: MakePeer) -> None:
 
 
 AFTER_A_RESET = f.headers(1, f.block([(b":method", b"GET")]), end=False)
-"""A malformed request, which the server resets. Later frames on its stream may have been in
-flight."""
+"""A malformed request, which the server resets while more of its frames may be in flight."""
 
 
 @pytest.mark.parametrize(
@@ -186,9 +185,7 @@ def test_a_flood_on_a_stream_that_was_reset(frame: bytes, rest_peer: MakePeer) -
 
 
 def test_settings_that_change_many_windows(rest_peer: MakePeer) -> None:
-    """Sends SETTINGS with 2,600 values each; each value changes the window of 128 streams. 1 MB in
-    all.
-    """
+    """Sends SETTINGS of 2,600 values; each value changes the window of 128 streams. 1 MB in all."""
     opened = f.head(b"POST", b"/embed")
     streams = b"".join(f.headers(stream, opened, end=False) for stream in range(1, 257, 2))
     pairs = [(f.INITIAL_WINDOW_SIZE, 1), (f.INITIAL_WINDOW_SIZE, 2)] * 1300
@@ -223,9 +220,7 @@ def test_a_flood_whose_acks_nobody_reads(flood: Flood, rest_peer: MakePeer) -> N
 
 
 def test_what_is_within_the_allowance_is_no_flood(rest_peer: MakePeer) -> None:
-    """Checks that a connection stays open that pings, resets and updates windows as real clients
-    do.
-    """
+    """Checks that a connection may ping, reset and update its windows as real clients do."""
     peer = rest_peer(greeting=PLAIN)
     resets = b"".join(f.get(stream) + f.rst_stream(stream) for stream in range(1, 201, 2))
     peer.send(resets + f.window_update(0, 1) * 100 + f.frame(f.UNKNOWN_TYPE, 0, 0, b"x") * 100)

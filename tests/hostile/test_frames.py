@@ -44,9 +44,7 @@ def test_garbage_after_a_good_start(rest_peer: MakePeer) -> None:
     ids=["not SM", "one byte wrong", "another path", "zeros"],
 )
 def test_a_preface_gone_wrong(greeting: bytes, rest_peer: MakePeer) -> None:
-    """Checks that the bytes are taken for HTTP/1.1, which is invalid, too: a 400 at most, then a
-    close.
-    """
+    """Checks that the bytes count as invalid HTTP/1.1: a response 400 at most, then a close."""
     peer = rest_peer(greeting=greeting + b"\r\n\r\n", acknowledges=False)
     peer.ending()
 

@@ -154,9 +154,7 @@ def test_messages_that_wait_for_their_end(grpc_peer: MakePeer, rows: np.ndarray)
 
 @pytest.mark.growth(128 << 10)
 def test_a_stream_whose_answers_nobody_takes(grpc_peer: MakePeer) -> None:
-    """Sends on an EmbedStream without end and opens no window: the server stops taking its
-    messages.
-    """
+    """Sends an endless EmbedStream and opens no window: the server stops taking messages."""
     peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
     peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False))
     frame = f.data(1, f.message(LARGE_CALL), end=False)

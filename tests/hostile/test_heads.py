@@ -100,8 +100,9 @@ GOOD = f.head(b"GET", b"/health/live")
 
 
 def test_table_sizes_over_and_over(rest_peer: MakePeer) -> None:
-    """Empties and refills the table 4,000 times in one block; a server may reject what no real
-    client sends.
+    """Empties and refills the table 4,000 times in one block; the server may reject that.
+
+    No real client sends such a block.
     """
     peer = rest_peer()
     updates = (f.integer(0, 5, 0x20) + f.integer(4096, 5, 0x20)) * 4000

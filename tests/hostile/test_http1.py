@@ -1,6 +1,4 @@
-"""Tests of an HTTP/1.1 adversary: the cost of one connection is bounded, and other clients are
-served.
-"""
+"""Tests of an HTTP/1.1 adversary: one connection's cost is bounded, and others are served."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("kind", PIPELINES)
 def test_a_pipeline_whose_answers_nobody_reads(victim: Victim, kind: str) -> None:
-    """Checks that the server stops reading when it cannot send responses; it once read 3.9 GB in 25
-    s.
-    """
+    """Checks that the server reads no further than it responds; it once read 3.9 GB in 25 s."""
     with connected(victim, receive_buffer=4096) as sock:
         assert send(sock, PIPELINES[kind] * 1000, 64 * MIB) < 64 * MIB
 

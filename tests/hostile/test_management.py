@@ -18,9 +18,7 @@ STREAMS = range(1, 2 * STREAMS_MAX, 2)
 @pytest.mark.parametrize("path", [b"/metrics", b"/models"])
 @pytest.mark.growth(96 << 10)
 def test_a_burst_on_every_stream_of_some_connections(rest_peer: MakePeer, path: bytes) -> None:
-    """Allows memory for responses that this process reads more slowly than the server produces
-    them.
-    """
+    """Allows memory for responses that this process reads more slowly than they are produced."""
     burst = b"".join(f.get(stream, path) for stream in STREAMS)
     peers = [rest_peer() for _ in range(CONNECTIONS)]
     for peer in peers:

@@ -208,9 +208,7 @@ def has_odd_trailers(case: Case) -> bool:
 
 
 def repeats_its_length(case: Case) -> bool:
-    """Checks for a repeated content-length with one value, which RFC 9110, 8.6, lets a server
-    accept.
-    """
+    """Checks for a repeated content-length of one value; RFC 9110, 8.6, lets a server accept it."""
     return any(
         [name for name, _ in request.fields].count(b"content-length") > 1
         for request in case.ours.requests.values()

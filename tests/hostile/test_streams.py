@@ -174,9 +174,7 @@ def test_a_thousand_idle_streams_of_one_client(grpc_peer: MakePeer, rows: np.nda
 
 
 def test_an_answer_is_never_two(rest_peer: MakePeer) -> None:
-    """Sends a body that the server does not read, past every limit, while the response waits for
-    window.
-    """
+    """Sends an unread body past every limit, while the response waits for window."""
     peer = rest_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
     peer.send(f.headers(1, f.head(b"GET", b"/health/live"), end=False))
     peer.read_for(0.2)
@@ -267,9 +265,7 @@ def test_a_reset_stream_is_given_up(grpc_peer: MakePeer) -> None:
 
 
 def test_clients_that_cut_their_connections(rest_peer: MakePeer) -> None:
-    """Resets connections while the server produces their responses; other connections get
-    theirs.
-    """
+    """Resets connections while the server makes their responses; other connections get theirs."""
     requests = b"".join(f.get(stream) for stream in range(1, 41, 2))
     linger = struct.pack("ii", 1, 0)
     for number in range(300):

@@ -1,6 +1,4 @@
-"""Tests of handshakes and records by which clients try to use the server's time or memory, over
-TLS.
-"""
+"""Tests of TLS handshakes and records by which clients try to use the server's time or memory."""
 
 from __future__ import annotations
 

@@ -31,9 +31,7 @@ def check_large(body: bytes, rows: np.ndarray) -> None:
 
 
 def test_no_window_at_all(grpc_peer: MakePeer) -> None:
-    """Checks that the response's body waits for window; other streams of the connection get
-    responses.
-    """
+    """Checks that a response's body waits for window; other streams get their responses."""
     peer = grpc_peer(greeting=greeting(0) + f.window_update(0, 1 << 20))
     peer.send(f.call(1, LARGE_CALL))
     peer.pong()
@@ -77,9 +75,7 @@ def test_a_byte_of_window_at_a_time(streams: int, grpc_peer: MakePeer) -> None:
 
 
 def test_a_connection_without_window(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """Checks that only the connection's window of 65,535 bytes arrives, though the streams have
-    window.
-    """
+    """Checks that only the connection's 65,535 bytes of window arrive; the streams have more."""
     peer = grpc_peer(greeting=greeting(f.WINDOW_MAX))
 
     def received() -> int:

@@ -44,7 +44,7 @@ class Trace:
     _buffer: bytearray = field(default_factory=bytearray, repr=False, compare=False)
 
     def headers(self, stream: int, fields: list[f.Header], ends: bool) -> None:
-        """Records a header block. A block of trailers only ends the request, since no code reads
+        """Records a header block. A block of trailers only ends the request; no code reads
         trailers.
         """
         self.requests.setdefault(stream, Request(fields))

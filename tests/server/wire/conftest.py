@@ -1,4 +1,4 @@
-"""Servers of these tests run on uvloop, as they do for users."""
+"""Fixtures of the wire tests: the servers run on uvloop, as they do for users."""
 
 from __future__ import annotations
 

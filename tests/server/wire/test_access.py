@@ -1,4 +1,4 @@
-"""Tokens and certificates over every protocol: each way in asks who asks, once."""
+"""Tests of tokens and certificates over every protocol: each path authenticates a request once."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def code_of(call: Any) -> str:
 async def test_each_request_of_a_stream_counts_for_the_rate(live: Live) -> None:
     async with AsyncGrpcEmbedClient(live.grpc_target, token="es_slow") as client:
         answers = client.embed_stream([{"user": [[1]]}] * 3)
-        kinds = [type(answer) async for answer in answers]  # opening it costs nothing
+        kinds = [type(answer) async for answer in answers]  # opening the stream does not count
     assert kinds == [EmbedResult, Overloaded, Overloaded]
 
 
@@ -134,7 +134,7 @@ WAITED_S_MIN = 39 / REFUSALS_PER_S
 
 
 async def test_who_is_refused_very_often_is_told_later_over_http1(server: OurServer) -> None:
-    """And the connection, which waits, is as good as before."""
+    """Checks also that the connection is usable after the delay."""
     reader, writer = await server.open()
     start_s = perf_counter()
     statuses = []
@@ -148,7 +148,7 @@ async def test_who_is_refused_very_often_is_told_later_over_http1(server: OurSer
 
 
 async def test_who_is_refused_very_often_is_told_later_over_http2(server: OurServer) -> None:
-    """A body that comes meanwhile is asked of nobody."""
+    """Checks that a body that arrives during the delay is not looked up."""
     client = Http2Client(*await server.open())
     start_s = perf_counter()
     answers = [
@@ -215,8 +215,8 @@ async def test_pipelined_requests_of_strangers_and_friends(server: OurServer) ->
 async def test_a_caller_whose_connection_is_cut_as_it_pipelines_keeps_its_limit(
     server: OurServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is held behind the first request makes the connection the largest."""
-    request = post(BODY, *line_of("es_one"))  # at most one at a time
+    """Makes the connection the largest by the buffered requests behind its first one."""
+    request = post(BODY, *line_of("es_one"))  # at most one concurrent request
     reader, writer = await server.open()
     writer.write(request)
     assert (await read_answer(reader))[0] == 200
@@ -287,7 +287,7 @@ async def test_the_names_of_certificates(
                 reader, writer = await server.open(contexts[name])
                 writer.write(make(BODY))
                 assert (await read_answer(reader))[0] == wanted
-                writer.write(make(BODY, *line_of("es_right")))  # a token says more
+                writer.write(make(BODY, *line_of("es_right")))  # a token takes precedence
                 assert (await read_answer(reader))[0] == 200
             client = Http2Client(*await server.open(contexts[name]))
             assert (await client.request("POST", "/embed", BODY)).status == wanted
@@ -299,7 +299,7 @@ STATISTICS = {
     "es_boss": {"shop", "films"},
     "es_shop": {"shop"},
 }
-"""The models whose statistics each token is told of all."""
+"""Models whose statistics each token may read."""
 
 
 @pytest.mark.parametrize("token", STATISTICS)

@@ -1,4 +1,4 @@
-"""The same request has the same response in every way that it can come."""
+"""Tests that equal requests have equal responses over every protocol and with any chunking."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = [f"user-{i}" for i in range(12)]
 
 @dataclass(frozen=True)
 class Case:
-    """A request and the status of its response, and what its body has."""
+    """A request, the status of its response, and words of the response's body."""
 
     path: str
     fields: tuple[tuple[str, str], ...]
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.fixture
 async def live() -> AsyncIterator[Live]:
-    """Serves version 1 for 60 percent of the requests, and 2 for the others."""
+    """Serves version 1 for 60 percent of the requests, and version 2 for the others."""
     infos = [model_info(), model_info()]
     infos = [
         replace(
@@ -71,11 +71,11 @@ async def over_http1(live: Live, path: str, fields: Fields, way: str) -> tuple[i
     reader, writer = await asyncio.open_connection("127.0.0.1", live.http_port)
     lines = [f"{name}: {value}" for name, value in fields]
     if way == "chunked":
-        lines.append("connection: close")  # such requests are not matched by their heads
+        lines.append("connection: close")  # such requests match no header template
     head = [f"POST {path} HTTP/1.1", "host: localhost", *lines, f"content-length: {len(BODY)}"]
     data = "\r\n".join([*head, "", ""]).encode() + BODY
     try:
-        for _ in range(1 if way == "chunked" else 2):  # the second time its head is known
+        for _ in range(1 if way == "chunked" else 2):  # the second time its headers are cached
             for piece in [data[i : i + 1] for i in range(len(data))] if way == "cut" else [data]:
                 writer.write(piece)
                 await writer.drain()
@@ -108,13 +108,13 @@ async def test_a_request_has_the_same_status_in_every_way(live: Live, case: Case
 
 
 async def test_a_routing_key_chooses_the_same_version_in_every_way(live: Live) -> None:
-    """Blanks around a value are none of it, however its bytes come, and whichever head was
-    before."""
+    """Checks that blanks around a value are not part of it, whatever the chunks and the cache."""
     versions = set()
     for key in KEYS:
         bodies = set()
         for padding in ("", "  ", " \t"):
-            # Heads of one length, so that the one of the key alone is the template of the others.
+            # The headers have one length, so that those without padding are the template of the
+            # others.
             field = ("x-routing-key", key + padding)
             longer = ("x-routing-key", key + "-" * len(padding))
             for way in ("http1", "cut", "chunked"):

@@ -1,4 +1,4 @@
-"""Requests to a loopback address name it or an allowed name, never a site that resolves to it."""
+"""Tests of Host on a loopback address: it is an own or an allowed name, never another site's."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def test_grpc_names_its_authority(engine: FakeEngine) -> None:
 
 
 async def test_a_name_that_was_accepted_lets_no_other_through(engine: FakeEngine) -> None:
-    """What is cached of a header block or a head holds for its host alone."""
+    """Checks that cached header blocks and templates apply to their host only."""
     async with server(engine, allowed_hosts=("same.example",)) as live:
         for _ in range(2):
             for host, status in (("same.example", 200), ("evil.example", 403)):
@@ -170,12 +170,12 @@ async def test_a_unix_socket_accepts_any(engine: FakeEngine, tmp_path: Path) -> 
     async with server(engine, allowed_hosts=(), unix=[path]) as live:
         for cuts in (False, True):
             assert (await over_http1(path, EVIL, "/embed", cuts)).startswith("HTTP/1.1 200 ")
-        # The same head, which is cached of the Unix socket by now.
+        # The headers are equal, and cached from the Unix socket by now.
         assert (await over_http1(live.http_port, EVIL, "/embed")).startswith("HTTP/1.1 403 ")
 
 
 async def test_tokens_and_tls_need_no_name(engine: FakeEngine, tmp_path: Path) -> None:
-    """A site has no token, and no certificate for its name."""
+    """Checks servers that need no --allowed-host: another site has no token and no certificate."""
     tokens = tmp_path / "tokens"
     tokens.write_text(json.dumps({"name": "ranker", "sha256": hash_of(b"es_ranker")}))
     async with server(engine, allowed_hosts=(), tokens=tokens) as live:

@@ -1,4 +1,4 @@
-"""POST /embed in Arrow: answered as protobuf and JSON are, and refused in the one JSON shape."""
+"""Tests of POST /embed in Arrow: responses equal those in protobuf and JSON; errors are JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A queue of bytes: in order, whatever the pieces, and no object for each byte."""
+"""Tests of the byte queue: order is kept for any chunks, without an object for each byte."""
 
 from __future__ import annotations
 

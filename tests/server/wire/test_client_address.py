@@ -1,4 +1,6 @@
-"""Lines about strangers have their address, over every protocol, and nobody else's."""
+"""Tests of client addresses in log lines: errors of untrusted clients have one, other lines
+none.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ CLIENT = "192.0.2.7"
 async def test_lines_of_one_header_are_one_list(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """HAProxy adds a line of its own where the client sent one."""
+    """Checks two lines of X-Forwarded-For: HAProxy adds its own line after the client's."""
     caplog.set_level(logging.INFO)
     lines = [("X-Forwarded-For", FORGED), ("X-Forwarded-For", CLIENT)]
     async with live_server(engine) as live:

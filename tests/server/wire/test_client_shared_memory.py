@@ -1,5 +1,4 @@
-"""Our own clients with shared memory, of a whole server: what they are answered is what they are
-answered without."""
+"""Tests of our clients with shared memory against a whole server: results equal those without."""
 
 from __future__ import annotations
 
@@ -38,12 +37,12 @@ INFER = "/v2/models/wide/infer"
 REGISTER = "register"
 EMBED = "/embed"
 FEATURES = {"user": (7, 1024), "tag": (5, 1024)}
-"""8 KiB of vectors an example."""
+"""Features whose vectors have 8 KiB per example."""
 EXAMPLES = 70
 
 
 class Telling:
-    """Of a client: keeps the paths that it asked."""
+    """Mixin of a client that records the paths that it requests."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.paths: list[str] = []
@@ -80,7 +79,7 @@ ASYNC = ("rest-async", "grpc-async")
 
 
 def path_of(call: Any) -> str:
-    """As REST has it, without the name of a region."""
+    """Returns the path of a call as in REST, without the name of a region."""
     if isinstance(call, Call):
         return REGISTER if call.path.endswith(f"/{REGISTER}") else call.path
     if isinstance(call.request, pb.ModelInferRequest):
@@ -90,7 +89,7 @@ def path_of(call: Any) -> str:
 
 
 class Client:
-    """Any client, asked alike."""
+    """Any client behind one interface."""
 
     def __init__(self, live: Live, kind: str = "rest-async", **options: Any) -> None:
         address = live.grpc_target if kind.startswith("grpc") else f"127.0.0.1:{live.http_port}"
@@ -102,7 +101,8 @@ class Client:
         if self._is_async:
             result: EmbedResult = await self._client.embed(features, **options)
             return result
-        # Not what the thread returns: it holds that for a moment longer, and so its region.
+        # The thread appends to a list, because its return value would keep the result, and so its
+        # region, for a moment longer.
         told: list[EmbedResult] = []
         await asyncio.to_thread(lambda: told.append(self._client.embed(features, **options)))
         return told.pop()
@@ -157,7 +157,7 @@ async def test_vectors_are_those_of_the_model(client: Client, wide: FakeEngine) 
         assert (result.model, result.version) == ("wide", wide.model.version)
         assert (result.keys, result.length_per_key) == (("user", "tag"), (1024, 1024))
         assert np.array_equal(result["tag"], wide.expected(bags(number))[:, 1024:])
-        del result  # a region is free again
+        del result  # its region is free again
     assert client.paths == [REGISTER, EMBED, INFER, INFER, INFER]
     assert len(files()) == 1
 
@@ -182,7 +182,7 @@ async def test_every_option_is_as_without(
 ) -> None:
     plain = Client(live)
     wanted = await plain.embed(ASKED, **options)
-    for _ in range(3):  # the second may find no file as large
+    for _ in range(3):  # the second may find no file that is large enough
         result = await client.embed(ASKED, **options)
         assert result.values.dtype == wanted.values.dtype
         assert np.array_equal(result.values, wanted.values)
@@ -280,7 +280,7 @@ async def test_rows_of_a_model_that_is_not_pooled(live: Live, client: Client) ->
     plain = Client(live)
     items = {"item": [[1, 2], [5, 99], []] * 5000, "last": [[3], [], [4]] * 5000}
     wanted = await plain.embed(items, model="sequence")
-    for _ in range(3):  # the second may find no file as large
+    for _ in range(3):  # the second may find no file that is large enough
         result = await client.embed(items, model="sequence")
         assert result.unknown_ids == wanted.unknown_ids != {}
         assert (result.keys, len(result.values)) == (wanted.keys, len(wanted.values))
@@ -305,7 +305,7 @@ async def test_unknown_ids_are_counted(live: Live, client: Client) -> None:
 
 @pytest.mark.parametrize("kind", ASYNC)
 async def test_versions_that_share_a_model(executor: ThreadPoolExecutor, kind: str) -> None:
-    """Of different widths; what each answers has its own keys."""
+    """Checks versions of different widths; the result of each has the keys of its version."""
     engines = []
     for alias, number, features in (
         ("stable", 7, FEATURES),
@@ -333,7 +333,7 @@ async def test_versions_that_share_a_model(executor: ThreadPoolExecutor, kind: s
 async def test_a_call_that_is_cancelled_takes_its_region_with_it(
     executor: ThreadPoolExecutor, wide: FakeEngine, kind: str
 ) -> None:
-    """The server may yet write to it."""
+    """Checks that the region is discarded, because the server may still write to it."""
     shared, limits = RegionRegistry(PREFIX, Limits()), Limits(inline_bytes_max=0)
     pipeline = make_pipeline(wide, executor=executor, limits=limits, shared_memory=shared)
     async with serving(pipeline) as live:

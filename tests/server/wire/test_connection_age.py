@@ -1,4 +1,4 @@
-"""Connections that are old: clients connect anew, and no request is lost."""
+"""Tests of the maximum age of connections: clients reconnect, and no request is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 AGES = 5
 CALLS = 40
-"""Between two ends of an age."""
+"""Number of calls between two retirements of connections."""
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 ANSWER_S_MAX = 60
 LIMITS = Limits()
@@ -51,7 +51,7 @@ async def ask(stub: EmbeddingServiceStub, count: int) -> None:
 
 
 async def test_calls_over_several_ages(server: OurServer, stub: EmbeddingServiceStub) -> None:
-    """Many at once at any moment of each; grpcio is not told to try again what failed."""
+    """Retires connections at any moment of concurrent calls; grpcio does not retry failed calls."""
     met: set[Connection] = set()
     for _ in range(AGES):
         asking = [asyncio.create_task(ask(stub, CALLS)) for _ in range(4)]
@@ -68,7 +68,7 @@ async def test_calls_over_several_ages(server: OurServer, stub: EmbeddingService
 async def test_our_client_over_two_servers_loses_no_call(
     engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> None:
-    """Both retire its connections again and again, and calls take turns over them."""
+    """Lets both servers retire the client's connections, while calls alternate between them."""
     pipelines = [make_pipeline(one, executor=executor) for one in (engine, FakeEngine())]
     async with our_server(pipelines[0]) as one, our_server(pipelines[1]) as other:
         target = f"ipv4:127.0.0.1:{one.port},127.0.0.1:{other.port}"
@@ -133,7 +133,10 @@ async def test_http1_is_told_with_an_answer(server: OurServer, path: str) -> Non
 
 
 async def test_an_idle_connection_is_not_closed_for_its_age(server: OurServer) -> None:
-    """Its client may be sending just then, and would not know whether it was asked."""
+    """Checks an idle connection: its client may be sending a request.
+
+    A client whose request meets a close does not know whether the server handled it.
+    """
     _, writer = await server.open()
     writer.write(b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n")
     await until(lambda: of_kind(server, Http1Connection) and not server.connection.is_busy())
@@ -158,7 +161,7 @@ async def test_the_setting_has_clients_connect_anew(engine: FakeEngine, grpc_ser
 
 @asynccontextmanager
 async def counted(target: str) -> AsyncIterator[tuple[str, list[int]]]:
-    """Another way to ``target``, and the ports of the connections that came over it."""
+    """Yields a proxy address for ``target``, and the ports of the connections through the proxy."""
     host, _, port = target.rpartition(":")
     ports: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What connections may cost in all: their number, the bytes that they hold, file descriptors."""
+"""Tests of the limits of all connections together: their number, held bytes, file descriptors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMITS = Limits(connections_max=CONNECTIONS_MAX, connection_bytes_max=BYTES_MAX)
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
-    """Waits for the connection's end; False if something comes instead."""
+    """Waits for the connection's end; returns False if a byte arrives instead."""
     try:
         return await reader.read(1) == b""
     except ConnectionResetError:
@@ -62,7 +62,7 @@ async def test_connections_over_the_limit_are_closed_and_the_others_served(
 
 
 def counted(server: OurServer) -> tuple[float, float]:
-    """Connections that the metrics count as open and as refused."""
+    """Returns the numbers of open and of rejected connections in the metrics."""
     metrics = server.pipeline.metrics.connections
     metrics.flush()
     (_, _, opened), (_, _, refused) = metrics.samples()
@@ -72,7 +72,7 @@ def counted(server: OurServer) -> tuple[float, float]:
 
 
 def http2_body() -> bytes:
-    """A request over HTTP/2 and as much of its body as the first windows let through."""
+    """Returns an HTTP/2 request and as much of its body as the initial windows admit."""
     block = b"\x83\x86\x44\x06/embed"
     frames = [head(len(block), HEADERS, END_HEADERS, 1) + block]
     frames += [head(16_000, DATA, 0, 1) + bytes(16_000)] * 4
@@ -96,7 +96,7 @@ async def test_bodies_that_have_not_come_whole_are_counted(server: OurServer, be
 async def read_blocks(
     server: OurServer, numbers: range
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """An HTTP/2 connection that has sent probes with different headers, one for each number."""
+    """Opens an HTTP/2 connection and sends probes with different headers, one for each number."""
     reader, writer = await server.open()
     writer.write(PREFACE + head(0, SETTINGS, 0, 0))
     for number in numbers:
@@ -115,7 +115,7 @@ async def test_headers_that_are_cached_are_counted_and_dropped_before_connection
     clients = [await read_blocks(server, range(8)) for _ in range(2)]
     await until(lambda: len(held()) == 2 and held()[0] > 8 * 13_000)
     clients.append(await read_blocks(server, range(8)))
-    await until(lambda: len(held()) == 3 and held()[2] < 1000)  # it looks every second
+    await until(lambda: len(held()) == 3 and held()[2] < 1000)  # the server checks every second
     for reader, writer in clients:
         assert not reader.at_eof()
         writer.close()
@@ -133,19 +133,19 @@ async def test_where_bodies_hold_too_much_the_largest_are_cut(
     (record,) = (one for one in caplog.records if "connections are closed" in one.message)
     assert vars(record)["fields"] == {"address": "127.0.0.1"}
     small[1].write(post(BODY)[-150_000:])
-    assert (await read_answer(small[0]))[0] == 400  # spaces are no request, but it was read
+    assert (await read_answer(small[0]))[0] == 400  # the body was read; spaces are invalid
 
 
 async def test_it_is_said_that_descriptors_are_out(
     server: OurServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told by the kernel: to lower the limit here would stop other threads of the tests."""
+    """Replaces the kernel's error: a lower limit here would stop other threads of the tests."""
 
     def no_more(descriptor: int) -> NoReturn:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(os, "dup", no_more)
-    await until(lambda: caplog.records)  # it looks every second
+    await until(lambda: caplog.records)  # the server checks every second
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "new connections wait: Too many open files (0 are open)" in record.getMessage()

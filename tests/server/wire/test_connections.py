@@ -1,4 +1,4 @@
-"""A connection's last words, which its client is given the time to read."""
+"""Tests of a connection's last response: its client gets the time to read it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from embedserve_proto import embedding_pb2 as pb
 EXAMPLES = 10_000
 LAST_GOAWAY = GoAwayFrame(0, last_stream_id=1).serialize()
 WINDOW = 1 << 20
-"""Room for all of the answer: 160 KB, forty times what the sockets hold."""
+"""Window for a whole response: 160 KB, forty times what the sockets hold."""
 
 
 LIMITS = IN_THREAD
 
 
 def asking_client(examples: int = EXAMPLES) -> H2Connection:
-    """It has asked for vectors that do not fit into the sockets, and takes them at once."""
+    """Returns a client that requests more vectors than the sockets hold, and opens its window."""
     client = H2Connection()
     client.initiate_connection()
     client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW})
@@ -59,7 +59,9 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_what_comes_late_takes_no_answer_away(server: OurServer, engine: FakeEngine) -> None:
-    """The kernel would throw away what it has not sent, if what it has received stays unread."""
+    """Sends bytes late: the kernel discards unsent bytes if a connection closes with unread
+    ones.
+    """
     client = asking_client()
     reader, writer = await server.open_held(engine, client.data_to_send())
     drain = asyncio.create_task(server.wire.drain(WAIT_S_MAX))
@@ -70,12 +72,12 @@ async def test_what_comes_late_takes_no_answer_away(server: OurServer, engine: F
     await until(lambda: server.outcomes().get("OK"))
     client.ping(b"too late")
     writer.write(client.data_to_send())
-    frames = list(frames_of(await reader.read()))  # up to the server's end
+    frames = list(frames_of(await reader.read()))  # up to the end of the server's side
     assert has_ended(frames, 1)
     answer = pb.EmbedResponse.FromString(body_of(frames, 1))
     values = np.frombuffer(answer.values, "<f4").reshape(EXAMPLES, -1)
     assert np.array_equal(values[:, :4], np.tile(engine.tables["t_user"][1], (EXAMPLES, 1)))
-    assert not drain.done()  # it waits for the client's end
+    assert not drain.done()  # the drain waits for the client to close
     writer.close()
     await drain
 
@@ -119,7 +121,7 @@ async def test_one_that_misbehaves_is_told_and_not_read_for_ever(
 async def test_one_that_ends_its_side_and_reads_nothing_is_cut(
     server: OurServer, protocol: str
 ) -> None:
-    """With less unread than has the transport say so."""
+    """Leaves fewer unread bytes than the transport's limit, so that it does not pause writing."""
     request = post(b'{"features": {"user": [%b[1]]}}' % (b"[1]," * 600))
     if protocol == "HTTP/2":
         request = asking_client(EXAMPLES // 8).data_to_send()
@@ -168,7 +170,7 @@ class UnreadTransport(asyncio.Transport):
 
 
 def lingering(server: OurServer, transport: UnreadTransport) -> Connection:
-    """A connection whose last response is in ``transport``."""
+    """Returns a connection whose last response is in ``transport``."""
     http1 = server.wire.http1(is_local=False)
     http1.connection_made(transport)
     http1.linger()
@@ -195,7 +197,7 @@ async def test_a_last_answer_that_is_read_steadily_is_not_cut(server: OurServer)
 
 
 async def test_a_last_answer_counts_whole_until_its_client_has_read_it(server: OurServer) -> None:
-    """uvloop keeps all pieces of a write until the last is sent."""
+    """Checks that the whole response counts: uvloop keeps all chunks of a write until the last."""
     body = bytes(1 << 20)
     transport = UnreadTransport(READ_BYTES_MIN)
     http1 = server.wire.http1(is_local=False)
@@ -225,7 +227,7 @@ async def test_a_client_may_close_its_side_after_it_has_read_a_last_answer(
 async def test_what_nobody_foresaw_ends_a_connection_that_is_read_on(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it does where the transport calls."""
+    """Checks for the same effect as in a call by the transport."""
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     receive = Http2Connection.receive

@@ -1,4 +1,4 @@
-"""Rejections by headers, which HTTP/2 caches: counted for each request, prepared once for all."""
+"""Tests of rejections by headers, which HTTP/2 caches: prepared once, counted for each request."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_request_id_is_repeated_if_it_is_usable(
 
 
 class Received:
-    """Stands for the bytes that a connection is reading, in a frame that calls the router."""
+    """A stand-in for the bytes that a connection is reading, in a frame that calls the router."""
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ class Received:
 def test_a_rejection_keeps_nothing_of_the_frames_that_made_it(
     headers: Headers, router: Router
 ) -> None:
-    """A traceback would, of all that were active."""
+    """Checks that no traceback is kept: it would hold all active frames."""
 
     def resolve() -> tuple[ResolvedRoute | str, weakref.ref[Received]]:
         received = Received()

@@ -1,4 +1,4 @@
-"""Every leaf of the error tree reaches the client of either protocol with its status."""
+"""Tests that every leaf of the error tree reaches clients of both protocols with its status."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ STATUSES = {
     "DeadlineExceededError": (504, "DEADLINE_EXCEEDED"),
     "NotReadyError": (503, "UNAVAILABLE"),
     "MissingPartError": (503, "UNAVAILABLE"),
-    # Of the REST frontend alone; they would map if gRPC raised them.
+    # Only the REST frontend raises these; gRPC would map them if it did.
     "MethodNotAllowedError": (405, "INVALID_ARGUMENT"),
     "UnsupportedEncodingError": (415, "INVALID_ARGUMENT"),
     "HeadersTooLargeError": (431, "RESOURCE_EXHAUSTED"),
     "VersionError": (505, "INVALID_ARGUMENT"),
 }
 OF_ADMINISTRATORS = {"NotJsonError": 415, "RefusedError": 409}
-"""No request for vectors is answered so."""
+"""Errors of administrative requests, which no request for vectors gets."""
 OF_GRPC = "WireError"
-"""Carries a code of its own, and no REST request ends with it."""
+"""An error with a code of its own, which no REST request ends with."""
 REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 INTERNAL = "an error of the server; its log says which"
 
@@ -73,7 +73,7 @@ LEAVES = sorted(
 
 
 class FailingModels(ModelRegistry):
-    """Refuses every request with ``error``, which also describing the models raises."""
+    """Rejects every request with ``error``; `models` raises it, too."""
 
     error: Exception
 
@@ -175,7 +175,9 @@ async def test_a_stream_answers_with_the_code_of_the_leaf(
 async def test_no_message_or_field_keeps_grpc_from_answering(
     live: Live, models: FailingModels, message: str, field: str
 ) -> None:
-    """Clients refuse trailers past 8 KiB, and metadata that is not printable ASCII."""
+    """Checks texts that clients reject: trailers past 8 KiB, and metadata beyond printable
+    ASCII.
+    """
     models.error = InvalidRequestError(message, field)
     error = await failure(live.stub)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -187,7 +189,7 @@ async def test_no_message_or_field_keeps_grpc_from_answering(
 
 @pytest.mark.parametrize("character", ["n", "\0", "映"])
 def test_an_error_is_short_whatever_it_quotes(character: str) -> None:
-    """Whole responses are cached, by the message and the field."""
+    """Checks sizes, because whole responses are cached by the message and the field."""
     error = InvalidRequestError(character * 1_000_000, character * 1_000_000)
     assert len(str(error)) == len(error.message) < 5000
     assert len(error.field) < 1000
@@ -297,7 +299,7 @@ async def test_an_unforeseen_error_does_not_end_a_stream(live: Live, models: Fai
 def test_openapi_lists_every_status_of_the_embed_routes(path: str) -> None:
     responses = wire_path(path, EMBED_PATHS[path], [])["post"]["responses"]
     statuses = {str(status) for status, _ in STATUSES.values()}
-    # A POST is never refused for its method.
+    # The server never rejects a POST for its method.
     assert responses.keys() == (statuses | {"200", "default"}) - {"405"}
     again = [status for status, one in responses.items() if "Retry-After" in one.get("headers", {})]
     assert again == ["429", "503"]

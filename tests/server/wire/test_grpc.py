@@ -1,4 +1,4 @@
-"""The unary calls of gRPC, its health and reflection; by both servers alike."""
+"""Tests of unary gRPC calls, health and reflection, on both gRPC servers."""
 
 from __future__ import annotations
 

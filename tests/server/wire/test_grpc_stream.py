@@ -1,4 +1,4 @@
-"""EmbedStream: answers in order, failures in their place, no more read than can wait; by both."""
+"""Tests of EmbedStream on both gRPC servers: responses and failures in order, and bounded reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_more_requests_than_the_window_are_pipelined_and_none_is_lost(
     running = asyncio.ensure_future(live.stub.Embed(request_for(1)))
     await until(lambda: engine.lookups)
     call = live.stub.EmbedStream(request_for(i % 7) for i in range(count))
-    # What is past the window is left unread.
+    # The server leaves requests beyond the window unread.
     await until(lambda: live.queued() == REQUESTS_MAX)
     await asyncio.sleep(0.1)
     assert live.queued() == REQUESTS_MAX

@@ -1,4 +1,4 @@
-"""What is grpcio's server alone: its port, its end, and what it says while draining."""
+"""Tests specific to grpcio's server: its port, its stop, and statuses during a drain."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REQUEST = pb.EmbedRequest(keys=["tag", "user"], ids=[1, 2, 3, 4], lengths=[1, 2,
 async def started(
     pipeline: RequestPipeline,
 ) -> AsyncIterator[tuple[GrpcioServer, grpc.aio.Channel]]:
-    """A server that listens, which the test drains, and a channel to it."""
+    """Yields a started server, which the test drains, and a channel to it."""
     server = GrpcioServer(pipeline, "127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(
@@ -60,7 +60,9 @@ async def test_health_is_not_serving_once_draining(pipeline: RequestPipeline) ->
 
 
 async def test_a_drain_does_not_wait_for_a_health_watch(pipeline: RequestPipeline) -> None:
-    """Calls that grpcio loses at the moment of the stop end the same way; they are rare."""
+    """Covers calls that grpcio loses at the moment of the stop, too: they are rare, and end
+    alike.
+    """
     async with started(pipeline) as (server, channel):
         watch = watch_health(channel)
         await watch.read()
@@ -107,14 +109,14 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
         await (await server.begin_drain(300))
         with pytest.raises(grpc.aio.AioRpcError, match="draining before the stop"):
             await call.read()
-    gc.collect()  # an error that nobody looked at is told when its task is collected
+    gc.collect()  # asyncio reports an unretrieved error when its task is collected
     assert errors == []
 
 
 async def test_an_idle_stream_outlives_the_pings_of_its_client(
     pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which come at once here, and so faster than any interval allows."""
+    """Sends the pings at once, and so faster than any interval allows."""
     assert grpcio_server.PING_INTERVAL_MS_MIN < KEEPALIVE_MS
     monkeypatch.setattr(grpcio_server, "PING_INTERVAL_MS_MIN", 0)
     async with started(pipeline) as (server, _):

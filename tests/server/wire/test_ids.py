@@ -1,4 +1,4 @@
-"""Raw ids, strings, unknown ids and rows over the wire: REST equals gRPC, and so do the clients."""
+"""Tests of raw ids, strings, unknown ids and rows: REST equals gRPC, and so do the clients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def live() -> AsyncIterator[Live]:
 
 
 def json_values(answer: dict[str, Any]) -> np.ndarray:
-    """As protobuf has them: of an unpooled model key after key."""
+    """Returns the values in protobuf's order: key after key if the model is unpooled."""
     values = answer["values"]
     if isinstance(values, dict):
         values = [row for key in answer["keys"] for row in values[key]]
@@ -113,7 +113,7 @@ async def test_a_bad_id_is_refused_alike_by_every_frontend(
 async def test_integers_may_be_given_as_strings_by_every_client(
     live: Live, engine: FakeEngine, bags: Bags, unknown: dict[str, int]
 ) -> None:
-    """JavaScript has no other integers of 64 bits."""
+    """Sends ids as strings, because JavaScript has no other 64-bit integers."""
     name = engine.model.name
     as_strings: Bags = {
         feature: [list(map(str, bag)) for bag in feature_bags]

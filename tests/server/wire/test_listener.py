@@ -1,4 +1,6 @@
-"""Connections that come at once are accepted some at a time, so that none waits long for it."""
+"""Tests that the listener accepts a burst of connections in small groups, so that none waits
+long.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose models load answers as one that will answer soon, and shows that none is ready."""
+"""Tests of a server that is loading its models: clients shall retry, and no model is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A management port takes management off the others, and asks for tokens where others reach it."""
+"""Tests of the management port: it alone serves management, and needs tokens unless on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Management requests begin in turn, a few in each event-loop iteration: others run meanwhile."""
+"""Tests that management requests start in order, a few in each event-loop iteration."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from embedserve.wire.management_turns import WAITING_BODY_BYTES_MAX
 from embedserve.wire.router import PROBE_PATHS, PROBES_PER_ITERATION, Router
 
 REQUESTS = 100
-"""On each connection: less than it may have streams."""
+"""Requests on each connection, fewer than its limit on streams."""
 
 
 class CountingApp:
-    """Responds to each request at once, but to /wait when it may.
+    """Responds to each request immediately, but to /wait only when it may.
 
     Attributes:
-        paths: of the requests in the order in which it was called.
-        calls: of each event-loop iteration.
+        paths: paths of the requests in the order of their calls.
+        calls: number of calls in each event-loop iteration.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class ManagementPeer(Peer):
         self._next_id = 1
 
     def request(self, path: str, body: bytes = b"") -> int:
-        """Sends a request; gives its stream."""
+        """Sends a request; returns its stream id."""
         stream_id, self._next_id = self._next_id, self._next_id + 2
         head: Headers = [
             (b":method", b"POST" if body else b"GET"),
@@ -79,7 +79,7 @@ class ManagementPeer(Peer):
         return stream_id
 
     def statuses(self) -> dict[int, int]:
-        """Those of all answers so far, by stream."""
+        """Returns the statuses of all responses since the last call, by stream."""
         self.take()
         found = of(self.seen, HeadersFrame)
         self.seen.clear()
@@ -108,7 +108,7 @@ async def test_one_begins_in_an_event_loop_iteration(app: CountingApp, router: R
 
 
 async def test_one_begins_again_as_others_end(app: CountingApp, router: Router) -> None:
-    """Also where each is sent when the one before is answered, and another was withdrawn."""
+    """Sends each request when the previous one is answered, after a withdrawn one."""
     peer = ManagementPeer(router)
     for i in range(REQUESTS):
         withdrawn = peer.request("/withdrawn")
@@ -181,7 +181,10 @@ async def test_probes_begin_in_turn_too(app: CountingApp, router: Router) -> Non
 
 
 async def test_bodies_that_wait_are_bounded(app: CountingApp, router: Router) -> None:
-    """What has none waits all the same. What is withdrawn makes room at once."""
+    """Checks also that requests without a body wait, and that a withdrawn request makes room.
+
+    The room is free immediately.
+    """
     assert FRAME_BYTES_MAX < MANAGEMENT_BODY_BYTES_MAX
     body = bytes(FRAME_BYTES_MAX)
     count = WAITING_BODY_BYTES_MAX // FRAME_BYTES_MAX

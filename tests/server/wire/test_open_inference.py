@@ -1,5 +1,7 @@
-"""The Open Inference Protocol over REST and gRPC, in every form: what is answered is what /embed
-answers, and what is wrong is said in the protocol's own way."""
+"""Tests of the Open Inference Protocol over REST and gRPC, in every format.
+
+The results equal those of /embed, and errors have the protocol's own format.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,7 @@ async def test_some_outputs_in_binary_and_some_in_json(live: Live, engine: FakeE
     assert ["data" in one for one in head["outputs"]] == [False, False, True]
 
 
-# What is wrong
+# Errors
 
 
 def one(name: str, datatype: str, values: Any, shape: Any = None) -> Asked:
@@ -339,7 +341,7 @@ async def test_bytes_that_are_no_message(live: Live) -> None:
 
 
 async def test_several_versions_of_a_model() -> None:
-    """By number and by alias; what names none is answered by the first."""
+    """Requests versions by number and by alias; a request without a version goes to the first."""
     engines = []
     for alias, number in (("stable", 7), ("canary", 8)):
         info = model_info()
@@ -397,16 +399,16 @@ async def test_limits_hold_in_every_form(engine: FakeEngine, limits: Limits, ask
 
 
 async def test_values_are_counted_before_they_are_read(engine: FakeEngine) -> None:
-    """Of JSON its commas, of messages their fields at all depths."""
+    """Checks that the server counts commas in JSON, and fields at all depths in messages."""
     async with live_server(engine, limits=Limits(request_values_max=300)) as live:
         asked = Asked(jagged({"user": [[1] * 400]}))
         answer = await live.http.post("/v2/models/shop/infer", content=asked.json_body())
         assert answer.status_code == 413
         body, headers = asked.binary_body()
         answer = await live.http.post("/v2/models/shop/infer", content=body, headers=headers)
-        assert answer.status_code == 200  # of numbers in binary none is
+        assert answer.status_code == 200  # numbers in binary do not count
         message = asked.message("shop", is_raw=False)
-        assert len((await stub(live).ModelInfer(message)).outputs) == 3  # nor of packed ones
+        assert len((await stub(live).ModelInfer(message)).outputs) == 3  # nor do packed ones
         del message.inputs[0].contents.int64_contents[:]
         message.inputs[0].contents.bytes_contents.extend([b"x"] * 400)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -422,7 +424,7 @@ async def test_outputs_that_differ_in_their_form_are_few(live: Live) -> None:
     assert "another binary_data" in await refusal(live, json.dumps(body).encode(), {})
 
 
-# What is told
+# Metadata and statistics
 
 
 async def test_health_and_metadata_over_rest(live: Live) -> None:

@@ -1,4 +1,7 @@
-"""TorchRec's predictor.Predictor/Predict: answered as /embed answers, and what is wrong is said."""
+"""Tests of TorchRec's predictor.Predictor/Predict: results equal those of /embed.
+
+Errors name the field and the sizes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ async def embedded(live: Live, body: dict[str, object]) -> np.ndarray:
 async def test_ids_may_have_32_bits(live: Live, examples: int) -> None:
     bags = {name: of_feature[:examples] for name, of_feature in BAGS.items()}
     request = prediction_request(KEYS, bags, dtype="<i4")
-    for _ in range(2):  # the second finds what the first has kept
+    for _ in range(2):  # the second call uses what the first has cached
         answer = await PredictorStub(live.channel).Predict(request)
         expected = await embedded(live, {"features": bags})
         assert np.array_equal(predicted(answer, KEYS, examples), expected)
@@ -70,7 +73,7 @@ def ids(request: pb.PredictionRequest) -> pb.SparseFeatures:
 
 
 def moved(features: pb.SparseFeatures) -> pb.SparseFeatures:
-    """A copy of ``features``, which have none left."""
+    """Returns a copy of ``features``, and clears the original."""
     copy = pb.SparseFeatures()
     copy.CopyFrom(features)
     features.Clear()

@@ -1,5 +1,4 @@
-"""Over every protocol an answer repeats its request's id, and an error always has one, which the
-log has, too; with where the time went where that is wanted."""
+"""Tests of request ids over every protocol: responses repeat them, and every error has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /embed without a network: formats, headers, and every refusal in one JSON shape."""
+"""Tests of POST /embed without a network: formats, headers, and every error in one JSON format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AS_PROTOBUF = pb.EmbedRequest(
 
 
 def values_of(answer: httpx.Response) -> np.ndarray:
-    """The values of an answer in either format."""
+    """Returns the values of a response in either format."""
     if answer.headers["content-type"] == PROTOBUF:
         message = pb.EmbedResponse.FromString(answer.content)
         return np.frombuffer(message.values, "<f4").reshape(message.batch_size, -1)
@@ -31,7 +31,7 @@ def values_of(answer: httpx.Response) -> np.ndarray:
 
 
 def error_of(answer: httpx.Response) -> dict[str, str]:
-    """The error of an answer, whose shape is checked."""
+    """Checks the format of an error response; returns the error."""
     assert answer.headers["content-type"] == JSON
     assert answer.json().keys() == {"error"}
     error: dict[str, str] = answer.json()["error"]
@@ -47,7 +47,7 @@ def error_of(answer: httpx.Response) -> dict[str, str]:
         (None, "*/*", JSON),
         (JSON, JSON, JSON),
         (f"{JSON}; charset=utf-8", "application/json, text/plain, */*", JSON),
-        ("application/x-www-form-urlencoded", "*/*", JSON),  # what curl -d sends
+        ("application/x-www-form-urlencoded", "*/*", JSON),  # sent by curl -d
         (JSON, PROTOBUF, PROTOBUF),
         (PROTOBUF, None, PROTOBUF),
         (PROTOBUF, "*/*", PROTOBUF),
@@ -99,7 +99,7 @@ async def test_only_post_is_allowed(rest: httpx.AsyncClient, method: str, path: 
     answer = await rest.request(method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.headers["content-type"] == JSON
-    if method != "HEAD":  # whose answers have no body
+    if method != "HEAD":  # responses to HEAD have no body
         assert error_of(answer)["message"] == f"method is {method}: send a POST"
 
 

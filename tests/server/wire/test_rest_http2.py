@@ -1,4 +1,4 @@
-"""REST over HTTP/2 with prior knowledge, on both ports: answered as over HTTP/1."""
+"""Tests of REST over HTTP/2 with prior knowledge, on both ports: responses as over HTTP/1."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_a_request_is_answered_as_over_http1(
     live: Live, client: Http2Client, name: str
 ) -> None:
     method, path, body, headers = CASES[name]
-    # httpx adds headers of its own, which decide nothing but the form of the answer.
+    # httpx adds headers of its own, which affect only the format of the response.
     plain = {"accept": "*/*", "x-request-id": "same", **headers}
     over_http1 = await live.http.request(method, path, content=body, headers=plain)
     length = {"content-length": str(len(body))} if body else {}
@@ -60,7 +60,7 @@ async def test_a_request_is_answered_as_over_http1(
         over_http1.content,
         None,
     )
-    of_http1 = {"connection": "close"}  # what is refused by its head ends the connection
+    of_http1 = {"connection": "close"}  # a rejection by headers ends the connection
     assert answer.headers.items() == over_http1.headers.items() - of_http1.items()
     outcomes = live.outcomes("rest")
     assert all(count == 2 for count in outcomes.values()), outcomes

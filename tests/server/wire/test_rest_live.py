@@ -1,4 +1,4 @@
-"""POST /embed on a loopback port: what only a real connection shows."""
+"""Tests of POST /embed on a loopback port: behaviour that needs a real connection."""
 
 from __future__ import annotations
 

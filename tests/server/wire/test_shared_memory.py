@@ -1,5 +1,7 @@
-"""Tensors in shared memory, by the Open Inference Protocol over REST and gRPC: ids are read there
-and vectors written, by and for whoever registered the region."""
+"""Tests of tensors in shared memory, by the Open Inference Protocol over REST and gRPC.
+
+The server reads ids from a region and writes vectors to it, for the caller who registered it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ REST = "/v2/systemsharedmemory"
 
 
 class Memory:
-    """A folder in the place of /dev/shm, with a file for ids and one for vectors."""
+    """A folder in place of /dev/shm, with a file for ids and one for vectors."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +49,7 @@ class Memory:
         self.vectors.write_bytes(bytes(VECTORS_OFFSET + VECTORS_BYTES))
 
     def put(self, inputs: Sequence[Input]) -> list[tuple[int, int]]:
-        """Writes them, and tells (offset in the region, bytes) of each."""
+        """Writes the inputs; returns (offset in the region, bytes) of each."""
         places, data = [], b""
         for one in inputs:
             places.append((len(data), len(one.raw)))
@@ -68,9 +70,9 @@ class Placed:
     """A request with some of its tensors in shared memory.
 
     Attributes:
-        inputs: all of them.
-        ins: where those lie that are in memory, by position.
-        outs: the same of outputs, by name; those of None are in the answer.
+        inputs: all inputs.
+        ins: location of each input that is in shared memory, by position.
+        outs: location of each output, by name; None: the output is in the response.
     """
 
     inputs: Sequence[Input]
@@ -123,7 +125,7 @@ class Placed:
 
 
 def told(region: str, place: tuple[int, int]) -> dict[str, Any]:
-    """As Triton's clients say it: an offset of 0 is left out."""
+    """Returns the parameters as Triton's clients send them, without an offset of 0."""
     at = {"shared_memory_offset": place[0]} if place[0] else {}
     return {"shared_memory_region": region, "shared_memory_byte_size": place[1]} | at
 
@@ -137,7 +139,7 @@ def tell(parameters: Any, region: str, place: tuple[int, int]) -> None:
 
 @dataclass
 class Output:
-    """Of an answer: where it lies, and its values where they are in the answer."""
+    """An output of a response: its location in shared memory, or its values in the response."""
 
     shape: list[int]
     place: dict[str, Any] | None
@@ -149,7 +151,7 @@ Infer = Callable[[Live, Placed, str], Awaitable[Outputs]]
 
 
 class RefusedRequestError(Exception):
-    """A request was refused, with this message and status."""
+    """A request was rejected, with this message and status."""
 
     def __init__(self, message: str, status: int | str) -> None:
         super().__init__(message)
@@ -256,7 +258,7 @@ async def live(
 
 
 async def register(live: Live, memory: Memory) -> None:
-    """Both files as regions, of all that they have behind their offsets."""
+    """Registers both files as regions, each from its offset to the end of the file."""
     for name, offset in (("ids", IDS_OFFSET), ("vectors", VECTORS_OFFSET)):
         size = (memory.folder / name).stat().st_size
         body = json.dumps({"key": f"/{name}", "offset": offset, "byte_size": size - offset})
@@ -265,7 +267,7 @@ async def register(live: Live, memory: Memory) -> None:
 
 
 def places_of(expected: np.ndarray, keys: Sequence[str]) -> dict[str, tuple[int, int] | None]:
-    """Room for each key, one after the other with some bytes between them."""
+    """Returns room for each key, one after the other with some bytes between them."""
     places: dict[str, tuple[int, int] | None] = {}
     end = 0
     for key in keys:
@@ -276,7 +278,7 @@ def places_of(expected: np.ndarray, keys: Sequence[str]) -> dict[str, tuple[int,
 
 
 def check(memory: Memory, placed: Placed, outputs: Outputs, expected: np.ndarray) -> None:
-    """What lies in memory, and what was told of it."""
+    """Checks the values in shared memory, and their location in the response."""
     assert set(outputs) == set(placed.outs)
     for name, place in placed.outs.items():
         columns = COLUMNS.get(name, slice(None))
@@ -298,7 +300,7 @@ def check(memory: Memory, placed: Placed, outputs: Outputs, expected: np.ndarray
         assert np.array_equal(read.reshape(wanted.shape), wanted)
 
 
-# What is answered
+# Results
 
 KEYS = (("user",), ("tag", "user"), ("pooled",), ("pooled", "movie"))
 
@@ -337,7 +339,7 @@ async def test_some_lie_in_memory_and_some_in_the_body(
 async def test_much_is_read_and_written_beside_the_event_loop(
     executor: ThreadPoolExecutor, memory: Memory
 ) -> None:
-    """More than is at once: 2.4 MB of ids, nearly all padding, and 1.6 MB of vectors."""
+    """Exceeds the inline limit: 2.4 MB of ids, nearly all padding, and 1.6 MB of vectors."""
     engine = FakeEngine(model_info("wide", {"user": (7, 2048), "tag": (5, 2048)}))
     numbers = range(100)
     bags: Bags = {"user": [[one % 7] for one in numbers], "tag": [[one % 5] for one in numbers]}
@@ -364,7 +366,7 @@ async def test_much_is_read_and_written_beside_the_event_loop(
 async def test_what_lies_in_memory_is_of_no_known_form(
     live: Live, engine: FakeEngine, memory: Memory
 ) -> None:
-    """It would be the next caller's, too."""
+    """Checks that no template is cached, since it would apply to the next caller, too."""
     expected, inputs = engine.expected(BAGS), jagged(BAGS)
     placed = Placed(inputs, {}, places_of(expected, ("user",)))
     await register(live, memory)
@@ -375,7 +377,7 @@ async def test_what_lies_in_memory_is_of_no_known_form(
             await infer(live, placed)
 
 
-# What is wrong
+# Errors
 
 INPUTS = jagged({"user": [[1, 2], []]})
 INS = {0: (0, 16), 1: (16, 8)}
@@ -496,7 +498,7 @@ async def test_no_more_is_read_than_a_body_may_have(
             assert caught.value.status == "RESOURCE_EXHAUSTED"
 
 
-# Who has what
+# Registration and owners
 
 
 async def test_regions_are_told_alike_over_both(live: Live, memory: Memory) -> None:

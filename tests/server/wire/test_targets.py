@@ -1,4 +1,4 @@
-"""Bytes that have no place in a request's target are rejected alike, counted, and logged little."""
+"""Tests that invalid bytes in a request target are rejected alike, counted, and logged rarely."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def live(engine: FakeEngine) -> AsyncIterator[Live]:
 
 @pytest.fixture
 def logged() -> Iterator[io.StringIO]:
-    """What the server's own handler writes."""
+    """Yields the output of the server's own log handler."""
     stream = io.StringIO()
     handler = log_handler("text", stream)
     logger = logging.getLogger()
@@ -70,7 +70,7 @@ async def over_http1(port: int, target: bytes) -> tuple[int, bytes]:
 async def over_http2(
     port: int, target: bytes, requests: int = 1, method: bytes = b"POST"
 ) -> list[tuple[int, bytes]]:
-    """The answers to ``requests`` of one connection."""
+    """Returns the responses to ``requests`` requests on one connection."""
     config = H2Configuration(
         header_encoding=None, validate_outbound_headers=False, normalize_outbound_headers=False
     )
@@ -125,7 +125,7 @@ async def test_a_byte_that_has_no_place_in_a_target_is_rejected_and_counted(
 async def test_very_many_of_them_are_logged_at_a_limited_rate(
     live: Live, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
+    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # longer than a test takes
     requests = 500
     answers = await over_http2(live.http_port, b"/health/live?\xff", requests)
     assert {status for status, _ in answers} == {400}
@@ -140,7 +140,7 @@ async def test_unexpected_failures_are_logged_quoted_and_few_of_them(
     def fail(self: object, name: str) -> None:
         raise RuntimeError(name)
 
-    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
+    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # longer than a test takes
     monkeypatch.setattr(type(live.pipeline.models), "model", fail)
     for _ in range(30):
         assert (await live.http.get(path)).status_code == 500

@@ -1,4 +1,4 @@
-"""What is large is read piece by piece: others wait no longer for it than for what is small."""
+"""Tests that large input is read in chunks: other connections do not wait longer for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMITS = Limits()
 
 
 class Turns:
-    """Counts the bytes that are read in each turn of the event loop, from here on."""
+    """Counts the bytes that are read in each event-loop iteration from now on."""
 
     def __init__(self) -> None:
         self.nbytes = Counter[int]()
@@ -48,7 +48,7 @@ async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between
     writer.write(post(b"\x08\x01" * (SENT_BYTES // 2), f"Content-Type: {PROTOBUF}"))
     status, _, _ = await read_answer(reader)
     writer.close()
-    assert status == 413  # of what it costs, which is seen once it is whole
+    assert status == 413  # of its cost, which is known once the body is whole
     assert turns.nbytes.total() >= SENT_BYTES
     assert max(turns.nbytes.values()) <= PIECE_BYTES_MAX
 
@@ -56,7 +56,7 @@ async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between
 async def test_requests_that_are_refused_at_once_are_answered_piece_by_piece(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None is lost, and the others of the pipeline are answered in order."""
+    """Checks that no response is lost, and that the rest of the pipeline is answered in order."""
     turns = Turns()
     response_sent = Http1Connection.response_sent
 
@@ -80,7 +80,7 @@ async def test_requests_that_are_refused_at_once_are_answered_piece_by_piece(
 async def test_so_is_what_is_thrown_away(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a connection whose last answer is written."""
+    """Checks the input of a lingering connection, whose last response is written."""
     turns = Turns()
     receive = LingeringClose.data_received
 

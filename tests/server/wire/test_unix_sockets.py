@@ -1,4 +1,7 @@
-"""Unix sockets take what the ports take: every protocol, tokens and management, without TLS."""
+"""Tests that Unix sockets accept all that the ports accept: every protocol, tokens, management.
+
+They have no TLS.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def paths(tmp_path: Path) -> list[str]:
 async def live(
     engine: FakeEngine, executor: ThreadPoolExecutor, tmp_path: Path, paths: list[str]
 ) -> AsyncIterator[Live]:
-    """With TLS on its ports, and tokens."""
+    """Runs a server with TLS on its ports, and with tokens."""
     tokens = tmp_path / "tokens"
     line = {"name": "ranker", "sha256": hash_of(TOKEN.encode()), "roles": ["embed", "admin"]}
     tokens.write_text(json.dumps(line))
@@ -155,7 +158,7 @@ async def test_a_drain_answers_what_came_and_nobody_finds_the_way_again(
 
 
 async def test_workers_take_turns_at_connections_that_come_at_once(paths: list[str]) -> None:
-    """A client's pool opens them so."""
+    """Connects many times at once, as a client's pool does."""
     taken: list[list[asyncio.BaseTransport]] = [[], []]
 
     class Taken(asyncio.Protocol):

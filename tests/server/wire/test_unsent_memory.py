@@ -1,4 +1,4 @@
-"""What parts of answers keep in memory."""
+"""Tests of the memory that chunks of unsent responses keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gRPC calls from bytes to bytes, without sockets: messages, statuses, and what is not gRPC."""
+"""Tests of gRPC calls from bytes to bytes, without sockets: messages, statuses, invalid input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def head(
 
 
 class GrpcPeer(Peer):
-    """A client of a connection over an pipeline, and what its calls ended with."""
+    """A client of a connection over a pipeline, and the trailers of its calls."""
 
     def __init__(self, pipeline: RequestPipeline) -> None:
         router = Router(pipeline, management_app(pipeline), GrpcService(pipeline))
@@ -79,12 +79,12 @@ class GrpcPeer(Peer):
         self.send(self.headers(stream_id, head(path, *(more or [])), is_end=not pieces), *frames)
 
     def status(self, stream_id: int) -> tuple[int, str]:
-        """(code, message) that a call ended with."""
+        """Returns the (code, message) that a call ended with."""
         end = self.ends[stream_id]
         return int(end[b"grpc-status"]), unquote(end.get(b"grpc-message", b"").decode())
 
     def messages(self, stream_id: int) -> list[bytes]:
-        """What the call has answered so far."""
+        """Returns the response messages of the call so far."""
         body, found = body_of(self.seen, stream_id), []
         while body:
             size = int.from_bytes(body[1:5], "big")
@@ -246,7 +246,7 @@ async def test_a_malformed_timeout_is_refused(peer: GrpcPeer, value: bytes) -> N
 async def test_what_may_be_there_once_is_refused_twice(
     peer: GrpcPeer, engine: FakeEngine, path: str, name: bytes
 ) -> None:
-    """As over HTTP/1 and HTTP/2: each end could read another."""
+    """Checks the rule of HTTP/1 and HTTP/2: of two values, each end could read another."""
     peer.call(1, path, framed(MESSAGE), more=[(name, b"1S"), (name, b"2S")])
     shown = name.decode().title()
     assert peer.status(1) == (3, f"there are several {shown} headers, expected one")
@@ -303,7 +303,7 @@ async def test_a_drain_answers_what_a_stream_took_and_ends_it(
     peer.send(peer.headers(1, head(STREAM), is_end=False), data(1, framed(MESSAGE)))
     await until(lambda: held.lookups)
     peer.connection.shutdown.start_drain()
-    peer.send(data(1, framed(MESSAGE)))  # it was on its way
+    peer.send(data(1, framed(MESSAGE)))  # it was in flight
     peer.connection.check_time(perf_counter() + DRAIN_STREAM_S + 1)
     peer.send(data(1, framed(MESSAGE)))
     assert 1 not in peer.ends
@@ -402,7 +402,7 @@ async def test_what_a_stream_takes_is_bounded_by_the_bytes_of_its_answers(
 ) -> None:
     metrics = pipeline.metrics.protocols["grpc"]
     asked = RequestOptions("", PROTOBUF, PROTOBUF, None, metrics)
-    nbytes = 3 * 36  # an answer is 9 float32 values
+    nbytes = 3 * 36  # a response is 9 float32 values
 
     def open_request(headers: Headers) -> ResolvedRoute:
         return ResolvedRoute(
@@ -417,7 +417,7 @@ async def test_what_a_stream_takes_is_bounded_by_the_bytes_of_its_answers(
     peer.send(data(1, framed(MESSAGE) * (count - 1), is_end=True))
     assert pipeline.metrics.models["shop"].count_queue()[0] == 2
     held.release()
-    # What is not written counts, too.
+    # Responses that are not yet written count, too.
     await until(lambda: has_ended([*peer.take(), *peer.seen], 1))
     assert outcomes_of(metrics) == {"OK": count}
     assert sum(lookup.batch_size for lookup in held.lookups) == count

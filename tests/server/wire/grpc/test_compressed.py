@@ -1,4 +1,4 @@
-"""Compressed messages: what is decompressed on the event loop is bounded, also for strangers."""
+"""Tests of compressed messages: decompression on the event loop is bounded for every client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REFLECTION = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 LARGE = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1] + [0] * 300_000).SerializeToString()
 SMALL = pb.EmbedRequest(keys=["user"], ids=[2], lengths=[1]).SerializeToString()
 PADDED = SMALL + b"\xfa\x3f\xa0\x8d\x06" + bytes(Random(0).choices(range(32), k=100_000))
-"""SMALL with an unknown field, which readers of protobuf skip. Compressed it has 62 KB."""
+"""SMALL with an unknown field, which protobuf readers skip. Compressed it has 62 KB."""
 ZEROS = bytes(BODY_MAX)
 
 
@@ -45,13 +45,13 @@ def packed(message: bytes, data: bytes | None = None) -> bytes:
 
 
 def pieces(body: bytes) -> list[bytes]:
-    """``body`` in as few frames as may be."""
+    """Splits ``body`` into as few frames as possible."""
     return [body[i : i + FRAME_BYTES_MAX] for i in range(0, len(body), FRAME_BYTES_MAX)]
 
 
 @pytest.fixture
 def inflated(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Bytes that were decompressed, by thread."""
+    """Counts the decompressed bytes by thread."""
     counts: dict[str, int] = {"loop": 0, "codec": 0}
     decompress = grpc_framing._decompressed
 
@@ -133,7 +133,7 @@ async def test_a_large_message_is_decompressed_in_the_codec_thread(
     await peer.ended(1)
     assert inflated == {"loop": INLINE_BYTES_MAX + 1, "codec": len(LARGE)}
     assert peer.status(1)[0] == 8
-    assert "examples" in peer.status(1)[1]  # of which there are too many
+    assert "examples" in peer.status(1)[1]  # there are too many
 
 
 async def test_messages_of_a_stream_keep_their_order(
@@ -177,7 +177,7 @@ async def test_messages_that_wait_count_by_their_compressed_bytes(
     encoding: str,
     compress: Callable[[bytes], bytes],
 ) -> None:
-    """Of the largest messages a caller's share holds half as many."""
+    """Sends 8 messages. If each counted as the largest message, a caller's share would hold 4."""
     peer = GrpcPeer(make_pipeline(engine, executor=executor))
     body = pieces(packed(b"", compress(PADDED)))
     more = [(b"grpc-encoding", encoding.encode())]

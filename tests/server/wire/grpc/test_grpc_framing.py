@@ -1,4 +1,4 @@
-"""gRPC's framing, timeouts and status messages, and what of a client's bytes is refused."""
+"""Tests of gRPC's framing, timeouts and status messages, and of the rejection of invalid bytes."""
 
 from __future__ import annotations
 

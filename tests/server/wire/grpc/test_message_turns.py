@@ -1,4 +1,4 @@
-"""A connection with very many messages takes some of them in each event-loop iteration."""
+"""Tests that a connection takes few of very many messages in each event-loop iteration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STREAM: Headers = [
 
 
 class CountingCall(BidiCall):
-    """Counts its messages, and answers each with itself if it ``echoes``."""
+    """Counts its messages, and echoes each if it ``echoes``."""
 
     def __init__(self, stream: Stream, *, echoes: bool = True) -> None:
         super().__init__(b"identity", {}, stream)
@@ -69,7 +69,7 @@ class CountingPeer(Peer):
 
 
 def opened(peer: Peer, stream_id: int, payload: bytes, *, is_end: bool = False) -> bytes:
-    """Bytes of a call whose messages come in one frame."""
+    """Returns the bytes of a call whose messages arrive in one frame."""
     frames = (
         peer.headers(stream_id, STREAM, is_end=False),
         data(stream_id, payload, is_end=is_end),
@@ -107,7 +107,7 @@ async def test_streams_of_a_connection_share_its_turns() -> None:
 
 
 async def test_the_windows_open_as_messages_are_taken() -> None:
-    """Also where none is answered, as those to a health watch."""
+    """Checks windows for messages without a response, such as those to a health watch."""
     peer = CountingPeer(echoes=False)
     flow_control = peer.connection.flow_control
     for number in range(1, 2 * CONNECTION_WINDOW // STREAM_WINDOW, 2):

@@ -1,4 +1,4 @@
-"""How calls end: trailers that every client takes, whatever the error says."""
+"""Tests of how calls end: every client accepts the trailers, whatever the error message is."""
 
 from __future__ import annotations
 

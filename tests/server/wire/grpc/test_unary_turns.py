@@ -1,5 +1,4 @@
-"""Calls without a lookup: a turn of a connection answers few of them, and descriptions of models
-are encoded once."""
+"""Tests of calls without a lookup: few per event-loop iteration, and models described once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP/1 requests are bounded, checked as RFC 9112 requires, and rejected in one format."""
+"""Tests that HTTP/1 requests are bounded, checked by RFC 9112, and rejected in one format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_JAVA = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Setting
 BODY_BYTES_MAX = 50_000
 UNREAD_BYTES_MAX = 1_000_000
 LARGE = json.dumps({"features": {"user": [[i % 7] for i in range(8000)]}}).encode()
-"""Its answer has 350 KB or so, and the sockets hold few of them."""
+"""A request whose response has about 350 KB, so that the sockets hold few responses."""
 LIVE = get("/health/live")
 LIMITS = Limits(
     body_bytes_max=BODY_BYTES_MAX, connection_bytes_max=UNREAD_BYTES_MAX, inline_bytes_max=0
@@ -34,7 +34,7 @@ LIMITS = Limits(
 
 
 async def ask(server: OurServer, *packets: bytes) -> tuple[Answer, bytes]:
-    """(the answer, what came after it until the server closed the connection)."""
+    """Returns (response, bytes after it until the server closed the connection)."""
     reader, writer = await server.open()
     for packet in packets:
         writer.write(packet)
@@ -63,7 +63,9 @@ def error_of(answer: Answer) -> dict[str, str]:
 async def test_upgrade_is_ignored(
     server: OurServer, make: Callable[..., bytes], lines: tuple[str, ...], ends: tuple[int, ...]
 ) -> None:
-    """Java's HttpClient asks for it in the first request of a connection, as curl --http2 does."""
+    """Sends the Upgrade header that Java's HttpClient and curl --http2 send in the first
+    request.
+    """
     request = make(BODY, *lines)
     reader, writer = await server.open()
     expected = None
@@ -93,7 +95,7 @@ async def test_connect_is_refused(server: OurServer) -> None:
     assert rest == b""
 
 
-# Heads
+# Headers
 
 
 HEADS = {
@@ -136,7 +138,7 @@ HEADS = {
 async def test_a_head_that_cannot_be_is_refused_in_json(
     server: OurServer, name: str, packet_bytes: int
 ) -> None:
-    """At once: of a body that is too large, nothing is read."""
+    """Checks that the server rejects without reading a body that is too large."""
     head, status, message = HEADS[name]
     packets = [head[i : i + packet_bytes] for i in range(0, len(head), packet_bytes)]
     answer, rest = await ask(server, *packets)
@@ -169,7 +171,7 @@ async def test_a_client_that_waits_for_100_is_told_to_continue(
 async def test_what_is_refused_is_not_told_to_continue(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one packet with what is wrong."""
+    """Sends the header and the error in one packet."""
     head = "POST /models/shop/embed HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\n"
     chunked = f"{head}Transfer-Encoding: chunked\r\n\r\nno chunk\r\n".encode()
     answer, rest = await ask(server, chunked)
@@ -184,7 +186,7 @@ async def test_a_head_within_the_limits_is_read(server: OurServer) -> None:
     many = [f"x-{i}: 1" for i in range(HEAD_LINES_MAX - 1)]
     reader, writer = await server.open()
     for request in (get("/health/live", long), get("/health/live", *many), post(BODY, long)):
-        # What came before it in the same packet counts for nothing.
+        # Requests before it in the same packet do not count towards its limits.
         writer.write(LIVE * 100 + request)
         assert {(await read_answer(reader))[0] for _ in range(101)} == {200}
     writer.close()
@@ -215,7 +217,7 @@ async def test_of_a_pipeline_no_more_is_parsed_than_is_answered(server: OurServe
         assert (await read_answer(reader))[0] == 404
         (connection,) = server.http1()
         most = max(most, len(connection._streams))
-    assert 0 < most <= PIECE_BYTES // len(get("/x")) + 1  # one began in the piece before
+    assert 0 < most <= PIECE_BYTES // len(get("/x")) + 1  # one began in the previous chunk
     writer.close()
 
 
@@ -265,7 +267,7 @@ async def test_a_body_that_does_not_come_is_refused(server: OurServer) -> None:
     writer.close()
 
 
-# Answers that nobody reads
+# Unread responses
 
 
 async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
@@ -273,14 +275,14 @@ async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
     writer.write(post(LARGE))
     await until(lambda: server.http1() and server.connection.is_write_paused)
     assert server.wire._checking is not None
-    server.wire._checking.cancel()  # the times that are given here are ahead of its own
+    server.wire._checking.cancel()  # the times passed below are ahead of the server's clock
     connection, start_s = server.connection, perf_counter()
     connection.check_time(start_s)
     connection.check_time(start_s + UNREAD_S_MAX - 1)
     before = connection.unread_bytes
     await reader.readexactly(2 * READ_BYTES_MIN)
     await until(lambda: connection.unread_bytes <= before - READ_BYTES_MIN)
-    connection.check_time(start_s + UNREAD_S_MAX + 1)  # it has read some since
+    connection.check_time(start_s + UNREAD_S_MAX + 1)  # it has read some bytes since
     connection.check_time(start_s + 2 * UNREAD_S_MAX)
     assert connection.is_write_paused
     connection.check_time(start_s + 2 * UNREAD_S_MAX + 2)
@@ -289,7 +291,7 @@ async def test_a_client_that_reads_no_answer_is_cut(server: OurServer) -> None:
 
 
 async def test_an_answer_counts_whole_until_its_client_has_read_it(server: OurServer) -> None:
-    """uvloop keeps all pieces of a write until the last is sent."""
+    """Checks that the whole response counts: uvloop keeps all chunks of a write until the last."""
     reader, writer = await server.open()
     writer.write(post(LARGE))
     await until(lambda: server.http1() and server.connection.is_write_paused)
@@ -320,8 +322,8 @@ async def test_where_all_leave_too_much_unread_those_with_most_are_cut(
         )
     unread = sorted(one.held_bytes for one in server.http1())
     assert sum(unread) > UNREAD_BYTES_MAX > sum(unread[:2])
-    server.wire._limits = limits  # not before all three wait: it may look at any time
-    await until(lambda: len(server.wire.connections) == 2)  # it looks every second
+    server.wire._limits = limits  # only once all three wait, since the server may check at any time
+    await until(lambda: len(server.wire.connections) == 2)  # the server checks every second
     assert sorted(one.held_bytes for one in server.wire.connections) == unread[:2]
     assert "connections are closed: 1, because all together held" in caplog.text
     for reader, _ in clients[:2]:

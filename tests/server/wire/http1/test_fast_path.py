@@ -1,4 +1,4 @@
-"""Embed requests on the fast path: answered as those off it and by plain uvicorn, in order."""
+"""Tests of the fast path: responses equal those off it and those of plain uvicorn, in order."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ LARGE = json.dumps({"features": {"user": [[i % 7] for i in range(2000)]}}).encod
 LAST = get("/health/live", "Connection: close")
 LIMITS = Limits(body_bytes_max=1000, request_examples_max=8)
 SHORT_IDLE_S = 0.05
-"""Instead of DRAIN_IDLE_S, where a test waits for longer than that."""
+"""Replaces DRAIN_IDLE_S in a test that waits for longer than that."""
 
 
 @pytest.fixture
 def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor, limits: Limits) -> RequestPipeline:
-    """Looks up inline."""
+    """Returns a pipeline that looks up inline."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
     return make_pipeline(engine, films, executor=executor, limits=limits)
 
 
 @pytest.fixture
 async def plain(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[PlainServer]:
-    """uvicorn alone over an equal pipeline."""
+    """Runs plain uvicorn over an equal pipeline."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
     async with plain_server(
         make_pipeline(engine, films, executor=executor, limits=LIMITS)
@@ -71,14 +71,14 @@ async def plain(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterat
 
 @pytest.fixture
 async def slow(engine: FakeEngine, executor: ThreadPoolExecutor) -> AsyncIterator[OurServer]:
-    """Looks up in the thread, where the engine can be held."""
+    """Runs a server that looks up in a thread, where the engine can be held."""
     pipeline = make_pipeline(engine, executor=executor, limits=IN_THREAD)
     async with our_server(pipeline) as server:
         yield server
 
 
 def parsed_url(server: OurServer) -> str:
-    """The URL that llhttp parsed last on the open connection; "" before the first."""
+    """Returns the URL that llhttp parsed last on the open connection; "" before the first."""
     return server.connection._parser._url.decode()
 
 
@@ -130,7 +130,7 @@ async def test_a_request_is_answered_alike_off_the_fast_path(server: OurServer, 
     writer.write(chunked(body, *lines, url=url))
     slow = await read_answer(reader)
     assert parsed_url(server) == url
-    if name == "too late":  # it says how late
+    if name == "too late":  # the error says how late
         assert fast[0] == slow[0] == 504
         assert json.loads(fast[2])["error"]["code"] == json.loads(slow[2])["error"]["code"]
     else:
@@ -186,8 +186,9 @@ JSON_REFUSAL = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
 async def test_what_a_client_may_send_is_answered_as_by_uvicorn_alone(
     server: OurServer, plain: PlainServer, name: str
 ) -> None:
-    """But for what is no HTTP, which uvicorn answers with plain text and does not count, and for
-    100 (Continue), which it sends even after the body."""
+    """Allows two differences. uvicorn rejects invalid HTTP in plain text and does not count it. It
+    also sends 100 (Continue) even after the body.
+    """
     sent = ODD_REQUESTS[name]
     answers = comparable(await server.talk(sent))
     expected = comparable(await plain.talk(sent)).replace(CONTINUE, b"")
@@ -225,7 +226,7 @@ async def test_the_protocol_is_told_apart_however_few_bytes_come_first(
     reader, writer = await server.open()
     writer.write(sent[:count])
     await until(lambda: server.wire.connections)
-    await asyncio.sleep(0.01)  # the rest is another read
+    await asyncio.sleep(0.01)  # the rest arrives in another read
     writer.write(sent[count:])
     assert await reader.read() == await plain.talk(sent)
     writer.close()
@@ -250,7 +251,7 @@ async def test_a_request_may_be_split_anywhere(server: OurServer) -> None:
     writer.write(whole)
     _, _, expected = await read_answer(reader)
     for where in range(1, len(whole)):
-        for packet in cut(whole, [where]):  # not by the socket, where the two may be joined
+        for packet in cut(whole, [where]):  # not through the socket, which may join the two
             server.connection.data_received(packet)
         status, _, body = await read_answer(reader)
         assert (status, body) == (200, expected)
@@ -296,8 +297,7 @@ async def test_pipelined_requests_are_answered_in_order_with_others_between(
 
 
 def comparable(answers: bytes) -> bytes:
-    """Without since when a version answers, which is another time on another server, and without
-    the ids that are made of requests that have none."""
+    """Removes generated request ids, and activation times of versions, which differ by server."""
     return re.sub(rb'"since":"[^"]*"|x-request-id: [0-9a-f]{32}\r\n', b"", answers)
 
 
@@ -316,7 +316,7 @@ async def test_metrics_between_pipelined_requests_count_those_before(server: Our
 async def test_what_is_held_comes_before_what_is_read_later(
     slow: OurServer, engine: FakeEngine
 ) -> None:
-    """The start of a request is held when the rest of it waits in the kernel's buffer."""
+    """Checks that the start of a request stays buffered while the kernel holds its rest."""
     engine.hold()
     reader, writer = await slow.open()
     second = post(OTHER)
@@ -333,7 +333,7 @@ async def test_what_is_held_comes_before_what_is_read_later(
 async def test_refused_requests_are_answered_in_order_when_reads_are_full(
     server: OurServer, plain: PlainServer
 ) -> None:
-    """A refusal is written while the loop reads, and there is more to be read at once."""
+    """Checks rejections that the server writes while it reads, with more input available."""
     sent = (post(b"{") + post(b"[" * 900)) * 600 + LAST
     answers = await server.talk(sent)
     assert answers.count(b"HTTP/1.1 400 Bad Request\r\n") == 1200
@@ -343,7 +343,7 @@ async def test_refused_requests_are_answered_in_order_when_reads_are_full(
 async def test_what_a_client_left_behind_is_not_answered(
     server: OurServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The connection is lost between an answer and the turn of what is held."""
+    """Checks a connection that is lost between a response and the next buffered request."""
     reader, writer = await server.open()
     writer.write(post(b"{"))
     await read_answer(reader)
@@ -371,7 +371,7 @@ async def test_a_request_of_an_aborted_connection_is_not_counted_as_answered(
 async def test_answers_that_nobody_reads_stop_the_reading(
     slow: OurServer, engine: FakeEngine
 ) -> None:
-    """One request after the other, so that none is held while another is looked up."""
+    """Sends one request after the other, so that none is buffered while another is looked up."""
     reader, writer = await slow.open()
     writer.write(post(LARGE))
     await until(lambda: slow.outcomes() == {"OK": 1} and slow.connection.is_write_paused)
@@ -421,7 +421,7 @@ async def test_a_drain_closes_an_idle_connection_after_a_while(
 async def test_a_request_on_its_way_is_answered_in_a_drain_and_told_to_be_the_last(
     slow: OurServer, before: list[bytes], request_sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client had no way to know: a connection that was kept open is used."""
+    """Checks a request on a kept-alive connection, whose client cannot know of the drain."""
     for module in (connections, http1_connection):
         monkeypatch.setattr(module, "DRAIN_IDLE_S", WAIT_S_MAX)
     reader, writer = await slow.open()
@@ -443,7 +443,9 @@ async def test_a_request_on_its_way_is_answered_in_a_drain_and_told_to_be_the_la
 async def test_a_connection_that_a_drain_has_ended_is_not_ended_again(
     slow: OurServer, request_sent: bytes
 ) -> None:
-    """Its client closes late. What lingered first was never forgotten, and the drain waited."""
+    """Checks a client that closes late. The first lingering connection was once never removed,
+    and so the drain waited for it.
+    """
     reader, writer = await slow.open()
     writer.write(post(BODY))
     await read_answer(reader)
@@ -492,13 +494,13 @@ async def test_a_drain_answers_what_a_slow_reader_asked(slow: OurServer) -> None
 async def test_a_drain_closes_a_connection_once_its_slow_reader_has_the_answer(
     slow: OurServer, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """The answer was written before the drain, so that it does not say `Connection: close`."""
+    """Checks a response from before the drain, which therefore has no `Connection: close`."""
     monkeypatch.setattr(http1_connection, "DRAIN_IDLE_S", SHORT_IDLE_S)
     reader, writer = await slow.open()
     writer.write(sent)
     await until(lambda: slow.outcomes() and slow.connection.is_write_paused)
     drain = asyncio.create_task(slow.wire.drain(60))
-    await asyncio.sleep(2 * SHORT_IDLE_S)  # past which it would be closed if idle
+    await asyncio.sleep(2 * SHORT_IDLE_S)  # longer than an idle connection stays open
     status, headers, _ = await read_answer(reader)
     assert (status, headers.get(b"connection")) == (200, None)
     assert await reader.read() == b""
@@ -509,7 +511,7 @@ async def test_a_drain_closes_a_connection_once_its_slow_reader_has_the_answer(
 async def test_a_drain_closes_a_connection_with_an_empty_line_behind_its_request(
     slow: OurServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When it is answered, the line may be the start of another request."""
+    """Checks an empty line behind an answered request; it may be the start of another request."""
     monkeypatch.setattr(http1_connection, "DRAIN_IDLE_S", SHORT_IDLE_S)
     reader, writer = await slow.open_held(engine, post(BODY) + b"\r\n")
     slow.connection.drain()
@@ -523,10 +525,12 @@ async def test_a_drain_closes_a_connection_with_an_empty_line_behind_its_request
 async def test_a_drain_answers_what_was_asked_before_the_start_of_another_request(
     slow: OurServer, engine: FakeEngine
 ) -> None:
-    """The rest of which never comes: the connection does not end before its answer."""
+    """Checks an incomplete second request: its connection must not end before the first
+    response.
+    """
     reader, writer = await slow.open_held(engine, chunked(BODY) + get("/health/live")[:20])
     slow.connection.drain()
-    await asyncio.sleep(2 * DRAIN_IDLE_S)  # past which it is closed if idle
+    await asyncio.sleep(2 * DRAIN_IDLE_S)  # longer than an idle connection stays open
     engine.release()
     status, headers, _ = await read_answer(reader)
     assert (status, headers[b"connection"]) == (200, b"close")
@@ -576,7 +580,7 @@ async def test_an_idle_connection_is_closed_after_the_same_time_whatever_it_aske
         writer.write(request)
         await read_answer(reader)
     connection = server.connection
-    connection.check_time(last_s + KEEP_ALIVE_S)  # those before are longer ago
+    connection.check_time(last_s + KEEP_ALIVE_S)  # earlier requests are longer ago
     assert not connection.transport.is_closing()
     connection.check_time(perf_counter() + KEEP_ALIVE_S)
     assert await reader.read() == b""

@@ -1,4 +1,4 @@
-"""Heads of HTTP/1: what is plain, what is matched without its varying values, and never wrongly."""
+"""Tests of the HTTP/1 header templates: which headers have one, and that none matches wrongly."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from embedserve.wire.http1.header_templates import (
 LIMITS = Limits(body_bytes_max=1000, request_text_bytes_max=500)
 METRICS: ProtocolMetrics = Metrics([FakeEngine().model]).protocols["rest"]
 TOKEN = "Bearer " + "t0k3n" * 400
-"""2 KB of it."""
+"""A token of 2 KB."""
 
 What = tuple[str, object, object, float | None]
-"""What a head asks for: model, codec, codec of the answer, timeout."""
+"""Options parsed from the headers: model, codec, response codec, timeout."""
 
 
 def head_of(*lines: str, url: str = "/embed", length: int | str = 5) -> bytes:
@@ -45,7 +45,9 @@ def what(options: RequestOptions) -> What:
 
 
 def parsed(head: bytes) -> tuple[What, int] | None:
-    """What the head alone asks for, and its content length; None: it is not plain."""
+    """Parses headers without a cache into options and content length; None if they are not
+    plain.
+    """
     form = parse_head(head, METRICS, LIMITS, CODECS)
     if form is None:
         return None
@@ -139,7 +141,7 @@ def test_headers_that_are_not_plain_have_no_template(head: bytes) -> None:
     )
 )
 def test_a_plain_head_ends_where_llhttp_ends_it(pieces: list[bytes]) -> None:
-    """Otherwise what is a body to one is a request to the other."""
+    """Checks the end of headers: the body of one parser must not be a request of another."""
     raw = b"POST /embed HTTP/1.1\r\nHost: h\r\n" + b"".join(pieces) + b"\r\n\r\n"
     head = raw[: raw.find(b"\r\n\r\n") + 4]
     if (found := parsed(head)) is None:
@@ -259,7 +261,7 @@ HEADS = st.builds(
 
 
 def whole(head: bytes) -> bytes:
-    """Up to its first empty line, as the connection cuts it."""
+    """Cuts the headers after their first empty line, as the connection does."""
     return head[: head.find(b"\r\n\r\n") + 4]
 
 
@@ -284,7 +286,7 @@ def test_a_head_that_differs_in_a_byte_is_what_it_alone_is(
 
 
 def check(first: bytes, second: bytes) -> None:
-    """``second`` is not taken for ``first``, and the other way round."""
+    """Checks that neither of ``first`` and ``second`` is taken for the other."""
     for one, other in ((first, second), (second, first)):
         forms = HeaderTemplateCache(METRICS, LIMITS, CODECS)
         forms.match_or_learn(one, len(one))
@@ -295,7 +297,7 @@ def check(first: bytes, second: bytes) -> None:
             continue
         try:
             assert (what(found[0].options_of(other)), found[1]) == alone
-        except InvalidRequestError:  # a timeout that is none; the parser's request is refused
+        except InvalidRequestError:  # an invalid timeout; the parser's request is rejected
             assert alone is None
 
 
@@ -320,7 +322,7 @@ def test_no_more_than_so_many_forms_of_a_length_are_remembered() -> None:
     first = forms.match_or_learn(heads[0], len(heads[0]))
     assert first is not None
     assert found[0] is not None
-    assert first[0] is not found[0][0]  # it was forgotten, and is read anew
+    assert first[0] is not found[0][0]  # the template was evicted, and is parsed again
     assert matched(forms, heads[0]) == parsed(heads[0])
 
 
@@ -338,7 +340,7 @@ def test_what_is_remembered_of_all_heads_is_bounded() -> None:
 
 
 SEEN_REFERENCES = 3
-"""Of a form that nothing but ``seen``, the loop and the call itself hold."""
+"""References to a template that only ``seen``, the loop and the call itself hold."""
 
 
 BLANKS_WITHIN = f"X: a{' ' * 15_000}b"
@@ -364,7 +366,7 @@ BLANKS_WITHIN = f"X: a{' ' * 15_000}b"
     ids=lambda line: line[:20],
 )
 def test_a_long_head_is_read_within_a_moment(line: str) -> None:
-    """Some took seconds, on the event loop and before any token is looked at."""
+    """Checks parsing time: some headers took seconds, on the event loop before authentication."""
     head = head_of(line)
     assert len(head) < HEAD_BYTES_MAX
     start_s = time.thread_time()

@@ -1,4 +1,4 @@
-"""Requests as they are parsed: their headers, body and end; trailers are dropped and bounded."""
+"""Tests of the request parser: headers, body and end of requests, and bounded trailers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNKED = b"POST /embed HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\
 
 
 class Received:
-    """What a parser has passed on."""
+    """Records what a parser passes on."""
 
     def __init__(self) -> None:
         self.requests: list[HttpRequest] = []

@@ -1,4 +1,4 @@
-"""Responses of the management application over HTTP/1: how their bodies end, and their pace."""
+"""Tests of management responses over HTTP/1: how their bodies end, and backpressure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PART = bytes(100_000)
 
 
 class StreamingApp:
-    """An ASGI application that responds with the chunks of its path: /3 with three.
+    """An ASGI application that responds with the number of chunks in its path: /3 with three.
 
     Attributes:
         sent: chunks that it could send.
-        has_failed: whether its client was gone.
+        has_failed: whether sending failed because the client had closed.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ async def test_an_application_learns_that_its_client_is_gone(
 async def test_pipelined_responses_wait_for_a_slow_reader(
     server: OurServer, app: StreamingApp
 ) -> None:
-    """Requests of one packet are parsed together and answered one by one."""
+    """Sends requests in one packet: they are parsed together and answered one by one."""
     reader, writer = await server.open()
     writer.write(get("/1?length") * 40)
     await until(lambda: server.http1() and server.connection.is_write_paused)

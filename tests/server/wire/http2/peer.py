@@ -1,4 +1,4 @@
-"""A client of an Http2Connection without sockets: hyperframe's frames in, and its frames out."""
+"""A client of an Http2Connection without sockets, which sends and receives hyperframe's frames."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ POST: Headers = [
 
 
 class RecordingHandler:
-    """Keeps what its stream tells it; consumes what it receives, unless it ``holds``."""
+    """Records the events of its stream; consumes the received bytes, unless it ``holds``."""
 
     def __init__(self, stream: Stream, *, holds: bool = False) -> None:
         self.stream = stream
         self.holds = holds
         self.body = b""
-        self.pieces: list[int] = []  # bytes of each that it was told
+        self.pieces: list[int] = []  # bytes of each chunk that it received
         self.is_whole = False
         self.resets = self.resumes = self.drains = self.checks = 0
 
@@ -67,12 +67,12 @@ class RecordingHandler:
 
 
 class Peer:
-    """The client and the connection that it talks to.
+    """A client and its connection.
 
     Attributes:
-        handlers: of the streams so far, by number.
-        holds: what new handlers do with what they receive.
-        seen: all frames that came.
+        handlers: handlers of the streams so far, by stream id.
+        holds: whether new handlers hold the received bytes.
+        seen: all frames from the connection.
     """
 
     def __init__(
@@ -112,7 +112,9 @@ class Peer:
         return self.handlers[stream.id]
 
     def send(self, *sent: Frame | bytes) -> list[Frame]:
-        """Has the connection receive frames or bytes in one piece; gives what it answers."""
+        """Passes frames or bytes to the connection in one chunk; returns the frames that it
+        sends.
+        """
         data = b"".join(one if isinstance(one, bytes) else one.serialize() for one in sent)
         self.connection.receive(data)
         while self.connection.has_more:
@@ -120,7 +122,7 @@ class Peer:
         return self.take()
 
     def take(self) -> list[Frame]:
-        """The frames that are to be sent, as the transport would write them."""
+        """Returns the frames to send, as the transport would write them."""
         sender = self.connection.frame_writer
         data = bytearray()
         while True:
@@ -143,7 +145,7 @@ class Peer:
         is_end: bool = True,
         flags: Iterable[str] = (),
     ) -> HeadersFrame:
-        """A request's head, or with ``is_end`` all of it."""
+        """Returns a HEADERS frame; with ``is_end`` it is the whole request."""
         frame = HeadersFrame(stream_id, self.encoder.encode(headers))
         frame.flags.add("END_HEADERS")
         if is_end:
@@ -153,13 +155,13 @@ class Peer:
         return frame
 
     def open(self, stream_id: int = 1, *, is_end: bool = True) -> RecordingHandler:
-        """Opens a stream; gives its handler."""
+        """Opens a stream; returns its handler."""
         answered = self.send(self.headers(stream_id, is_end=is_end))
         assert not of(answered, RstStreamFrame, GoAwayFrame), answered
         return self.handlers[stream_id]
 
     def answer_headers(self, frame: Frame) -> Headers:
-        """Those of a HEADERS frame that came; each is to be asked for once, in order."""
+        """Decodes a received HEADERS frame. The caller passes each frame once, in order."""
         assert isinstance(frame, HeadersFrame)
         return list(self.decoder.decode(frame.data, raw=True))
 
@@ -188,7 +190,7 @@ def continuation(stream_id: int, block: bytes, *, is_end: bool = True) -> Contin
 
 
 def raw(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
-    """A frame of any type and content."""
+    """Returns a frame of any type and content."""
     head = len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream_id.to_bytes(4, "big")
     return head + payload
 
@@ -215,12 +217,12 @@ def has_ended(frames: Iterable[Frame], stream_id: int) -> bool:
 
 
 def resets(frames: Iterable[Frame]) -> list[tuple[int, ErrorCode]]:
-    """(stream, code) of each RST_STREAM."""
+    """Returns the (stream, code) of each RST_STREAM."""
     return [(one.stream_id, ErrorCode(one.error_code)) for one in of(frames, RstStreamFrame)]
 
 
 def expect_end(peer: Peer, answered: list[Frame], code: ErrorCode) -> GoAwayFrame:
-    """The connection ended with ``code``, and with GOAWAY as its last frame."""
+    """Checks that the connection ended with ``code``, and with GOAWAY as its last frame."""
     last = answered[-1]
     assert isinstance(last, GoAwayFrame), answered
     assert ErrorCode(last.error_code) is code, last

@@ -1,4 +1,4 @@
-"""A connection's states and errors as RFC 9113 has them, from bytes to bytes."""
+"""Tests of a connection's states and errors by RFC 9113, from bytes to bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
     return peer.take()
 
 
-# Beginning
+# Start
 
 
 def test_it_begins_with_its_settings_and_a_larger_window() -> None:
@@ -153,7 +153,9 @@ def test_a_priority_in_a_head_is_ignored() -> None:
 
 
 def test_an_answer_before_the_requests_end_resets_the_rest_of_it() -> None:
-    """RFC 9113, section 8.1: with NO_ERROR; once much of it comes, or a while has passed."""
+    """Checks RFC 9113, section 8.1: a reset with NO_ERROR, after much more of the body or some
+    time.
+    """
     peer = Peer()
     handler = peer.open(1, is_end=False)
     assert resets(answer(peer, 1)) == []
@@ -161,7 +163,7 @@ def test_an_answer_before_the_requests_end_resets_the_rest_of_it() -> None:
     assert resets(peer.send(data(1, b"x"))) == [(1, ErrorCode.NO_ERROR)]
     assert peer.send(data(1, b"on its way"), peer.headers(1, [(b"x", b"late")])) == []
     assert (handler.body, handler.resets) == (b"", 0)
-    peer.open(3)  # the table of headers is still in step
+    peer.open(3)  # the header table is still in sync
 
 
 def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
@@ -171,7 +173,7 @@ def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
         assert resets(answer(peer, number)) == []
     assert peer.send(data(1, b"all of it", is_end=True)) == []
     peer.connection.check_time(perf_counter())
-    assert peer.take() == []  # it may be on its way
+    assert peer.take() == []  # it may be in flight
     peer.connection.check_time(perf_counter())
     assert resets(peer.take()) == [(3, ErrorCode.NO_ERROR)]
     peer.connection.check_time(perf_counter())
@@ -179,12 +181,12 @@ def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
 
 
 def test_requests_that_go_on_are_reset_with_the_next_such_answer() -> None:
-    """A client that is refused again and again is written to once for each refusal."""
+    """Checks that a client with repeated rejections causes one write for each of them."""
     peer = Peer()
     peer.open(1, is_end=False)
     assert resets(answer(peer, 1)) == []
     peer.open(3, is_end=False)
-    assert resets(answer(peer, 3)) == []  # both at once: the first may be on its way
+    assert resets(answer(peer, 3)) == []  # both together, since the first may still be in flight
     peer.connection.check_time(perf_counter())
     peer.open(5, is_end=False)
     assert resets(answer(peer, 5)) == [(1, ErrorCode.NO_ERROR), (3, ErrorCode.NO_ERROR)]
@@ -193,7 +195,10 @@ def test_requests_that_go_on_are_reset_with_the_next_such_answer() -> None:
 
 
 def test_requests_that_go_on_are_ended_with_the_connection() -> None:
-    """grpcio takes the end of a connection for that of its half-open streams, answered or not."""
+    """Checks for resets: grpcio fails half-open streams when a connection closes.
+
+    That happens even to a stream that has its response.
+    """
     peer = Peer()
     for number in (1, 3):
         peer.open(number, is_end=False)
@@ -250,7 +255,7 @@ def test_new_streams_are_refused_while_too_much_is_unsent() -> None:
 def test_a_malformed_request_ends_its_stream(
     headers: list[tuple[bytes, bytes]], frames: list[Frame]
 ) -> None:
-    """RFC 9113, section 8.1.1."""
+    """Checks RFC 9113, section 8.1.1."""
     peer = Peer()
     answered = peer.send(peer.headers(1, headers, is_end=False), *frames)
     assert resets(answered) == [(1, ErrorCode.PROTOCOL_ERROR)]

@@ -1,4 +1,4 @@
-"""What a client may do often, and how a connection is drained and closed."""
+"""Tests of frame floods, and of how a connection drains and closes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
 Sent = Callable[[Peer], list[Frame | bytes]]
 
 
-# What a client may do often
+# Floods
 
 
 FLOODS: dict[str, Sent] = {
@@ -69,7 +69,7 @@ FLOODS: dict[str, Sent] = {
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_what_asks_nothing_may_not_be_done_for_ever(name: str) -> None:
-    """RFC 9113, section 10.5. The clock fills the allowance up, by far more slowly."""
+    """Checks RFC 9113, section 10.5. The token bucket refills with time, but far more slowly."""
     frames_for = FLOODS[name]
     peer = Peer()
     peer.open(1, is_end=False)
@@ -105,8 +105,9 @@ def test_a_reader_of_many_answers_may_send_windows_for_each() -> None:
 
 
 def test_a_client_whose_calls_are_rejected_may_send_windows_for_each() -> None:
-    """gRPC's clients send one with each call. Rejections, as of an overloaded server, have no DATA,
-    and their connection may have other calls in flight."""
+    """Sends a WINDOW_UPDATE with each call, as gRPC clients do. Rejections, such as those of an
+    overloaded server, have no DATA. Their connection may have other calls in flight.
+    """
     peer = Peer()
     for i in range(2 * IDLE_WORK_MAX):
         peer.open(2 * i + 1)
@@ -132,7 +133,7 @@ def test_blocks_that_are_new_are_read_a_few_at_a_time() -> None:
 
 
 def test_a_block_of_many_indexes_is_as_much_work_as_its_headers() -> None:
-    """Each byte is a header of the static table; no block is one that is known."""
+    """Sends blocks in which each byte is a header of the static table; no block is cached."""
     peer = Peer()
     blocks = [b"\x82" * (800 + i) for i in range(20)]
     sent = [raw(1, 0x5, 2 * i + 1, block) for i, block in enumerate(blocks)]
@@ -191,7 +192,7 @@ def test_small_pieces_of_a_body_are_read_some_at_a_time() -> None:
 def test_as_many_streams_as_may_be_are_opened_in_one_turn_and_not_many_more() -> None:
     peer = Peer()
     block = encode(POST)
-    peer.send(raw(1, 0x4, 1, block), raw(0, 0x1, 1, b"x"))  # its block is known from here on
+    peer.send(raw(1, 0x4, 1, block), raw(0, 0x1, 1, b"x"))  # the block is cached from here on
     answer(peer, 1)
     peer.connection.receive(
         b"".join(raw(1, 0x4, i, block) + raw(0, 0x1, i, b"x") for i in range(3, 3 + 2 * 127, 2))
@@ -204,7 +205,7 @@ def test_as_many_streams_as_may_be_are_opened_in_one_turn_and_not_many_more() ->
 
 @pytest.mark.parametrize("body", [b"", b"x"])
 def test_requests_that_are_answered_by_their_headers_are_read_some_at_a_time(body: bytes) -> None:
-    """Each has ended when the next begins, and their block is known."""
+    """Sends requests that each end before the next begins; their header block is cached."""
 
     def answer_at_once(stream: Stream) -> Handler:
         stream.send_head(OK, is_end=True)

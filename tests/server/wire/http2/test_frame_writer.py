@@ -1,4 +1,6 @@
-"""Answers as frames: within every window, in turn, whole, and not kept for who does not read."""
+"""Tests of responses as frames: within every window, fair, complete, and freed for stalled
+readers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def answer(peer: Peer, stream_id: int, body: bytes, tail: bytes = b"") -> None:
 def test_a_small_answer_is_written_at_once(body: bytes, tail: bytes) -> None:
     peer = Peer()
     peer.open(1)
-    answer(peer, 1, b"first")  # which ends the use of the peer's table
+    answer(peer, 1, b"first")  # the first response signals that the peer's table is unused
     peer.take()
     peer.open(3)
     answer(peer, 3, body, tail)
@@ -46,7 +48,7 @@ def test_a_small_answer_is_written_at_once(body: bytes, tail: bytes) -> None:
 
 
 def test_the_first_block_says_that_no_table_is_used() -> None:
-    """RFC 7541, section 4.2: so that blocks made in advance depend on nothing."""
+    """Checks the table size update of RFC 7541, section 4.2: prebuilt blocks depend on no table."""
     peer = Peer()
     peer.open(1)
     answer(peer, 1, b"x", TAIL)
@@ -173,7 +175,7 @@ def test_an_answer_without_a_body_needs_no_window() -> None:
 
 
 def test_settings_change_the_windows_of_open_streams() -> None:
-    """RFC 9113, section 6.9.2: also to below zero."""
+    """Checks RFC 9113, section 6.9.2: windows may also become negative."""
     peer = Peer()
     peer.open(1)
     answer(peer, 1, LARGE[:100_000])
@@ -220,7 +222,7 @@ def test_what_is_not_sent_is_dropped_with_its_stream(how: str) -> None:
 
 
 def test_a_small_answer_that_waits_is_a_copy() -> None:
-    """As a slice of its batch it would keep all of that."""
+    """Checks for a copy: a slice would keep its whole batch in memory."""
     peer = Peer(settings={4: 0})
     peer.open(1)
     batch = np.arange(KEPT_BYTES_MIN, dtype=np.uint8)
@@ -323,7 +325,7 @@ def test_a_reader_that_gives_a_byte_at_a_time_is_ended() -> None:
 
 
 def test_a_client_that_gives_the_connection_no_window_is_ended() -> None:
-    """Its streams have windows of their own, so that none of them is to blame."""
+    """Checks a client whose streams have windows of their own, so that no stream is at fault."""
     peer = Peer(settings={4: 1_000_000})
     handler = peer.open(1)
     start_s = perf_counter()
@@ -367,7 +369,7 @@ def test_an_answer_is_never_two_also_where_the_second_would_fit_at_once() -> Non
     peer = Peer(settings={4: 0})
     peer.open(1)
     answer(peer, 1, b"waits for a window")
-    # A window comes as the connection reads, before what waits is written.
+    # A window arrives while the connection reads, before the blocked response is written.
     peer.handlers[1].stream.send_window = 100
     answer(peer, 1, b"second")
     peer.handlers[1].stream.send_window = 0

@@ -1,4 +1,4 @@
-"""The end in two steps: GOAWAY for what is on its way, then the last stream that is taken."""
+"""Tests of the two-step shutdown: a GOAWAY for streams in flight, then one with the last stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def acknowledged(peer: Peer) -> list[Frame]:
 
 
 def lasts(frames: list[Frame]) -> list[int]:
-    """The last streams that GOAWAYs name."""
+    """Returns the last stream id of each GOAWAY."""
     return [one.last_stream_id for one in of(frames, GoAwayFrame)]
 
 
@@ -29,7 +29,7 @@ def answer(peer: Peer, stream_id: int) -> list[Frame]:
 
 @pytest.fixture
 def peer() -> Peer:
-    """It has a stream, and was told to open no more."""
+    """Returns a peer with one stream, whose connection has sent its first GOAWAY."""
     peer = Peer()
     peer.open(1, is_end=False)
     peer.connection.shutdown.send_goaway()

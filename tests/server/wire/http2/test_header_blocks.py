@@ -1,4 +1,4 @@
-"""HPACK: blocks are remembered while they mean the same, and what we write every decoder reads."""
+"""Tests of HPACK: blocks are cached while their meaning stays; any decoder reads our blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GET: Headers = [(b":method", b"GET"), (b":path", b"/")]
 
 
 class Understood:
-    """Counts what is understood."""
+    """Counts the blocks that were parsed."""
 
     def __init__(self) -> None:
         self.seen: list[Headers] = []
@@ -41,16 +41,16 @@ class Understood:
 
 
 def literal(name: bytes, value: bytes, *, first: int) -> bytes:
-    """A literal header field: ``first`` says whether it is put into the table (RFC 7541, 6.2)."""
+    """Returns a literal field; ``first`` says whether it is added to the table (RFC 7541, 6.2)."""
     assert len(name) < 127 > len(value)
     return bytes((first, len(name))) + name + bytes((len(value),)) + value
 
 
 ADDS = 0x40
-"""Literal with incremental indexing: it changes the table."""
+"""First byte of a literal with incremental indexing, which changes the table."""
 NOT = 0x00
 NEWEST = b"\xbe"
-"""Indexed, of the table's newest entry (62)."""
+"""Index of the dynamic table's newest entry (62)."""
 
 
 def test_a_block_that_changes_nothing_is_understood_once() -> None:
@@ -82,7 +82,9 @@ def test_a_block_that_changes_the_table_is_not_remembered() -> None:
 
 @pytest.mark.parametrize("how", ["read", "decode"])
 def test_what_was_remembered_is_forgotten_when_the_table_changes(how: str) -> None:
-    """The same block then means something else; trailers, which are decoded only, change it too."""
+    """Checks that the cache is cleared, since the block now means something else. Trailers,
+    which are only decoded, change the table, too.
+    """
     one = Understood()
     one.read(literal(b"x", b"1", first=ADDS))
     assert [one.read(NEWEST) for _ in range(2)] == [[(b"x", b"1")]] * 2
@@ -97,7 +99,7 @@ def test_what_was_remembered_is_forgotten_when_the_table_changes(how: str) -> No
 
 
 def test_a_table_that_is_full_and_changes_is_noticed() -> None:
-    """Its length stays the same: an entry goes for each that comes."""
+    """Checks a full table, whose length stays constant: each new entry evicts another."""
     one = Understood()
     value = b"v" * 100
     for i in range(60):
@@ -144,7 +146,7 @@ def test_large_blocks_are_not_remembered(over: int) -> None:
 
 @pytest.mark.parametrize("count", [125, 300, 1385])
 def test_blocks_of_many_small_headers_are_not_remembered(count: int) -> None:
-    """Each byte is a header of the static table, without a value."""
+    """Sends headers of the static table without values, one byte each."""
     one = Understood()
     block = b"\x82\x84\x86" + b"\x8f" * count
     assert len(one.read(block)) == 3 + count
@@ -152,7 +154,7 @@ def test_blocks_of_many_small_headers_are_not_remembered(count: int) -> None:
 
 
 def test_lists_that_are_rejected_for_their_size_are_not_remembered() -> None:
-    """Their headers are entries of the table, which take a byte each."""
+    """Sends a list whose headers are table entries of one byte each."""
     one = Understood()
     one.read(literal(b"x" * 100, b"v" * 100, first=ADDS))
     count = HEADER_LIST_BYTES_MAX // (200 + 32) + 1

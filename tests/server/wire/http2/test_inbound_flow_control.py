@@ -1,4 +1,4 @@
-"""What clients may send: their windows, what is given back, and what a large body is granted."""
+"""Tests of inbound flow control: receive windows, their updates, and grants for large bodies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INITIAL_WINDOW_SIZE = SettingsFrame.INITIAL_WINDOW_SIZE
 
 
 class Gate:
-    """Whether uploads are let in."""
+    """A switch that tells whether uploads are admitted."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -42,14 +42,14 @@ class Gate:
 
 
 def given(frames: list[Frame], stream_id: int) -> int:
-    """How much more window ``frames`` give."""
+    """Returns the bytes of window that ``frames`` add."""
     return sum(
         one.window_increment for one in of(frames, WindowUpdateFrame) if one.stream_id == stream_id
     )
 
 
 def send(peer: Peer, stream_id: int, nbytes: int) -> list[Frame]:
-    """So many bytes of a body, in whole frames."""
+    """Sends ``nbytes`` of a body, in full frames as far as possible."""
     frames = [data(stream_id, bytes(FRAME))] * (nbytes // FRAME)
     if nbytes % FRAME:
         frames.append(data(stream_id, bytes(nbytes % FRAME)))
@@ -82,7 +82,7 @@ def test_the_connection_may_send_its_window_and_no_byte_more() -> None:
 
 @pytest.mark.parametrize("padding", [0, 255])
 def test_padding_takes_window_and_gives_the_connections_back(padding: int) -> None:
-    """RFC 9113, section 6.1: all of the payload counts."""
+    """Checks RFC 9113, section 6.1: the whole payload counts, with its padding."""
     peer = Peer()
     handler = peer.open(1, is_end=False)
     answered = peer.send(*[data(1, b"", padding=padding)] * 10)
@@ -150,7 +150,7 @@ def test_a_body_larger_than_the_window_is_granted_what_it_needs() -> None:
         handler.stream.expect(missing)
         answered += peer.take()
         window, has = handler.stream.receive_window, len(handler.body)
-        # A step is as large as what came, and asked for when half of one is left.
+        # A step is as large as the body so far, and is requested when half of a step is left.
         assert 0 < window <= 1.5 * max(has, STREAM_WINDOW)
         answered += send(peer, 1, min(FRAME, window))
     assert given(answered, 1) == size - STREAM_WINDOW
@@ -188,13 +188,14 @@ def test_connections_are_granted_in_turn_and_give_back_as_streams_end() -> None:
     peers[1].send(RstStreamFrame(1, error_code=8))
     assert [given(peer.take(), 1) for peer in peers] == [0, 0, 0]
     peers[0].send(RstStreamFrame(1, error_code=8))
-    assert [given(peer.take(), 1) for peer in peers] == [0, 0, STREAM_WINDOW]  # one went away
+    # The second client has reset its stream.
+    assert [given(peer.take(), 1) for peer in peers] == [0, 0, STREAM_WINDOW]
     peers[2].connection.close()
     assert given(wanting(uploads).take(), 1) == STREAM_WINDOW
 
 
 def wanting(uploads: UploadBudget) -> Peer:
-    """One that has sent a window's bytes and waits to send a megabyte more."""
+    """Returns a client that has sent a window's bytes and waits to send a megabyte more."""
     peer = Peer(uploads=uploads)
     peer.holds = True
     handler = peer.open(1, is_end=False)
@@ -216,7 +217,7 @@ def test_a_grant_is_given_back_once_all_has_come() -> None:
 
 
 def test_a_grant_is_given_back_as_messages_of_a_stream_are_consumed() -> None:
-    """Else the second large message of one stream would wait for ever."""
+    """Checks that the second large message of a stream does not wait forever."""
     uploads = UploadBudget(STREAM_WINDOW, lambda: True)
     peer = wanting(uploads)
     stream = peer.handlers[1].stream
@@ -231,7 +232,7 @@ def test_a_grant_is_given_back_as_messages_of_a_stream_are_consumed() -> None:
 
 
 def test_bodies_that_all_have_begun_do_not_wait_for_each_other_for_ever() -> None:
-    """Each holds a part, and none can end in the connection's window."""
+    """Opens streams that each hold a part of a body; none can end in the connection's window."""
     peer = Peer()
     peer.holds = True
     for number in range(1, 21, 2):
@@ -250,7 +251,7 @@ def test_bodies_that_all_have_begun_do_not_wait_for_each_other_for_ever() -> Non
 
 
 def test_room_that_comes_later_is_told_at_once() -> None:
-    """What waits for it sends nothing that would be answered."""
+    """Checks for an immediate update: a waiting client sends nothing that would trigger a write."""
     gate = Gate()
     uploads = UploadBudget(8 << 20, gate)
     peer = Peer(uploads=uploads)
@@ -267,7 +268,7 @@ def test_room_that_comes_later_is_told_at_once() -> None:
 
 
 def filled(peer: Peer, count: int) -> list[RecordingHandler]:
-    """Handlers of ``count`` streams that hold a window's bytes each, and have not ended."""
+    """Returns handlers of ``count`` open streams that each hold a window's bytes."""
     peer.holds = True
     first = peer.connection.next_id
     handlers = [peer.open(first + 2 * i, is_end=False) for i in range(count)]
@@ -278,7 +279,7 @@ def filled(peer: Peer, count: int) -> list[RecordingHandler]:
 
 
 def end(peer: Peer, handlers: list[RecordingHandler]) -> None:
-    """Ends the requests of ``handlers``, which consume what they hold and answer."""
+    """Ends the requests of ``handlers``, which consume their held bytes and respond."""
     for handler in handlers:
         peer.send(data(handler.stream.id, b"", is_end=True))
         handler.stream.consumed(handler.stream.held_bytes)
@@ -287,19 +288,19 @@ def end(peer: Peer, handlers: list[RecordingHandler]) -> None:
 
 
 def is_whole(uploads: UploadBudget, bytes_max: int) -> bool:
-    """Whether nothing is outstanding: all of the budget is granted at once."""
+    """Checks that nothing is outstanding: the whole budget is granted immediately."""
     granted: list[int] = []
 
     def look(nbytes: int) -> bool:
         granted.append(nbytes)
-        return False  # which leaves it there
+        return False  # the grant is declined, and so the budget stays whole
 
     uploads.request(bytes_max, look)
     return granted == [bytes_max]
 
 
 def test_a_connection_that_is_idle_keeps_nothing_of_the_budget() -> None:
-    """Some idle ones would else keep all large bodies waiting, on every connection."""
+    """Checks that idle connections hold no budget; large bodies on all connections would wait."""
     bytes_max = 16 << 20
     uploads = UploadBudget(bytes_max, lambda: True)
     peers = [Peer(uploads=uploads) for _ in range(2)]
@@ -337,7 +338,7 @@ def test_room_that_comes_once_all_is_consumed_is_not_kept() -> None:
 
 
 def test_the_window_does_not_grow_by_what_is_given_back_later() -> None:
-    """The client would keep it, and could send as much again beyond the budget."""
+    """Checks the window: the client would keep the excess, and could exceed the budget by it."""
     peer = Peer()
     handlers = filled(peer, 80)
     for handler in handlers[5:]:  # the others still hold more than half of the usual window
@@ -360,7 +361,7 @@ def test_a_window_that_a_body_left_behind_may_be_filled_by_others() -> None:
 
 
 def settings_windows(frames: list[Frame]) -> list[int]:
-    """The windows of streams that ``frames`` announce."""
+    """Returns the initial stream windows that ``frames`` announce."""
     announced = (one.settings.get(INITIAL_WINDOW_SIZE) for one in of(frames, SettingsFrame))
     return [window for window in announced if window is not None]
 
@@ -370,7 +371,7 @@ def acknowledgement() -> Frame:
 
 
 def narrowed(uploads: UploadBudget | None = None) -> Peer:
-    """A client that was refused for a full queue, and has taken note of it."""
+    """Returns a client that was rejected for a full queue, and has received the smaller window."""
     peer = Peer(uploads=uploads)
     peer.holds = True
     peer.send(acknowledgement())
@@ -432,7 +433,7 @@ def test_a_body_that_was_kept_back_is_let_in_as_there_is_room() -> None:
 
 @pytest.mark.parametrize("end", [b"rest", b"", None], ids=["data", "no data", "trailers"])
 def test_a_grant_to_a_body_that_began_with_an_empty_frame_is_given_back(end: bytes | None) -> None:
-    """Such a request may end without a byte held, as most that are granted nothing do."""
+    """Checks a request that ends without held bytes, as most requests without a grant do."""
     bytes_max = 1 << 20
     uploads = UploadBudget(bytes_max, lambda: True)
     peer = narrowed(uploads)
@@ -492,7 +493,7 @@ def test_who_acknowledges_nothing_is_sent_no_more_settings() -> None:
 
 
 def test_an_empty_frame_ends_a_body_whose_window_was_lowered_below_zero() -> None:
-    """RFC 9113, section 6.9.1: an empty frame with END_STREAM needs no window."""
+    """Checks RFC 9113, section 6.9.1: an empty frame with END_STREAM needs no window."""
     peer = narrowed()
     handler = peer.open(3, is_end=False)
     send(peer, 3, 60_000)

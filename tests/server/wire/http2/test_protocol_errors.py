@@ -1,4 +1,4 @@
-"""What ends a stream, and what ends its connection, by the sections of RFC 9113."""
+"""Tests of stream errors and connection errors, by the sections of RFC 9113."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from embedserve.wire.http2.request_frames import BLOCK_BYTES_MAX
 
 OK = encode([(b":status", b"200")])
 BOGUS = b"\x80"
-"""A block that refers to an entry of no table (RFC 7541, section 6.1)."""
+"""A header block with an index that is in no table (RFC 7541, section 6.1)."""
 
 
 def answer(peer: Peer, stream_id: int, body: bytes = b"") -> list[Frame]:
@@ -41,7 +41,7 @@ TRAILERS = [(b"x-sum", b"1")]
 
 Sent = Sequence[Frame | bytes]
 Rows = Mapping[str, tuple[Sent | Callable[[Peer], Sent], ErrorCode]]
-"""What is sent, or what the peer makes of it, and the code of the error."""
+"""The frames to send, or a function of the peer that returns them, and the expected error code."""
 PROTOCOL_ERROR, STREAM_CLOSED = ErrorCode.PROTOCOL_ERROR, ErrorCode.STREAM_CLOSED
 FRAME_SIZE_ERROR, FLOW_CONTROL_ERROR = ErrorCode.FRAME_SIZE_ERROR, ErrorCode.FLOW_CONTROL_ERROR
 COMPRESSION_ERROR, ENHANCE_YOUR_CALM = ErrorCode.COMPRESSION_ERROR, ErrorCode.ENHANCE_YOUR_CALM
@@ -64,7 +64,10 @@ STREAM_ERRORS: Rows = {
 
 @pytest.mark.parametrize("name", STREAM_ERRORS)
 def test_what_ends_a_stream_ends_no_other(name: str) -> None:
-    """Sections of RFC 9113; on stream 1, whose request has ended and is not answered."""
+    """Checks stream errors by section of RFC 9113, after the end of the request on stream 1.
+
+    The request has no response yet.
+    """
     sent, code = STREAM_ERRORS[name]
     peer = Peer()
     handler, neighbour = peer.open(1), peer.open(3)
@@ -166,7 +169,7 @@ CONNECTION_ERRORS: Rows = {
 
 @pytest.mark.parametrize("name", CONNECTION_ERRORS)
 def test_what_ends_the_connection(name: str) -> None:
-    """Sections of RFC 9113; stream 1 is open."""
+    """Checks connection errors by section of RFC 9113, while stream 1 is open."""
     sent, code = CONNECTION_ERRORS[name]
     peer = Peer()
     handler = peer.open(1, is_end=False)
@@ -202,7 +205,7 @@ def test_reserved_bits_are_ignored() -> None:
 
 
 def test_late_windows_and_resets_of_streams_that_ended_are_ignored() -> None:
-    """RFC 9113, section 5.1: closed."""
+    """Checks RFC 9113, section 5.1: closed."""
     peer = Peer()
     peer.open(1)
     answer(peer, 1)

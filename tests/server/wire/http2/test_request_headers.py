@@ -1,4 +1,4 @@
-"""Which headers make a request (RFC 9113, section 8), and what is said of others."""
+"""Tests of the headers that form a request (RFC 9113, section 8), and of errors for others."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_what_is_malformed_is_said(headers: Headers, said: str) -> None:
 @pytest.mark.parametrize("value", [b"value\r", b"\nvalue", b"a\x00b", b"value "])
 @pytest.mark.parametrize("name", [b":path", b":method", b":scheme", b":authority"])
 def test_pseudo_headers_hold_no_line_breaks_either(name: bytes, value: bytes) -> None:
-    """RFC 9113, section 8.2.1: field values of all kinds."""
+    """Checks RFC 9113, section 8.2.1, which holds for the values of all fields."""
     headers = dict([*PSEUDO, (b":authority", b"h")])
     headers[name] = b"/" + value if name == b":path" else value
     assert isinstance(read_request(list(headers.items())), str)

@@ -1,4 +1,4 @@
-"""Allowances: so many at once, more with time and for what asks something."""
+"""Tests of the token bucket: its burst, and its refill by time and by requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common room for uploads: in turn, shut while not open, and never lost."""
+"""Tests of the upload budget: grants in order, none while it is closed, and no bytes lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from embedserve.wire.http2.upload_budget import Grant, UploadBudget
 
 
 class Client:
-    """Keeps what it is granted, until it wants none."""
+    """Holds its grants, until it no longer wants any."""
 
     def __init__(self) -> None:
         self.granted = 0
@@ -35,7 +35,7 @@ def test_what_is_there_is_granted_at_once() -> None:
 def test_those_who_wait_are_granted_in_turn() -> None:
     uploads = UploadBudget(10, lambda: True)
     clients = ask(uploads, 8, 5, 2, 3)
-    assert [one.granted for one in clients] == [8, 0, 0, 0]  # 2 would fit, but it is not its turn
+    assert [one.granted for one in clients] == [8, 0, 0, 0]  # 2 would fit, but 5 is first
     uploads.give_back(8)
     assert [one.granted for one in clients] == [8, 5, 2, 3]
 

@@ -1,4 +1,4 @@
-"""Requests that come whole, head and body in one piece: as those that come a byte at a time."""
+"""Tests that requests that arrive in one chunk are handled like those that arrive byte by byte."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole(peer: Peer, stream_id: int, body: bytes, headers: Headers = POST) -> l
 
 
 def knowing_peer(uploads: UploadBudget | None = None) -> Peer:
-    """It has been sent each head before, after which its table changes no more."""
+    """Returns a peer that has sent all the headers before, so that its table no longer changes."""
     peer = Peer(uploads=uploads)
     for number, headers in enumerate((POST, DECLARED, MALFORMED) * 2):
         peer.send(head(peer, 2 * number + 1, headers), data(2 * number + 1, b"12345", is_end=True))
@@ -144,7 +144,7 @@ def test_one_beyond_the_connections_window_ends_it() -> None:
     peer.holds = True
     number = 21
     while peer.connection.flow_control.window >= 16384:
-        # Bodies that are not whole are held, and their room is not given again.
+        # Incomplete bodies are held, and their window is not returned.
         peer.send(head(peer, number), data(number, b"x" * 16384))
         number += 2
     (ended,) = of(peer.send(*whole(peer, number, b"x" * 16384)), GoAwayFrame)
@@ -185,7 +185,7 @@ def test_what_is_answered_by_its_head_is_told_no_body() -> None:
         frames = peer.send(*whole(peer, number, b"body"))
         assert isinstance(frames[0], HeadersFrame)
         assert isinstance(frames[1], DataFrame)
-    # The first answer says how the client's table is used, and is not framed at once.
+    # The first response announces the use of the client's table, and is not framed immediately.
     assert [handler.body for handler in handlers] == [b"body", b"", b""]
     assert peer.connection.streams == {}
 

@@ -1,4 +1,4 @@
-"""The windows that a client gives, takes back and drives below zero, against a model of them."""
+"""Tests of send windows that a client opens, shrinks and makes negative, against a model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ SEQUENCES = 2000
 ACTIONS_MAX = 30
 STREAMS_MAX = 12
 FRAMES_MAX = 20_000
-"""Waiting to be written; all bodies of a sequence make fewer, also with a byte in each turn."""
+"""Bound on the chunks that wait for a write. All bodies of a sequence need fewer, even at one
+byte per iteration."""
 
 
 class FewFrames(list[bytes | memoryview]):
-    """Output that fails where a sender that never ends would fill the memory."""
+    """Output that fails before an endless sender would fill the memory."""
 
     def append(self, piece: bytes | memoryview) -> None:
         assert len(self) < FRAMES_MAX, "frames without end"
@@ -32,7 +33,7 @@ class FewFrames(list[bytes | memoryview]):
 
 
 def bounded(peer: Peer) -> Peer:
-    """``peer``, whose connection may have FRAMES_MAX pieces of output."""
+    """Limits the output of the peer's connection to FRAMES_MAX chunks; returns ``peer``."""
     connection = peer.connection
     out = FewFrames()
     connection.frame_writer.out = connection.flow_control.out = connection.closed_streams._out = out
@@ -46,7 +47,7 @@ def settings(window: int) -> SettingsFrame:
 
 @dataclass
 class Model:
-    """The client's side of all windows, and what each stream was answered.
+    """The client's view of all windows, and the expected response of each stream.
 
     A window counts from when its update is sent, settings from when they are acknowledged.
     """
@@ -71,7 +72,7 @@ class Model:
         self.random.choice(choices)()
 
     def receive(self, frames: list[Frame]) -> None:
-        """Checks what came against the windows."""
+        """Checks the received frames against the windows."""
         for frame in frames:
             assert not isinstance(frame, GoAwayFrame), frame
             if isinstance(frame, SettingsFrame) and "ACK" in frame.flags and self.unacknowledged:
@@ -98,12 +99,12 @@ class Model:
         return BODY[: self.random.randint(0, size)]
 
     def unanswered(self) -> int | None:
-        """A stream that nothing was written to."""
+        """Returns a stream without any response yet."""
         numbers = sorted(self.streams.keys() - self.answered - self.gone)
         return self.random.choice(numbers) if numbers else None
 
     def answer(self) -> None:
-        """A whole answer, or the head of one that comes in pieces."""
+        """Sends a whole response, or the headers of a response in chunks."""
         number = self.unanswered()
         if number is None:
             return
@@ -119,7 +120,7 @@ class Model:
             self.receive(self.peer.take())
 
     def add_piece(self) -> None:
-        """More of an answer that comes in pieces, or its end."""
+        """Sends the next chunk of a response in chunks, or its end."""
         if not self.unfinished:
             return
         number = self.random.choice(sorted(self.unfinished))
@@ -163,7 +164,7 @@ class Model:
         self.receive(self.peer.send(settings(window)))
 
     def end(self) -> None:
-        """All windows open: every answer has to come whole."""
+        """Opens all windows, and checks that every response arrives whole."""
         for number in sorted(self.unfinished):
             self.finish(number)
         self.connection += 20_000_000
@@ -178,7 +179,7 @@ class Model:
 
 
 def test_no_sequence_of_windows_hangs_loses_a_byte_or_is_violated() -> None:
-    """RFC 9113, section 6.9.2: SETTINGS may make a window negative, at any time."""
+    """Checks RFC 9113, section 6.9.2: SETTINGS may make a window negative at any time."""
     for seed in range(SEQUENCES):
         model = Model(seed)
         try:
@@ -191,8 +192,10 @@ def test_no_sequence_of_windows_hangs_loses_a_byte_or_is_violated() -> None:
 
 @pytest.mark.parametrize("window", [0, 1000])
 def test_a_stream_whose_window_falls_below_zero_waits_for_an_update(window: int) -> None:
-    """It waits for the connection's window when SETTINGS take its own, and then the connection's
-    comes: nothing may be sent, and the stream counts as waiting for its client."""
+    """Makes a stream's window negative while it waits for the connection's window, and then
+    opens the latter. The server must send nothing, and the stream counts as blocked by its
+    client.
+    """
     peer = bounded(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
     stream = peer.open(1).stream
     stream.answer(OK, (BODY,), len(BODY), TAIL)

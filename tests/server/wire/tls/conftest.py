@@ -1,4 +1,4 @@
-"""An authority, a server with a certificate of it, and clients that trust it."""
+"""Fixtures of the TLS tests: an authority, a server with its certificate, and its clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs that no client could take are refused with a sentence, and the pair before stays in use."""
+"""Tests that an invalid certificate pair is rejected with a message, and the old one stays."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from embedserve.wire.tls.certificates import Certificates, TlsFiles, read_contex
 
 
 def replace(path: str, data: bytes) -> None:
-    """Replaces a file: one of its size that is written in place within a tick of the file system's
-    clock looks unchanged."""
+    """Replaces a file. A file of equal size, written in place within a tick of the file system's
+    clock, would look unchanged.
+    """
     new = Path(f"{path}.new")
     new.write_bytes(data)
     new.replace(path)
@@ -135,7 +136,7 @@ async def test_a_pair_that_is_not_valid_yet_is_taken_once_it_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(file_reloader, "RETRY_S", 0.0)
-    for ahead_s in (2, 8, 32):  # on a slow host it may be valid before it is read
+    for ahead_s in (2, 8, 32):  # on a slow host the pair may be valid before it is read
         before = certificates.context
         write(files, authority.sign("server", (timedelta(seconds=ahead_s) / DAY, 30)))
         await certificates.reloader.poll()
@@ -157,7 +158,7 @@ async def test_connections_after_a_change_get_the_new_certificate_and_those_befo
 ) -> None:
     reader, writer = await server.open(client)
     write(files, authority.sign("renewed", (-1, 60)))
-    os.utime(files.certificate, ns=(1, 1))  # as a copy that keeps times has it
+    os.utime(files.certificate, ns=(1, 1))  # as after a copy that preserves times
     await certificates.reloader.poll()
     _, renewed = await server.open(client)
     names = [one.get_extra_info("peercert")["subject"][0][0][1] for one in (writer, renewed)]
@@ -182,7 +183,7 @@ def trust(files: TlsFiles, roots: bytes) -> None:
 async def said_to(
     server: OurServer, root: bytes, pair: tuple[Path, Path] | None
 ) -> int | str | None:
-    """The status that a client with such a certificate is answered, or why it is not."""
+    """Returns the response status for a client with this certificate, or the TLS error."""
     try:
         reader, writer = await server.open(client_context(root, pair))
         writer.write(get("/health/live"))

@@ -1,4 +1,4 @@
-"""Handshakes are counted and timed as connections are, and fail quickly."""
+"""Tests that handshakes are counted and timed like connections, and fail quickly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMITS = Limits(connections_max=CONNECTIONS_MAX)
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the connection ends."""
+    """Returns the bytes that arrive until the connection ends."""
     try:
         return await reader.read()
     except ConnectionResetError:
@@ -33,7 +33,7 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 
 
 def counted(server: OurServer) -> dict[str, int]:
-    """Handshakes by outcome."""
+    """Returns the number of handshakes by outcome."""
     return dict(server.pipeline.metrics.tls.handshakes)
 
 
@@ -85,7 +85,7 @@ async def test_a_client_of_tls_is_told_by_a_plain_port(
 async def test_a_chain_that_is_too_long_is_refused(
     pipeline: RequestPipeline, files: TlsFiles, authority: Authority, tmp_path: Path, nbytes: int
 ) -> None:
-    """By OpenSSL at 100 KB, or by what one handshake may send."""
+    """Checks two limits: OpenSSL's of 100 KB, and ours on the bytes of one handshake."""
     root = tmp_path / "clients.pem"
     root.write_bytes(authority.root)
     pair = authority.sign("ranker")
@@ -106,7 +106,7 @@ async def test_a_chain_that_is_too_long_is_refused(
 
 RECORD = b"\x16\x03\x01\x40\x00"
 LONGEST_HELLO = RECORD + b"\x01\x01\xff\xff" + bytes(0x4000 - 4) + 8 * (RECORD + bytes(0x4000))
-"""OpenSSL would take it, and waits for its end: our bound comes first."""
+"""A ClientHello that OpenSSL would accept and wait for; our limit comes first."""
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ async def test_a_drain_answers_the_request_behind_a_handshake_that_ends_meanwhil
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is the only connection: for a moment the server has none."""
+    """Checks a drain with one connection: for a moment the server has none."""
     drains = asyncio.Event()
     monkeypatch.setattr(Handshake, "drain", lambda _: drains.set())  # without its time limit
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -197,7 +197,7 @@ async def test_a_drain_answers_the_request_behind_a_handshake_that_ends_meanwhil
     tls.write(LIVE)
     drain = asyncio.create_task(server.wire.drain(60))
     await drains.wait()
-    writer.write(outgoing.read())  # the end of the handshake, too
+    writer.write(outgoing.read())  # includes the end of the handshake
     while received := await reader.read(4096):
         incoming.write(received)
     writer.close()
@@ -208,7 +208,7 @@ async def test_a_drain_answers_the_request_behind_a_handshake_that_ends_meanwhil
 
 
 def is_shaken(tls: ssl.SSLObject) -> bool:
-    """Continues a client's handshake; whether it is complete on its side."""
+    """Continues a client's handshake; returns whether it is complete on its side."""
     try:
         tls.do_handshake()
     except ssl.SSLWantReadError:

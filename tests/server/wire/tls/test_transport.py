@@ -1,4 +1,4 @@
-"""What travels over TLS is what travels without, however it is cut, held and ended."""
+"""Tests that data over TLS equals data without, in any chunks, when held back, and at the end."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def test_the_last_answer_is_read_whole_and_the_end_is_said(
 ) -> None:
     reader, writer = await server.open(client)
     writer.write(get("/health/live", "Connection: close"))
-    answer = await reader.read()  # raises where the end is not said
+    answer = await reader.read()  # raises if there is no close_notify
     assert answer.startswith(b"HTTP/1.1 200 ")
     reader, writer = await server.open(client)
     writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n" + bytes(300_000))
