@@ -1,4 +1,4 @@
-"""A well-behaved canary client beside the hostile ones, and the memory of the server's process.
+"""A well-behaved canary client that runs during attacks, and the memory of the server's process.
 
 The canary client is a process of its own, so that no attacker takes its interpreter. It requests
 health over HTTP/1.1 and then embeds over gRPC, over and over, each on a connection that stays open.
@@ -116,7 +116,7 @@ class Neighbour:
         self._process.join(ROUND_S_MAX)
 
     def begin(self) -> Seen:
-        """Discards the previous measurements; returns those of one new round."""
+        """Discards the previous measurements; returns the measurements of one new round."""
         return self._ask(BEGIN)
 
     def seen(self) -> Seen:
@@ -172,7 +172,7 @@ Round = tuple[float, float, str]
 def _rounds(
     http_port: int, grpc_port: int, pid: int, rows: np.ndarray, tls: ssl.SSLContext | None
 ) -> Iterator[Round]:
-    """Yields the results of one round after the other."""
+    """Yields the results of consecutive rounds."""
     number = 0
     while True:
         if tls is None:

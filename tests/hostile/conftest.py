@@ -187,7 +187,7 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints, with -v, what each test cost other clients, the slowest first."""
+    """Prints with -v the cost of each test to other clients, the slowest first."""
     if terminalreporter.verbosity < 1:
         return
     passed = [one for one in terminalreporter.getreports("passed") if one.when == "call"]

@@ -35,8 +35,8 @@ victim, neighbour = victim_and_neighbour("defaults")
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INVALID_ARGUMENT, RESOURCE_EXHAUSTED = 3, 8
 ROUNDS_MAX = 20
-"""Rounds of concurrent requests; a request that arrives in small chunks may be answered before the
-queue is full."""
+"""Rounds of concurrent requests. A request that arrives in small chunks may be done before the
+queue is full, so that a round may have no rejection."""
 VALUES = 130_000
 """Ids of a request, nearly the limit of one request."""
 USER = b"\x12\x04user"
@@ -251,8 +251,8 @@ def test_forms_that_are_always_others_are_not_remembered(
     victim: Victim, grpc_peer: MakePeer
 ) -> None:
     """Sends Open Inference Protocol requests with new names and examples each time: the memory of
-    cached templates is bounded. The canary client's own requests are answered meanwhile, as in
-    every test here.
+    cached templates is bounded. The canary client gets its responses meanwhile, as in every test
+    here.
     """
     peer = grpc_peer()
     path = b"/inference.GRPCInferenceService/ModelInfer"

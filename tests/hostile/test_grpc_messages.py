@@ -92,7 +92,7 @@ def test_bombs_in_a_row_hold_no_memory(grpc_peer: MakePeer) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 2, 7])
 def test_a_message_in_many_frames(nbytes: int, grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """Sends a call of 4,000 bytes in frames of ``nbytes``: the server answers it."""
+    """Checks the response to a call of 4,000 bytes in frames of ``nbytes``."""
     ids = [i % 500 for i in range(330)]
     body = f.message(embed_request(ids))
     peer = grpc_peer()
@@ -103,7 +103,7 @@ def test_a_message_in_many_frames(nbytes: int, grpc_peer: MakePeer, rows: np.nda
 
 
 def test_many_messages_in_a_frame(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """Checks that a stream's 500 messages in few frames are answered in order."""
+    """Checks that a stream's 500 messages in few frames have their responses in order."""
     peer = grpc_peer()
     body = b"".join(f.message(embed_request([i % 500])) for i in range(500))
     peer.send(f.headers(1, f.grpc_head(b"EmbedStream"), end=False) + f.data(1, body))

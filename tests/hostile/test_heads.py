@@ -19,7 +19,7 @@ AUTHORITY = (b":authority", b"test")
 
 
 def is_usable(peer: Peer, stream: int) -> bool:
-    """Checks whether the connection answers one more request."""
+    """Checks whether another request on the connection gets its response."""
     peer.send(f.get(stream))
     return peer.answer(stream).status == 200 and peer.goaway_code is None
 

@@ -99,8 +99,8 @@ LONG_LINES = {
 
 @pytest.mark.parametrize("name", LONG_LINES)
 def test_a_head_that_is_slow_to_match(victim: Victim, name: str) -> None:
-    """Checks that the server answers immediately, and other clients, too: one request once stopped
-    all clients for seconds.
+    """Checks for an immediate response, for other clients, too: one request once stopped all
+    clients for seconds.
     """
     head = b"POST /embed HTTP/1.1\r\nHost: h\r\n%b\r\nContent-Length: 2\r\n\r\n"
     with connected(victim) as sock:

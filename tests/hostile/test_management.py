@@ -1,6 +1,6 @@
 """Tests of very many small concurrent management requests: they wait in a queue.
 
-Without the queue the event loop answered all of them before any other request.
+Without the queue the event loop handled all of them before any other request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def test_a_burst_on_every_stream_of_some_connections(rest_peer: MakePeer, path: 
 
 
 def test_a_burst_of_requests_that_are_reset(rest_peer: MakePeer) -> None:
-    """Checks that none runs, and that each makes room for another within the budget of resets."""
+    """Checks that no request runs, and that each reset makes room for another request.
+
+    The resets are within the connection's token bucket.
+    """
     burst = b"".join(f.get(stream, b"/metrics") + f.rst_stream(stream) for stream in STREAMS)
     peers = [rest_peer() for _ in range(CONNECTIONS)]
     for peer in peers:

@@ -55,7 +55,7 @@ class Recorder:
 
     def reset(self) -> None:
         """Records a reset. The connection also calls this for streams that end with it, and for
-        those in error.
+        failed streams.
         """
         if not self._stream.connection.is_over:
             self._request.was_reset = True
@@ -224,7 +224,7 @@ CHOICES = [
     has_odd_trailers,
     repeats_its_length,
 ]
-"""Permitted differences; each docstring gives the reason."""
+"""Permitted differences, with the reasons in their docstrings."""
 
 
 def check(data: bytes, ours: Trace, theirs: Trace) -> None:

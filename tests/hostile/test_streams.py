@@ -1,4 +1,4 @@
-"""Tests of streams: too many, half requests, one byte at a time, and a thousand idle ones."""
+"""Tests of streams: too many, half requests, one byte at a time, and a thousand idle streams."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ def test_an_answer_is_never_two(rest_peer: MakePeer) -> None:
 
 
 def test_an_answer_is_sent_though_another_waits(grpc_peer: MakePeer, rows: np.ndarray) -> None:
-    """Checks that later responses do not wait for more input, though earlier ones have waited for
-    window while the server read.
+    """Checks that later responses do not wait for more input, though earlier responses have
+    waited for window while the server read.
     """
     peer = grpc_peer(greeting=f.PREFACE + f.settings((f.INITIAL_WINDOW_SIZE, 0)))
     peer.send(f.headers(1, STREAM_HEAD, end=False))

@@ -113,8 +113,8 @@ async def test_a_routing_key_chooses_the_same_version_in_every_way(live: Live) -
     for key in KEYS:
         bodies = set()
         for padding in ("", "  ", " \t"):
-            # The headers have one length, so that those without padding are the template of the
-            # others.
+            # The headers have one length, so that the headers without padding are the template of
+            # the others.
             field = ("x-routing-key", key + padding)
             longer = ("x-routing-key", key + "-" * len(padding))
             for way in ("http1", "cut", "chunked"):

@@ -1,6 +1,4 @@
-"""Tests of client addresses in log lines: errors of untrusted clients have one, other lines
-none.
-"""
+"""Tests that log lines about untrusted clients have their true address, over every protocol."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ async def test_where_bodies_hold_too_much_the_largest_are_cut(
 async def test_it_is_said_that_descriptors_are_out(
     server: OurServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replaces the kernel's error: a lower limit here would stop other threads of the tests."""
+    """Simulates the kernel's error: a lower limit here would stop other threads of the tests."""
 
     def no_more(descriptor: int) -> NoReturn:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

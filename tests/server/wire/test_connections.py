@@ -59,9 +59,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_what_comes_late_takes_no_answer_away(server: OurServer, engine: FakeEngine) -> None:
-    """Sends bytes late: the kernel discards unsent bytes if a connection closes with unread
-    ones.
-    """
+    """Sends bytes late: the kernel discards unsent bytes if unread bytes remain at the close."""
     client = asking_client()
     reader, writer = await server.open_held(engine, client.data_to_send())
     drain = asyncio.create_task(server.wire.drain(WAIT_S_MAX))
@@ -227,7 +225,7 @@ async def test_a_client_may_close_its_side_after_it_has_read_a_last_answer(
 async def test_what_nobody_foresaw_ends_a_connection_that_is_read_on(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks for the same effect as in a call by the transport."""
+    """Checks that such an error has the same effect as an error in a call by the transport."""
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     receive = Http2Connection.receive

@@ -116,7 +116,7 @@ async def test_ending_an_idle_stream_leaves_no_error_behind(
 async def test_an_idle_stream_outlives_the_pings_of_its_client(
     pipeline: RequestPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sends the pings at once, and so faster than any interval allows."""
+    """Sends all pings immediately, and so faster than any interval allows."""
     assert grpcio_server.PING_INTERVAL_MS_MIN < KEEPALIVE_MS
     monkeypatch.setattr(grpcio_server, "PING_INTERVAL_MS_MIN", 0)
     async with started(pipeline) as (server, _):

@@ -1,6 +1,4 @@
-"""Tests that the listener accepts a burst of connections in small groups, so that none waits
-long.
-"""
+"""Tests that a burst of connections is accepted in small groups, so that none waits long."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ async def test_one_begins_in_an_event_loop_iteration(app: CountingApp, router: R
 
 
 async def test_one_begins_again_as_others_end(app: CountingApp, router: Router) -> None:
-    """Sends each request when the previous one is answered, after a withdrawn one."""
+    """Sends each request after the previous response, with a withdrawn request before it."""
     peer = ManagementPeer(router)
     for i in range(REQUESTS):
         withdrawn = peer.request("/withdrawn")

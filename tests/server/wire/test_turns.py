@@ -56,7 +56,7 @@ async def test_a_large_body_is_read_piece_by_piece_with_turns_for_others_between
 async def test_requests_that_are_refused_at_once_are_answered_piece_by_piece(
     server: OurServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that no response is lost, and that the rest of the pipeline is answered in order."""
+    """Checks that no response is lost, and that the other responses come in order."""
     turns = Turns()
     response_sent = Http1Connection.response_sent
 

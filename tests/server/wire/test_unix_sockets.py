@@ -158,7 +158,7 @@ async def test_a_drain_answers_what_came_and_nobody_finds_the_way_again(
 
 
 async def test_workers_take_turns_at_connections_that_come_at_once(paths: list[str]) -> None:
-    """Connects many times at once, as a client's pool does."""
+    """Opens connections concurrently, as a client's pool does."""
     taken: list[list[asyncio.BaseTransport]] = [[], []]
 
     class Taken(asyncio.Protocol):

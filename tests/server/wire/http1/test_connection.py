@@ -217,7 +217,7 @@ async def test_of_a_pipeline_no_more_is_parsed_than_is_answered(server: OurServe
         assert (await read_answer(reader))[0] == 404
         (connection,) = server.http1()
         most = max(most, len(connection._streams))
-    assert 0 < most <= PIECE_BYTES // len(get("/x")) + 1  # one began in the previous chunk
+    assert 0 < most <= PIECE_BYTES // len(get("/x")) + 1  # a request began in the previous chunk
     writer.close()
 
 

@@ -1,4 +1,4 @@
-"""Tests of the fast path: responses equal those off it and those of plain uvicorn, in order."""
+"""Tests of the fast path: responses equal the slow path's and plain uvicorn's, in order."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_a_request_is_answered_alike_off_the_fast_path(server: OurServer, 
     writer.write(chunked(body, *lines, url=url))
     slow = await read_answer(reader)
     assert parsed_url(server) == url
-    if name == "too late":  # the error says how late
+    if name == "too late":  # the error contains the delay
         assert fast[0] == slow[0] == 504
         assert json.loads(fast[2])["error"]["code"] == json.loads(slow[2])["error"]["code"]
     else:
@@ -443,8 +443,8 @@ async def test_a_request_on_its_way_is_answered_in_a_drain_and_told_to_be_the_la
 async def test_a_connection_that_a_drain_has_ended_is_not_ended_again(
     slow: OurServer, request_sent: bytes
 ) -> None:
-    """Checks a client that closes late. The first lingering connection was once never removed,
-    and so the drain waited for it.
+    """Checks a client that closes late. A second lingering close once replaced the first, which was
+    never removed, and the drain waited for it.
     """
     reader, writer = await slow.open()
     writer.write(post(BODY))
@@ -511,7 +511,7 @@ async def test_a_drain_closes_a_connection_once_its_slow_reader_has_the_answer(
 async def test_a_drain_closes_a_connection_with_an_empty_line_behind_its_request(
     slow: OurServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks an empty line behind an answered request; it may be the start of another request."""
+    """Checks an empty line behind a request with a response; another request may begin with it."""
     monkeypatch.setattr(http1_connection, "DRAIN_IDLE_S", SHORT_IDLE_S)
     reader, writer = await slow.open_held(engine, post(BODY) + b"\r\n")
     slow.connection.drain()

@@ -1,4 +1,4 @@
-"""Tests of the HTTP/1 header templates: which headers have one, and that none matches wrongly."""
+"""Tests of the HTTP/1 header templates: which headers have a template, and no wrong match."""
 
 from __future__ import annotations
 

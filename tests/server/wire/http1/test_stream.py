@@ -142,7 +142,7 @@ async def test_an_application_learns_that_its_client_is_gone(
 async def test_pipelined_responses_wait_for_a_slow_reader(
     server: OurServer, app: StreamingApp
 ) -> None:
-    """Sends requests in one packet: they are parsed together and answered one by one."""
+    """Sends requests in one packet: they are parsed together, and their responses come in turn."""
     reader, writer = await server.open()
     writer.write(get("/1?length") * 40)
     await until(lambda: server.http1() and server.connection.is_write_paused)

@@ -181,7 +181,7 @@ def test_an_answer_before_a_short_requests_end_resets_nothing() -> None:
 
 
 def test_requests_that_go_on_are_reset_with_the_next_such_answer() -> None:
-    """Checks that a client with repeated rejections causes one write for each of them."""
+    """Checks that a client with repeated rejections causes one write for each rejection."""
     peer = Peer()
     peer.open(1, is_end=False)
     assert resets(answer(peer, 1)) == []

@@ -41,7 +41,7 @@ class Understood:
 
 
 def literal(name: bytes, value: bytes, *, first: int) -> bytes:
-    """Returns a literal field; ``first`` says whether it is added to the table (RFC 7541, 6.2)."""
+    """Returns a literal field; ``first`` decides whether it enters the table (RFC 7541, 6.2)."""
     assert len(name) < 127 > len(value)
     return bytes((first, len(name))) + name + bytes((len(value),)) + value
 

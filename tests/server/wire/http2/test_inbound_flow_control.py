@@ -300,7 +300,7 @@ def is_whole(uploads: UploadBudget, bytes_max: int) -> bool:
 
 
 def test_a_connection_that_is_idle_keeps_nothing_of_the_budget() -> None:
-    """Checks that idle connections hold no budget; large bodies on all connections would wait."""
+    """Checks that idle connections hold no budget; else large bodies on all connections wait."""
     bytes_max = 16 << 20
     uploads = UploadBudget(bytes_max, lambda: True)
     peers = [Peer(uploads=uploads) for _ in range(2)]

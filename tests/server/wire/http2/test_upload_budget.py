@@ -9,7 +9,7 @@ from embedserve.wire.http2.upload_budget import Grant, UploadBudget
 
 
 class Client:
-    """Holds its grants, until it no longer wants any."""
+    """A client that accepts grants as long as it ``wants`` them."""
 
     def __init__(self) -> None:
         self.granted = 0

@@ -1,4 +1,4 @@
-"""Tests that requests that arrive in one chunk are handled like those that arrive byte by byte."""
+"""Tests that a request in one chunk has the same effect as a request that arrives byte by byte."""
 
 from __future__ import annotations
 

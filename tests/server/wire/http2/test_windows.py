@@ -192,9 +192,8 @@ def test_no_sequence_of_windows_hangs_loses_a_byte_or_is_violated() -> None:
 
 @pytest.mark.parametrize("window", [0, 1000])
 def test_a_stream_whose_window_falls_below_zero_waits_for_an_update(window: int) -> None:
-    """Makes a stream's window negative while it waits for the connection's window, and then
-    opens the latter. The server must send nothing, and the stream counts as blocked by its
-    client.
+    """Makes a stream's window negative while it waits for the connection's window, which opens
+    afterwards. The server must send nothing, and the stream counts as blocked by its client.
     """
     peer = bounded(Peer(settings={INITIAL_WINDOW_SIZE: 100_000}))
     stream = peer.open(1).stream

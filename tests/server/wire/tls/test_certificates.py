@@ -1,4 +1,4 @@
-"""Tests that an invalid certificate pair is rejected with a message, and the old one stays."""
+"""Tests that an invalid certificate pair is rejected with a message, and the old pair stays."""
 
 from __future__ import annotations
 
