@@ -1,4 +1,4 @@
-"""Servers that are no embedserve, on free loopback ports."""
+"""HTTP servers other than embedserve, on free loopback ports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[str]:
-    """The address of one that answers every GET so."""
+    """Runs a server that handles every GET with ``answer``; yields its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -32,7 +32,8 @@ def answering(answer: Answer) -> Iterator[str]:
 
 
 def page(text: str, status: int = 200, **headers: str) -> Answer:
-    """``headers`` have _ for -."""
+    """Returns a handler that responds with ``text``. In the names of ``headers``, _ stands for -.
+    Returns a handler that responds with ``text``. In the names of ``headers``, _ stands for -."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)

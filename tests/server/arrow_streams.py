@@ -1,4 +1,4 @@
-"""Streams of columns as Arrow's own library writes them, and reads answers."""
+"""Writes Arrow streams of columns, and reads responses, with Arrow's own library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embedserve_proto import embedding_pb2 as pb
 
 ARROW = "application/vnd.apache.arrow.stream"
 Layout = Callable[[Any], Any]
-"""The type of a column by that of its values."""
+"""Function from the type of the values of a column to the type of the column."""
 
 
 def columns_of(
@@ -25,8 +25,8 @@ def columns_of(
     ids: Any = None,
     weight: Any = None,
 ) -> Any:
-    """A table of these features: ids are strings where they are, else int64, and weights float32,
-    where nothing else is said."""
+    """Returns a table with these features. Ids are strings if any id of the feature is. Other ids
+    are int64 and weights float32, unless the arguments name another type."""
     arrays = {}
     for name, one in bags.items():
         are_strings = any(isinstance(value, str) for bag in one for value in bag or ())
@@ -39,7 +39,8 @@ def columns_of(
 def stream_of(
     table: Any, *, rows: int | None = None, options: Mapping[str, str] | None = None
 ) -> bytes:
-    """``table`` in batches of so many ``rows``; ``options`` as metadata."""
+    """Returns ``table`` as a stream with at most ``rows`` rows a batch, and ``options`` as
+    metadata."""
     if options is not None:
         table = table.replace_schema_metadata({f"embedserve.{k}": v for k, v in options.items()})
     sink = pa.BufferOutputStream()
@@ -50,7 +51,7 @@ def stream_of(
 
 
 def read_answer(body: bytes) -> Any:
-    """The table that an answer is, whose arrays are right to their last byte."""
+    """Returns the table of a response, and validates its arrays in full."""
     with pa.ipc.open_stream(body) as reader:
         table = reader.read_all()
     table.validate(full=True)
@@ -58,7 +59,7 @@ def read_answer(body: bytes) -> Any:
 
 
 def said_in(table: Any) -> dict[str, Any]:
-    """What the metadata of an answer says."""
+    """Returns the entries of the metadata of a response."""
     said = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
     assert all(key.startswith("embedserve.") for key in said)
     said = {key.removeprefix("embedserve."): value for key, value in said.items()}
@@ -66,7 +67,7 @@ def said_in(table: Any) -> dict[str, Any]:
 
 
 def vectors(column: Any) -> np.ndarray:
-    """[n, dim], of a column of fixed-size lists, or of lists of them."""
+    """Returns a column of fixed-size lists, or of lists of fixed-size lists, as [n, dim]."""
     array = column.combine_chunks()
     if not pa.types.is_fixed_size_list(array.type):
         array = array.flatten()
@@ -75,7 +76,8 @@ def vectors(column: Any) -> np.ndarray:
 
 
 def message_of(bags: Bags, weights: Weights | None = None) -> pb.EmbedRequest:
-    """The same as protobuf; features that have strings are named by ``string_keys``."""
+    """Returns these features as a protobuf message; ``string_keys`` names the features with
+    strings."""
     request = pb.EmbedRequest(keys=list(bags))
     for name, of_feature in bags.items():
         flat = [one for bag in of_feature for one in bag]

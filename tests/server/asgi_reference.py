@@ -1,4 +1,4 @@
-"""POST /embed as an ASGI application: what plain uvicorn runs, to compare our HTTP/1 with."""
+"""POST /embed as an ASGI application under plain uvicorn, to compare with our HTTP/1."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class AsgiWriter(ResponseWriter):
 
 
 class EmbedEndpoint:
-    """Answers the embed routes, and passes all others to ``management``."""
+    """Handles the embed routes, and passes all other requests to ``management``."""
 
     def __init__(self, pipeline: RequestPipeline, management: ASGIApp) -> None:
         self._pipeline = pipeline

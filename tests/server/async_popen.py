@@ -1,4 +1,4 @@
-"""Processes for tests in an event loop: started as by subprocess.Popen, waited for beside it."""
+"""Processes for tests in an event loop, which start like subprocess.Popen and are awaited."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from server.python import environment
 
 
 class _Output(asyncio.StreamReaderProtocol):
-    """Of a pipe, until nobody can write to it any more."""
+    """Output of a pipe, until no process can write to the pipe any more."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         super().__init__(reader)
@@ -24,7 +24,7 @@ class _Output(asyncio.StreamReaderProtocol):
 
 
 class AsyncPopen:
-    """A process, and what it and its children write to stdout."""
+    """A process, and what the process and its children write to stdout."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], stdout: asyncio.StreamReader, output: _Output
@@ -36,7 +36,7 @@ class AsyncPopen:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """Exit status; None while the process runs."""
         return self._process.poll()
 
     def send_signal(self, number: Signals) -> None:
@@ -49,20 +49,20 @@ class AsyncPopen:
         self._process.kill()
 
     async def wait(self) -> int:
-        """The exit status, once it has ended and so have those that have its stdout."""
+        """Returns the exit status, once the process and all children with its stdout have ended."""
         status = await asyncio.to_thread(self._process.wait)
         await self._output.has_ended.wait()
         return status
 
     async def ended(self) -> tuple[int, str]:
-        """(exit status, what was still written)."""
+        """Returns (exit status, unread output) once the process has ended."""
         output = await self.stdout.read()
         return await self.wait(), output.decode()
 
 
 async def start_python(*arguments: object, is_warm: bool = True, **options: Any) -> AsyncPopen:
-    """Which can import what this one can, and has torch imported already (forkserver) unless it is
-    not ``is_warm``."""
+    """Starts a Python process with the import path of this process. With ``is_warm``, the
+    forkserver forks it with torch already imported."""
     popen = WarmPopen if is_warm else subprocess.Popen
     process = popen(
         [*PYTHON, *map(str, arguments)], env=environment(), stdout=subprocess.PIPE, **options

@@ -1,7 +1,10 @@
-"""How the tests' gRPC channels are opened."""
+"""Options of the gRPC channels of the tests."""
 
 from __future__ import annotations
 
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
-"""Else channels of one process share connections by their address: where a port comes again, a new
-channel fails with what an older one met while no server was there."""
+"""Gives each channel a connection of its own.
+
+Otherwise the channels of a process share connections by address. After a port is used again, a new
+channel then fails with the error that an older channel met while no server listened there.
+"""

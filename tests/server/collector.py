@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector of OTLP over HTTP on a loopback port, right or rude."""
+"""An OpenTelemetry collector of OTLP over HTTP on a loopback port, well-behaved or misbehaving."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ENDLESS_BYTES = 100 << 20
 
 
 class Collector(ThreadingHTTPServer):
-    """Keeps the spans that it is sent.
+    """A collector that keeps the spans that it receives.
 
     Attributes:
-        spans: all so far.
-        posts: how many requests came.
-        status: that they are answered with.
-        may_answer: cleared, it answers none.
-        is_endless: whether its answers have more bytes than anybody reads.
+        spans: all spans so far.
+        posts: number of requests so far.
+        status: status of the responses.
+        may_answer: while it is cleared, no request gets a response.
+        is_endless: whether responses have more bytes than any client reads.
     """
 
     daemon_threads = True
@@ -61,12 +61,12 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(bytes(1 << 20))
 
     def log_message(self, *args: object) -> None:
-        """Tests say what is wrong."""
+        """Logs nothing: the tests report what is wrong."""
 
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """Until the block ends."""
+    """Runs a collector until the block ends."""
     with Collector() as collector:
         thread = threading.Thread(target=collector.serve_forever)
         thread.start()

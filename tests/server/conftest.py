@@ -1,4 +1,4 @@
-"""The fake engine, a batcher and servers over it, a time limit; and a store."""
+"""Fixtures: the fake engine, a batcher and servers over it, stores, and a time limit for tests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from embedserve.pipeline import RequestPipeline
 
 MakeBatcher = Callable[[Limits], Batcher]
 TEST_S_MAX = 120
-"""Seconds until a test counts as hung. Some need 11 s of CPU time, and a machine that is busy with
-something else may give them a sixth of a core."""
+"""Seconds until a test counts as hung.
+
+Some tests need 11 s of CPU time, and a busy machine may give them a sixth of a core.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def engine(executor: ThreadPoolExecutor) -> Iterator[FakeEngine]:
-    """Released at the end, so that no test leaves the thread waiting."""
+    """Yields a fake engine. Releases it at the end, so that no test leaves the thread waiting."""
     engine = FakeEngine()
     yield engine
     engine.release()
@@ -48,7 +50,7 @@ def engine(executor: ThreadPoolExecutor) -> Iterator[FakeEngine]:
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    """Opened at the end, so that no test leaves a thread waiting."""
+    """Yields a gate. Opens it at the end, so that no test leaves a thread waiting."""
     gate = Gate()
     yield gate
     gate.opened.set()
@@ -68,7 +70,7 @@ def make_batcher(
 
 @pytest.fixture
 def limits(request: pytest.FixtureRequest) -> Limits:
-    """The LIMITS of the test's module, or small ones."""
+    """Returns LIMITS of the test's module, or small limits if the module has none."""
     small = Limits(body_bytes_max=1000, request_examples_max=8)
     limits: Limits = getattr(request.module, "LIMITS", small)
     return limits
@@ -87,20 +89,20 @@ async def rest(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def server(pipeline: RequestPipeline) -> AsyncIterator[OurServer]:
-    """The wire over that pipeline, with small socket buffers."""
+    """Yields an HTTP server over ``pipeline`` with small socket buffers."""
     async with our_server(pipeline) as server:
         yield server
 
 
 @pytest.fixture
 def grpc_server() -> str:
-    """Which server answers gRPC; modules of its contract go through both."""
+    """Name of the server that handles gRPC. Modules that test the gRPC contract parametrize it."""
     return "native"
 
 
 @pytest.fixture
 async def live(engine: FakeEngine, limits: Limits, grpc_server: str) -> AsyncIterator[Live]:
-    """The whole server over that engine, and clients of it."""
+    """Yields a whole server over ``engine``, and clients of the server."""
     films = FakeEngine(model_info("films", {"user": (7, 2)}), seed=1)
     async with live_server(engine, films, limits=limits, grpc_server=grpc_server) as live:
         yield live
@@ -108,11 +110,12 @@ async def live(engine: FakeEngine, limits: Limits, grpc_server: str) -> AsyncIte
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with one small model, published in another process: torch stays out of this one."""
+    """Returns a store with one small model. Another process publishes it, so this process imports
+    no torch."""
     return publish_small_model(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="session")
 def two_rank_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a plan for two ranks."""
+    """Returns a store with one small model whose plan has two ranks."""
     return publish_small_model(tmp_path_factory.mktemp("two-rank-store"), *TWO_RANKS)

@@ -1,8 +1,8 @@
-"""A server process over the fake engine, for the tests that stop one.
+"""A server process over the fake engine, for the tests that stop a server.
 
-Prints its two ports when ready, drains on SIGTERM and SIGINT. Every lookup runs in the thread and
-takes so many seconds, or waits for SIGUSR2 if they are below 0. On SIGUSR1 the server hangs; it is
-ended after so many seconds.
+Prints its two ports when ready, and drains on SIGTERM and SIGINT. Every lookup runs in the thread.
+A lookup takes the given seconds, or waits for SIGUSR2 if they are below 0. On SIGUSR1 the server
+hangs. The watchdog ends it after the given seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def serve(
 
 
 def hang_here(*args: object) -> None:
-    """Keeps the event loop from running, and computes, as a loop without end does."""
+    """Keeps the event loop from running, and computes, like an endless loop."""
     while True:
         pass
 

@@ -1,4 +1,4 @@
-"""Operations of administrators that do nothing."""
+"""An admin service whose operations do nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that follow deltas, without a line."""
+"""Models that follow deltas, without a line of deltas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from embedserve_store.format.tables_file import TablesFile, header_bytes
 
 
 def at_seq(info: ModelInfo, seq: int) -> ModelInfo:
-    """Returns ``info`` with live rows of zeros at ``seq``; they stay mapped, without their file."""
+    """Returns ``info`` with live rows of zeros at ``seq``. The rows stay mapped, without their
+    file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tables.safetensors"
         with path.open("wb") as file:
@@ -28,5 +29,5 @@ def at_seq(info: ModelInfo, seq: int) -> ModelInfo:
 
 
 def followed(status: DeltaStatus) -> SharedDeltaState:
-    """Returns a followed model whose rows nothing reads."""
+    """Returns a followed model whose rows no lookup reads."""
     return SharedDeltaState(cast("LiveRows", None), status)

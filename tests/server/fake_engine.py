@@ -1,7 +1,7 @@
-"""An engine made of numpy: rows of small random tables, slow or failing on order.
+"""An engine made of numpy: small random tables, with delays and failures that a test sets.
 
-It is an object like the real engine, and it keeps every batch that it was given. `expected`
-says what any request must be answered, written from the contract and not from batch.py.
+It has the interface of the real engine, and keeps every batch that it receives. ``expected``
+returns the right result of any request. It is written from the contract, independently of batch.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from embedserve_store.ids.string_hashes import hash_strings
 __all__ = ["FEATURES", "Bags", "FakeEngine", "Weights", "make_request", "model_info"]
 
 Bags = dict[str, list[list[Any]]]
-"""Integers or strings."""
+"""Ids by feature, bag by bag: integers or strings."""
 Weights = dict[str, list[list[float]]]
 
 HOLD_S_MAX = 60.0
@@ -35,7 +35,7 @@ HOLD_S_MAX = 60.0
 
 @dataclass
 class Lookup:
-    """A batch that the engine was given, and whether it came on the main thread."""
+    """A batch that the engine received, and whether it ran on the main thread."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -46,14 +46,15 @@ class Lookup:
 
 
 class FakeEngine:
-    """Pools rows; each bag alone and in the order of its ids, so that answers compare exactly.
+    """Pools each bag alone and in the order of its ids, so that results compare exactly.
 
     Attributes:
         tables: rows by table name.
-        waits_for_device, replicas: as of an engine on GPUs; set before a batcher has it.
-        delay_s: how long a lookup takes.
-        failure: what a lookup raises, if anything.
-        damage: what a check raises, if anything.
+        waits_for_device, replicas: those of an engine on GPUs; set them before a batcher has the
+            engine.
+        delay_s: seconds that a lookup takes.
+        failure: exception that a lookup raises, if any.
+        damage: exception that a check raises, if any.
         lookups: all batches so far.
     """
 
@@ -81,11 +82,11 @@ class FakeEngine:
         self._may_go_on.set()
 
     def request(self, bags: Bags, weights: Weights | None = None) -> LookupRequest:
-        """As a batcher of its model takes it."""
+        """Returns a request as a batcher of the engine's model takes it."""
         return adapt_to_model(make_request(bags, weights), self.model)
 
     def hold(self) -> None:
-        """Makes lookups wait for `release`; for batches that run in a thread."""
+        """Makes lookups wait for ``release``; only for batches that run in a thread."""
         self._may_go_on.clear()
 
     def release(self) -> None:
@@ -120,7 +121,7 @@ class FakeEngine:
         return self.to_float16(values) if as_float16 else values
 
     def check(self) -> None:
-        """Raises ``damage``, if it was set."""
+        """Raises ``damage`` if it is set."""
         if self.damage is not None:
             raise self.damage
 
@@ -131,8 +132,8 @@ class FakeEngine:
     def _pool_all(
         self, table: TableSpec, rows: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None
     ) -> np.ndarray:
-        """Pools bags as `_pool` does, bit for bit, but adds the first ids of all bags at once, then
-        the second ones, and so on."""
+        """Pools bags like `_pool`, bit for bit, but adds the first ids of all bags in one call,
+        then the second ids, and so on."""
         starts = np.cumsum(lengths) - lengths
         longest = lengths.max(initial=0)
         if longest > lengths.size:
@@ -160,8 +161,8 @@ class FakeEngine:
         return total / np.float32(max(len(rows), 1)) if table.pooling == "mean" else total
 
     def expected(self, bags: Bags, weights: Weights | None = None) -> np.ndarray:
-        """What a request of these bags is answered, alone: [B, sum of dims]; of an unpooled
-        model [n, dim], key after key."""
+        """Returns the result of a request of these bags alone: [B, sum of dims]. An unpooled model
+        has [n, dim], key after key."""
         batch_size = len(next(iter(bags.values())))
         blocks = []
         for table, feature in self._uses:
@@ -191,14 +192,14 @@ class FakeEngine:
         return vector
 
     def expected_lengths(self, bags: Bags) -> list[list[int]]:
-        """[keys, B], of an unpooled answer."""
+        """Returns the lengths of an unpooled result, [keys, B]."""
         batch_size = len(next(iter(bags.values())))
         return [
             [len(bag) for bag in bags.get(feature, [[]] * batch_size)] for _, feature in self._uses
         ]
 
     def expected_unknown(self, bags: Bags) -> dict[str, int] | None:
-        """How many ids of these bags have no row, by feature."""
+        """Returns how many ids of these bags have no row, by feature."""
         counts = Counter(
             feature
             for feature, table in {feature: table for table, feature in self._uses}.items()
@@ -216,7 +217,7 @@ def is_known(table: TableSpec, one: int | str) -> bool:
 
 
 def row_of(table: TableSpec, one: int | str) -> int | None:
-    """The row of an id by its table's rule; None where it is skipped."""
+    """Returns the row of an id by its table's rule; None if the id is skipped."""
     rule = table.ids
     if not is_known(table, one):
         assert rule.unknown != "error"
@@ -229,7 +230,7 @@ def row_of(table: TableSpec, one: int | str) -> int | None:
 
 
 def make_request(bags: Bags, weights: Weights | None = None, model: str = "") -> LookupRequest:
-    """The request of ``bags``: every feature with a bag for each example."""
+    """Returns a request of ``bags``, which have a bag for each example in every feature."""
     flat = [bag for feature_bags in bags.values() for bag in feature_bags]
     values = [i for bag in flat for i in bag]
     strings = [one for one in values if isinstance(one, str)]

@@ -1,4 +1,4 @@
-"""Descriptions of models that no store holds: plain ones, one of many id rules, an unpooled one."""
+"""Descriptions of models that are in no store: plain, with many id rules, and unpooled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embedserve_store.ids.translate import IdTranslator
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 Vocabularies = Mapping[str, Sequence[int | str]]
-"""By table: its ids, each at the position of its row."""
+"""Ids of each table, each at the position of its row."""
 
 FEATURES = {"user": (7, 4), "movie": (11, 3), "tag": (5, 2)}
 """(rows, dim) of each feature's table."""
@@ -30,7 +30,8 @@ VOCABULARIES: Vocabularies = {
 
 
 def info_of(name: str, tables: Sequence[TableSpec], vocabularies: Vocabularies) -> ModelInfo:
-    """What the server says of a model of ``tables``, whose maps are ``vocabularies``."""
+    """Returns the description of a served model with ``tables`` and the id maps ``vocabularies``.
+    Returns the description of a served model with ``tables`` and the id maps ``vocabularies``."""
     described = tuple(
         replace(table, ids=_filled(table.ids, vocabularies[table.name]))
         if table.ids.rule == "map"
@@ -43,7 +44,8 @@ def info_of(name: str, tables: Sequence[TableSpec], vocabularies: Vocabularies) 
 
 
 def served_of(manifest: Manifest, translator: IdTranslator, plan: Plan | None = None) -> ModelInfo:
-    """What the server says of a version, as if it were restored under ``plan``, or on one rank."""
+    """Returns the description of a version as if it were restored under ``plan``; without, on one
+    rank."""
     return ModelInfo(
         manifest=manifest,
         plan=plan or whole_on_rank_0(manifest.tables),
@@ -55,7 +57,7 @@ def served_of(manifest: Manifest, translator: IdTranslator, plan: Plan | None = 
 
 
 def whole_on_rank_0(tables: Sequence[TableSpec]) -> Plan:
-    """The plan of one rank."""
+    """Returns a plan of one rank."""
     return Plan(
         1,
         {
@@ -80,7 +82,7 @@ def _id_map(table: str, vocabulary: Sequence[int | str]) -> IdMap:
 
 
 def model_info(name: str = "shop", features: dict[str, tuple[int, int]] = FEATURES) -> ModelInfo:
-    """Sums of float32 rows, ids are row numbers."""
+    """Returns a model of sums of float32 rows, whose ids are row numbers."""
     tables = [
         TableSpec(f"t_{feature}", rows, dim, (feature,), "sum", "float32")
         for feature, (rows, dim) in features.items()
@@ -90,7 +92,7 @@ def model_info(name: str = "shop", features: dict[str, tuple[int, int]] = FEATUR
 
 
 def ruled_info() -> ModelInfo:
-    """Sums and means under every id rule; its maps are VOCABULARIES."""
+    """Returns a model of sums and means with every id rule; its maps are VOCABULARIES."""
     as_map = IdRule("map", unknown="skip")
     return info_of(
         "ruled",
@@ -118,7 +120,7 @@ def ruled_info() -> ModelInfo:
 
 
 def unpooled_info() -> ModelInfo:
-    """One row for each id; t_item serves two features, and item is served by two tables."""
+    """Returns an unpooled model. t_item serves two features, and two tables serve item."""
     skip = IdRule(unknown="skip")
     as_map = IdRule("map", id_type="string", unknown="skip")
     return info_of(

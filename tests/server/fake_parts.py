@@ -1,4 +1,4 @@
-"""The parts of a router's tables, whose counts and replicas a test sets."""
+"""Parts of a router's tables with counts and replicas that a test sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FakeParts:
     """Source of the counts and of the description of parts.
 
     Attributes:
-        stats: number of a part, and its counts.
+        stats: counts by number of the part.
         joined: replicas of each part, by version.
     """
 
@@ -36,6 +36,6 @@ class FakeParts:
 
 
 def in_parts(model: ModelInfo, shards: FakeParts, parts: int = 2) -> ModelInfo:
-    """Returns ``model`` as a router serves it. All rows are on the last part."""
+    """Returns ``model`` as a router serves it, with all rows on the last part."""
     rows = {one.name: (*[0] * parts, one.num_embeddings) for one in model.tables}
     return replace(model, plan=replace(model.plan, hosts=HostPlan(parts, rows)), shards=shards)

@@ -1,4 +1,4 @@
-"""Keeps work that is done beside the event loop waiting."""
+"""A gate that holds up work off the event loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ HOLD_S_MAX = 60
 
 
 class Gate:
-    """Closed until ``opened`` is set.
+    """A gate that is closed until ``opened`` is set.
 
     Attributes:
-        threads: that came to it, one for each piece of work.
+        threads: threads that reached the gate, one entry for each call.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Gate:
         self.threads: list[threading.Thread] = []
 
     def before(self, work: Callable[P, T]) -> Callable[P, T]:
-        """``work``, but held up here."""
+        """Returns ``work`` with a wait at the gate before it."""
 
         def wait_and_work(*args: P.args, **kwargs: P.kwargs) -> T:
             self.threads.append(threading.current_thread())

@@ -1,4 +1,4 @@
-"""A small HTTP/2 client with prior knowledge, of the h2 package over asyncio's streams."""
+"""A small HTTP/2 client with prior knowledge: the h2 package over asyncio's streams."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Fields = dict[str, str] | list[tuple[str, str]]
 
 @dataclass
 class Answer:
-    """What came on one stream; ``reset`` is the code it was reset with, if it was. ``headers`` has
-    the trailers, too."""
+    """Response on one stream. ``headers`` include the trailers; ``reset`` is the code of
+    RST_STREAM, if the server sent one."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Http2Client:
-    """One connection; requests may be sent, and waited for, before others are answered."""
+    """One connection, whose requests may be in flight concurrently."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Http2Client:
         body: bytes = b"",
         headers: Fields | None = None,
     ) -> Answer:
-        """The answer to one request, whose body may be larger than any window."""
+        """Returns the response to one request, whose body may be larger than any window."""
         number = self.send(method, path, headers, is_end=not body)
         if body:
             self.write(number, body, is_end=True)
@@ -81,7 +81,7 @@ class Http2Client:
         *,
         is_end: bool = True,
     ) -> int:
-        """Opens a stream; gives its number."""
+        """Opens a stream; returns its number."""
         number = self._connection.get_next_available_stream_id()
         head = {":method": method, ":scheme": "http", ":path": path, ":authority": self._authority}
         fields = headers.items() if isinstance(headers, dict) else headers or ()
@@ -91,7 +91,8 @@ class Http2Client:
         return number
 
     def write(self, number: int, data: bytes, *, is_end: bool = False) -> None:
-        """Sends more of a body; what has no window yet is sent while an answer is waited for."""
+        """Sends more of a body. Data beyond the window is sent while the client waits for a
+        response."""
         self._unsent[number] = (self._unsent.pop(number, (b"", False))[0] + data, is_end)
         self._push(number)
 
@@ -115,7 +116,7 @@ class Http2Client:
         self._flush()
 
     def post(self, path: str, body: bytes) -> int:
-        """Sends a small request; gives its stream's number."""
+        """Sends a small request; returns the number of its stream."""
         number = self.send("POST", path, is_end=False)
         self.write(number, body, is_end=True)
         return number
@@ -127,7 +128,8 @@ class Http2Client:
         self._flush()
 
     async def answer(self, number: int) -> Answer:
-        """The answer on a stream, once it is whole or was reset."""
+        """Returns the response on a stream, once the response is complete or the stream is reset.
+        Returns the response on a stream, once the response is complete or the stream is reset."""
         answer = self._answers[number]
         while not answer.is_whole:
             async with self._reading:
@@ -136,7 +138,8 @@ class Http2Client:
         return answer
 
     def _whole_frames(self) -> bytes:
-        """What has come of whole frames, without GOAWAY: h2 takes no frame after one."""
+        """Returns the complete frames received so far, without GOAWAY, because h2 accepts no frame
+        after it."""
         frames = b""
         while len(self._unread) >= 9:
             end = 9 + int.from_bytes(self._unread[:3])

@@ -1,4 +1,4 @@
-"""The whole server on free loopback ports in the test's loop, over fake engines."""
+"""A whole server on free loopback ports over fake engines, in the test's event loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GRPC_SERVERS = ("native", "grpcio")
 
 @dataclass
 class Live:
-    """A running server, and clients of it."""
+    """A running server, and its clients."""
 
     pipeline: RequestPipeline
     http_port: int
@@ -52,7 +52,7 @@ class Live:
     management_port: int
 
     def queued(self) -> int:
-        """Requests that wait for a batch of the default model."""
+        """Number of requests that wait for a batch of the default model."""
         return self.pipeline.metrics.models[self.pipeline.models.default_model].count_queue()[0]
 
     def outcomes(self, protocol: str) -> dict[str, int]:
@@ -66,7 +66,7 @@ async def live_server(
     drain_s: float = 5.0,
     grpc_server: str = "native",
 ) -> AsyncIterator[Live]:
-    """Serves until the block ends, then drains."""
+    """Runs a server over ``engines`` until the block ends, then drains it."""
     with ThreadPoolExecutor(1) as executor:
         pipeline = make_pipeline(*engines, executor=executor, limits=limits)
         async with serving(pipeline, drain_s, grpc_server) as live:
@@ -88,8 +88,8 @@ async def serving(
     tls: tuple[str, str] = ("", ""),
     allowed_hosts: tuple[str, ...] = ("*",),
 ) -> AsyncIterator[Live]:
-    """Serves what ``pipeline`` answers until the block ends, then drains; ``unix`` are paths of
-    sockets, ``tls`` those of a certificate and its key."""
+    """Runs a server over ``pipeline`` until the block ends, then drains it. ``unix`` are paths of
+    sockets; ``tls`` are the paths of a certificate and its key."""
     settings = ServeSettings(store="", drain_s=drain_s, grpc_server=grpc_server, labels=labels)
     settings = replace(settings, tls_cert=tls[0], tls_key=tls[1], allowed_host=allowed_hosts)
     management = None

@@ -1,4 +1,4 @@
-"""Requests of the Open Inference Protocol in each of its forms, and their answers read back."""
+"""Requests of the Open Inference Protocol in each format, and the parsing of the responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH_HEADER = "Inference-Header-Content-Length"
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor; of BYTES ``values`` are strings."""
+    """An input tensor; the ``values`` of BYTES are strings."""
 
     name: str
     datatype: str
@@ -55,7 +55,7 @@ class Input:
 
 
 def jagged(bags: Mapping[str, Sequence[Sequence[Any]]]) -> list[Input]:
-    """F.ids and F.lengths of each feature."""
+    """Returns the inputs F.ids and F.lengths of each feature."""
     inputs = []
     for feature, of_feature in bags.items():
         ids = [one for bag in of_feature for one in bag]
@@ -67,7 +67,7 @@ def jagged(bags: Mapping[str, Sequence[Sequence[Any]]]) -> list[Input]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, whatever its form."""
+    """A request, independent of its format."""
 
     inputs: Sequence[Input]
     outputs: Sequence[str] = ()
@@ -79,7 +79,7 @@ class Asked:
         return self._dumped(inputs, {})
 
     def binary_body(self) -> tuple[bytes, dict[str, str]]:
-        """(body, headers), answered in binary."""
+        """Returns (body, headers) of a request for a binary response."""
         inputs = [
             one.head | {"parameters": {"binary_data_size": len(one.raw)}} for one in self.inputs
         ]
@@ -114,7 +114,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """An answer, whatever its form."""
+    """A response, independent of its format."""
 
     model: str
     version: str
@@ -124,7 +124,7 @@ class Answered:
 
 
 def read_body(body: bytes, head_bytes: str | None) -> Answered:
-    """An answer of REST; ``head_bytes`` is its header's."""
+    """Returns a REST response; ``head_bytes`` is the value of its header."""
     end = len(body) if head_bytes is None else int(head_bytes)
     told, rest = json.loads(body[:end]), body[end:]
     outputs = {}

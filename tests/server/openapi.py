@@ -8,6 +8,6 @@ import jsonschema
 
 
 def validate(document: Any, name: str, described: dict[str, Any]) -> None:
-    """``document`` is what the schema of that name says."""
+    """Checks that ``document`` matches the schema ``name``."""
     reference = {"$ref": f"#/components/schemas/{name}", "components": described["components"]}
     jsonschema.validate(document, reference, cls=jsonschema.Draft202012Validator)

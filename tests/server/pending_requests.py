@@ -1,4 +1,4 @@
-"""Requests to a batcher whose end a future tells: cancelling it withdraws the request."""
+"""Requests to a batcher that complete a future; cancelling the future withdraws the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEVER = float("inf")
 
 
 class FutureRequest(PendingRequest):
-    """Tells a future. To be told twice raises InvalidStateError in the batcher."""
+    """Completes a future. A second result or error raises InvalidStateError in the batcher."""
 
     __slots__ = ("_routing_key", "_source", "future")
 
@@ -25,7 +25,7 @@ class FutureRequest(PendingRequest):
         source: object | None = None,
         routing_key: bytes = b"",
     ) -> None:
-        """``source`` is who asks; None: nobody else."""
+        """``source`` identifies the caller; None stands for a source of the request's own."""
         self.future = future
         self._routing_key = routing_key
         self._source = source
@@ -52,10 +52,10 @@ class FutureRequest(PendingRequest):
 
 
 class Waiting(asyncio.Future[LookupResult]):
-    """What a FutureRequest is told.
+    """Future of a FutureRequest's result.
 
     Attributes:
-        pending: goes away as this is cancelled.
+        pending: the request, which is abandoned when this future is cancelled.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ def submit(
     deadline_s: float = NEVER,
     source: object | None = None,
 ) -> Waiting:
-    """Queues ``request`` (in the model's order). Raises OverloadedError: the queue is full."""
+    """Queues ``request`` (in the model's order). Raises OverloadedError if the queue is full."""
     waiting = Waiting(deadline_s, source)
     batcher.enqueue(request, waiting.pending)
     return waiting
 
 
 def submit_to(models: ModelRegistry, request: LookupRequest, routing_key: bytes = b"") -> Waiting:
-    """Has ``request`` answered by its model. Raises EmbedServeError: it is refused at once."""
+    """Queues ``request`` at its model. Raises EmbedServeError if it is rejected immediately."""
     waiting = Waiting(routing_key=routing_key)
     models.enqueue(request, waiting.pending)
     return waiting

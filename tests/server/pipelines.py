@@ -1,4 +1,4 @@
-"""Pipelines over fake engines; for processes that need no client of theirs, too."""
+"""Pipelines over fake engines, also for processes without a client in the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embedserve.pipeline import RequestPipeline
 from embedserve.shared_memory.region_registry import RegionRegistry
 
 IN_THREAD = Limits(inline_bytes_max=0)
-"""Every batch runs in the thread, where a fake engine may be slow."""
+"""Limits with which every batch runs in the thread, where a fake engine may be slow."""
 
 
 def make_pipeline(
@@ -29,7 +29,8 @@ def make_pipeline(
     authenticator: Authenticator | None = None,
     shared_memory: RegionRegistry | None = None,
 ) -> RequestPipeline:
-    """What server.build_exchange makes of restored engines; the first is the default."""
+    """Builds a pipeline as server.build_exchange does of restored engines; the first is the
+    default."""
     limits = limits or Limits()
     metrics = Metrics([engine.model for engine in engines], counters)
     batchers = {
@@ -44,6 +45,6 @@ def make_pipeline(
 
 
 def outcomes_of(metrics: ProtocolMetrics) -> Counter[str]:
-    """Requests by outcome, of the only process that counts."""
+    """Returns the number of requests by outcome, of the only process that counts."""
     metrics.requests.flush()
     return +Counter({name: int(count) for name, count in metrics.requests.total().items()})

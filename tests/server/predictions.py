@@ -1,4 +1,4 @@
-"""TorchRec's PredictionRequest of some bags, and its answers read back."""
+"""TorchRec's PredictionRequest of given bags, and the parsing of its responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from embedserve_proto import predictor_pb2 as pb
 
 
 def sparse(bags: Sequence[Sequence[Sequence[int]]], dtype: str = "<i8") -> pb.SparseFeatures:
-    """Of some features, one after the other."""
+    """Returns the bags of some features, one feature after the other."""
     all_bags = [bag for of_feature in bags for bag in of_feature]
     return pb.SparseFeatures(
         num_features=len(bags),
@@ -32,7 +32,8 @@ def weighted(
 def prediction_request(
     order: Sequence[str], bags: Bags, weights: Weights | None = None, dtype: str = "<i8"
 ) -> pb.PredictionRequest:
-    """Every feature in this order; those of ``weights``, which come last, are scored."""
+    """Returns a request of all features in this order. Features in ``weights`` are weighted and
+    come last."""
     weights = weights or {}
     batch_size = len(next(iter(bags.values())))
     of = {name: bags.get(name, [[]] * batch_size) for name in order}
@@ -50,7 +51,7 @@ def prediction_request(
 
 
 def predicted(answer: pb.PredictionResponse, keys: Sequence[str], batch_size: int) -> np.ndarray:
-    """float32 [batch_size, sum(dims)], the answers of ``keys`` side by side."""
+    """Returns the responses of ``keys`` side by side, float32 [batch_size, sum(dims)]."""
     assert set(answer.predictions) == set(keys)
     columns = [np.array(answer.predictions[key].data, np.float32) for key in keys]
     return np.concatenate([one.reshape(batch_size, -1) for one in columns], axis=1)

@@ -1,4 +1,4 @@
-"""Runs Python in another process that can import what this one can."""
+"""Runs Python in another process with the import path of this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def environment() -> dict[str, str]:
 def run_python(
     *arguments: str | Path, timeout_s: float = RUN_S_MAX
 ) -> subprocess.CompletedProcess[str]:
-    """Its exit status and what it wrote; nothing is raised for a status other than 0."""
+    """Returns the exit status and the output; raises nothing for a status other than 0."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=environment(),
@@ -33,5 +33,5 @@ def run_python(
 def run_warm_python(
     *arguments: str | Path, timeout_s: float = RUN_S_MAX
 ) -> subprocess.CompletedProcess[str]:
-    """The same of what needs torch, which is imported already."""
+    """Runs Python with torch already imported; returns the exit status and the output."""
     return run_warm([*PYTHON, *arguments], env=environment(), timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""The wire on a loopback port with small buffers, and plain uvicorn to compare its HTTP/1 with."""
+"""HTTP servers on a loopback port with small buffers: ours, and plain uvicorn to compare HTTP/1."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from embedserve.wire.tls.certificates import Certificates
 from embedserve.wire.wire_server import WireServer
 
 BUFFER_BYTES = 4096
-"""Of each socket, so that a reader is slow soon."""
+"""Bytes of each socket buffer, so small that a client that does not read soon blocks the server."""
 
 READ_S_MAX = 60.0
 
 
 class RecordingServer(WireServer):
-    """A WireServer that shows its connections.
+    """A WireServer that exposes its connections.
 
     Attributes:
-        connections: that are open.
+        connections: open connections.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RecordingServer(WireServer):
 
 
 class RawServer:
-    """A port and the connections behind it."""
+    """A listening port and its connections."""
 
     def __init__(self, pipeline: RequestPipeline) -> None:
         self.pipeline = pipeline
@@ -76,7 +76,7 @@ class RawServer:
         raise NotImplementedError
 
     async def stop(self) -> None:
-        """Cuts the connections, at both ends, and waits until nothing of them is left."""
+        """Aborts the connections at both ends, and waits until all have closed."""
         for writer in self._writers:
             writer.transport.abort()
 
@@ -86,7 +86,8 @@ class RawServer:
     async def open(
         self, context: ssl.SSLContext | None = None
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection that holds few bytes which nobody reads; over TLS with a ``context``."""
+        """Opens a connection with small buffers for data that the client does not read; over TLS
+        with a ``context``."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
         sock.setblocking(False)
@@ -99,24 +100,24 @@ class RawServer:
             server_hostname=None if context is None else "localhost",
         )
         self._writers.append(writer)
-        # uvloop does not pass on what the alarm of the tests' time limit raises.
+        # uvloop does not propagate the exception that the alarm of the tests' time limit raises.
         late = TimeoutError(f"still reading after {READ_S_MAX:g} s")
         asyncio.get_running_loop().call_later(READ_S_MAX, reader.set_exception, late)
         return reader, writer
 
     async def talk(self, *packets: bytes) -> bytes:
-        """All that is answered to ``packets``, the last of which has the connection closed."""
+        """Sends ``packets`` and returns all responses. The last packet asks the server to close."""
         reader, writer = await self.open()
         for packet in packets:
             writer.write(packet)
-            await asyncio.sleep(0)  # the loop's next turn: each is a read of its own, or nearly
+            await asyncio.sleep(0)  # x
         answer = await reader.read()
         writer.close()
         return answer
 
 
 class OurServer(RawServer):
-    """Connections as they are served."""
+    """A RawServer over embedserve's own connections."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class OurServer(RawServer):
     async def open_held(
         self, engine: FakeEngine, request: bytes
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection whose ``request`` is being looked up, until the engine is released."""
+        """Opens a connection whose ``request`` stays in its lookup until the engine is released."""
         engine.hold()
         reader, writer = await self.open()
         writer.write(request)
@@ -146,20 +147,20 @@ class OurServer(RawServer):
         return reader, writer
 
     def http1(self) -> list[FastPathConnection]:
-        """The connections that speak HTTP/1."""
+        """Open connections that speak HTTP/1."""
         return [one for one in self.wire.connections if isinstance(one, FastPathConnection)]
 
     @property
     def connection(self) -> FastPathConnection:
-        """The one that is open."""
+        """The only open connection."""
         (one,) = self.http1()
         return one
 
 
 class PlainServer(RawServer):
-    """uvicorn's connections over the same endpoint.
+    """A RawServer over uvicorn's connections and the same endpoint.
 
-    Without uvicorn.Server, whose stop waits.
+    It does without uvicorn.Server, whose stop waits.
     """
 
     def __init__(self, pipeline: RequestPipeline) -> None:
@@ -198,7 +199,7 @@ async def our_server(
     certificates: Certificates | None = None,
     management: ASGIApp | None = None,
 ) -> AsyncIterator[OurServer]:
-    """Until the block ends; its connections are cut then."""
+    """Runs our server until the block ends, then aborts its connections."""
     server = OurServer(pipeline, certificates, management)
     await server.start()
     try:
@@ -209,7 +210,7 @@ async def our_server(
 
 @asynccontextmanager
 async def plain_server(pipeline: RequestPipeline) -> AsyncIterator[PlainServer]:
-    """uvicorn alone, until the block ends."""
+    """Runs plain uvicorn until the block ends."""
     server = PlainServer(pipeline)
     await server.start()
     try:
@@ -220,12 +221,12 @@ async def plain_server(pipeline: RequestPipeline) -> AsyncIterator[PlainServer]:
 
 @asynccontextmanager
 async def http_client(pipeline: RequestPipeline) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server over ``pipeline``, until the block ends."""
+    """Yields a client of a server over ``pipeline``."""
     async with our_server(pipeline) as server:
         base_url = f"http://127.0.0.1:{server.port}"
         async with httpx.AsyncClient(
             base_url=base_url, timeout=READ_S_MAX, trust_env=False, verify=False
-        ) as client:  # the certificates of authorities take 23 ms to read
+        ) as client:  # reading the certificates of authorities takes 23 ms
             yield client
 
 
@@ -234,7 +235,7 @@ Answer = tuple[int, dict[bytes, bytes], bytes]
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer:
-    """The next answer of a connection."""
+    """Reads the next response of a connection."""
     line, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
     headers = dict(line.split(b": ", 1) for line in lines)
     return int(line.split()[1]), headers, await reader.readexactly(int(headers[b"content-length"]))
@@ -243,7 +244,7 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
 def post(
     body: bytes, *lines: str, url: str = "/embed", version: str = "1.1", length: int | None = None
 ) -> bytes:
-    """A request of ``body``, plain unless ``lines`` make it something else."""
+    """Returns a request with ``body``; ``lines`` add to or replace its header lines."""
     length = len(body) if length is None else length
     first = f"POST {url} HTTP/{version}"
     head = [first, "Host: test", *lines, f"Content-Length: {length}", "", ""]
@@ -251,7 +252,7 @@ def post(
 
 
 def chunked(body: bytes, *lines: str, url: str = "/embed") -> bytes:
-    """The same request, which does not take the fast path."""
+    """Returns a request with a chunked ``body``, which does not take the fast path."""
     head = [f"POST {url} HTTP/1.1", "Host: test", *lines, "Transfer-Encoding: chunked", "", ""]
     chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
     return "\r\n".join(head).encode() + chunk + b"0\r\n\r\n"
@@ -262,6 +263,6 @@ def get(path: str, *lines: str) -> bytes:
 
 
 def cut(data: bytes, ends: Iterable[int]) -> list[bytes]:
-    """``data`` in packets that end at ``ends``."""
+    """Returns ``data`` in packets that end at ``ends``."""
     bounds = [0, *sorted(ends), len(data)]
     return [data[a:b] for a, b in itertools.pairwise(bounds) if a < b]

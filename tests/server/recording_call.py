@@ -1,4 +1,4 @@
-"""A call of the pipeline that keeps what it is told."""
+"""A request of the pipeline that keeps its responses and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecordingWriter(ResponseWriter):
 
     Attributes:
         told: responses and errors, in order.
-        failure: exception of the next response; None for none.
+        failure: exception that the next response raises; None for none.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ def fail(*args: object) -> NoReturn:
 
 
 def expect_internal(call: RecordingCall, caplog: pytest.LogCaptureFixture) -> None:
-    """It was answered in general, and the log says why in full."""
+    """Checks that ``call`` got a general error, and that the log has the cause in full."""
     assert call.error.code == "INTERNAL"
     assert call.error.message == "an error of the server; its log says which"
     assert caplog.text.count(f"ZeroDivisionError: {SECRET}") == 1

@@ -1,4 +1,4 @@
-"""A store with one small model, published in another process: torch stays out of this one."""
+"""A store with one small model. Another process publishes it, so this process imports no torch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ JSON_VALUE = st.recursive(
 
 @st.composite
 def bags_of_ids(draw: st.DrawFn, *, all_features: bool = False) -> Bags:
-    """Some or all features in any order, 1 to 4 examples, empty bags among them."""
+    """Draws some or all features in any order, with 1 to 4 examples and some empty bags."""
     features = draw(st.permutations(list(FEATURES)))
     if not all_features:
         features = features[: draw(st.integers(1, len(features)))]
@@ -45,7 +45,8 @@ def bags_of_ids(draw: st.DrawFn, *, all_features: bool = False) -> Bags:
 
 @st.composite
 def bags_of(draw: st.DrawFn, model: ModelInfo) -> Bags:
-    """Some features of ``model`` in any order, with ids that its rules take, unknown ones too."""
+    """Draws some features of ``model`` in any order, with known and unknown ids that its rules
+    accept."""
     tables = {feature: table for table in model.tables for feature in table.feature_names}
     features = draw(st.permutations(list(tables)))
     batch_size = draw(st.integers(1, 4))
@@ -56,7 +57,7 @@ def bags_of(draw: st.DrawFn, model: ModelInfo) -> Bags:
 
 
 def ids_of(table: TableSpec) -> st.SearchStrategy[Any]:
-    """Ids that a request may hold; those of a map are mostly known."""
+    """Draws ids that a request may have; ids of a map are mostly known."""
     int64 = st.integers(-(2**63), 2**63 - 1)
     known: st.SearchStrategy[Any] = st.integers(0, table.num_embeddings - 1)
     unknown: st.SearchStrategy[Any] = int64
@@ -78,7 +79,7 @@ def weights_or_none(draw: st.DrawFn, bags: Bags) -> Weights | None:
 
 @st.composite
 def mutated_json(draw: st.DrawFn) -> Any:
-    """A valid body with one value anywhere in it replaced, removed or doubled."""
+    """Draws a valid body with one value anywhere in it replaced, removed or duplicated."""
     bags = draw(bags_of_ids() | bags_of(ruled_info()))
     body: dict[str, Any] = {"features": bags}
     if weights := draw(weights_or_none(bags)):
@@ -88,7 +89,7 @@ def mutated_json(draw: st.DrawFn) -> Any:
 
 
 def _mutate(draw: st.DrawFn, value: Any) -> None:
-    """Descends to a random place of ``value`` and changes it."""
+    """Descends to a random position of ``value`` and changes it."""
     places = list(value) if isinstance(value, dict) else list(range(len(value)))
     if not places:
         return

@@ -1,13 +1,18 @@
-"""A supervised server over the fake engine, for the tests of worker.
+"""A supervised server over the fake engine, for the tests of workers.
 
-Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Workers that do not end are killed twice
-DRAIN_S after its end began, or sooner. Prints its ports when ready; a worker that starts says so,
-and one that gets SIGUSR1 hangs. While FILE exists workers fail, with what it says.
-It listens on a Unix socket beside that, FILE.sock, too. With FILE.asked it tells whether a worker
-answered before the supervisor had been told that it is ready.
-While FILE.full exists no process can be forked.
-With FILE.deltas it has an applier, which looks once that file is empty, and ends while it says so.
-It sends no heartbeat after that one, and hangs as soon as a worker would.
+Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Workers that have not ended twice DRAIN_S
+after their stop began, or sooner, are killed. The server prints its ports when it is ready. A
+worker prints a line when it starts, and hangs on SIGUSR1.
+
+Files control it:
+
+- While FILE exists, workers fail with its content as the message.
+- FILE.sock is a Unix socket on which the server also listens.
+- If FILE.asked exists, the supervisor prints whether a worker responds before it is told that the
+worker is ready.
+- While FILE.full exists, no process can be forked.
+- FILE.deltas adds an applier. It polls once that file is empty, or ends if the file says "end". It
+sends no heartbeat after that poll, and counts as hung after HANG_S, like a worker.
 """
 
 from __future__ import annotations
@@ -74,7 +79,7 @@ def serve(
 
 
 def do_not(*args: object) -> NoReturn:
-    """Stands for what only a rollout calls."""
+    """Stands for functions that only a rollout calls; raises NotImplementedError."""
     raise NotImplementedError
 
 
@@ -83,7 +88,7 @@ def hang_here(*args: object) -> None:
 
 
 def answers(port: int) -> bool:
-    """Whether a request is answered now; it goes on to wait where it is not."""
+    """Whether the server responds to a request within ANSWER_S."""
     with socket.create_connection(("127.0.0.1", port)) as caller:
         caller.sendall(b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n")
         caller.settimeout(ANSWER_S)
@@ -94,7 +99,7 @@ def answers(port: int) -> bool:
 
 
 def forking_unless(full: Path) -> Callable[[], int]:
-    """As os.fork, but fails while ``full`` exists."""
+    """Returns an os.fork that fails while ``full`` exists."""
     fork = os.fork
 
     def fork_unless_full() -> int:

@@ -1,4 +1,4 @@
-"""Settings that make no sense are refused by name, before anything is loaded."""
+"""Tests of settings: invalid settings are rejected by name, before any model loads."""
 
 from __future__ import annotations
 

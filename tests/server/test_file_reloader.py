@@ -1,4 +1,4 @@
-"""Files that could not be read are read again, also where nobody writes to them any more."""
+"""Tests of the file reloader: it reads failed files again, even if no process writes to them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from embedserve.file_reloader import FileReloader
 
 
 class Followed:
-    """A file that is followed, and what was read of it.
+    """A file that a FileReloader follows, and what the reloader has read.
 
     Attributes:
-        fault: what the next reads raise; None: they succeed.
-        reads: reads so far.
+        fault: exception that the next reads raise; None if they succeed.
+        reads: number of reads so far.
         adopted: values so far.
     """
 
@@ -35,7 +35,7 @@ class Followed:
         self.reads += 1
         if self.fault is not None:
             raise self.fault
-        if not self.path.stat().st_mode & 0o004:  # root could read it
+        if not self.path.stat().st_mode & 0o004:  # as root could read the file
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
         return self.path.read_text()
 
@@ -69,7 +69,7 @@ async def test_a_read_that_failed_once_is_made_again_though_the_file_stays(
         "tokens: read again, and right",
     ]
     await followed.reloader.poll()
-    assert followed.reads == 5  # one at first, three that failed, and the one that succeeded
+    assert followed.reads == 5  # the first read, three that failed, and one that succeeded
 
 
 async def test_a_file_that_cannot_be_read_is_not_read_at_each_poll(

@@ -1,4 +1,4 @@
-"""A served model is its manifest, asked of once."""
+"""Tests of served models: ModelInfo computes values from its manifest once, and caches them."""
 
 from __future__ import annotations
 

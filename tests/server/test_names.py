@@ -1,4 +1,5 @@
-"""Class names of the server are unique, so that a search for one finds one."""
+"""Tests of class names: each is unique in the server, so that a search for a name finds one class.
+Tests of class names: each is unique in the server, so that a search for a name finds one class."""
 
 from __future__ import annotations
 

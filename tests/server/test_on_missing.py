@@ -1,4 +1,4 @@
-"""The setting on_missing: fail or zeros, for all tables and by table."""
+"""Tests of the setting on_missing: fail or zeros, for all tables and by table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline: refused undecoded while full, in time, told, counted and flushed once."""
+"""Tests of the request pipeline: load shedding before decoding, deadlines, counts and flushes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from embedserve_proto import embedding_pb2 as pb
 BAD = b'{"features": {"user": [99]}}'
 LIMITS = Limits(inline_bytes_max=0, queue_examples_max=1)
 LARGE_LIMITS = Limits(inline_bytes_max=2000, queue_examples_max=1, request_values_max=1 << 20)
-"""A request of 200 ids is large."""
+"""Limits with which a request of 200 ids is large."""
 
 
 @pytest.fixture
@@ -58,7 +58,8 @@ def pipeline(
 
 @pytest.fixture
 async def full(pipeline: RequestPipeline, engine: FakeEngine) -> AsyncIterator[RequestPipeline]:
-    """Its model "shop", the default one, is full; "films" is open."""
+    """Returns a pipeline whose default model "shop" has a full queue; the queue of "films" is open.
+    Returns a pipeline whose default model "shop" has a full queue; the queue of "films" is open."""
     engine.hold()
     running = ask(pipeline)
     await until(lambda: engine.lookups)
@@ -71,7 +72,7 @@ async def full(pipeline: RequestPipeline, engine: FakeEngine) -> AsyncIterator[R
 
 
 def undecodable(decoded: list[bytes], codec: Codec) -> Codec:
-    """``codec``, but what is decoded is listed."""
+    """Returns ``codec`` with a decoder that appends each body to ``decoded``."""
 
     def try_decode_inline(body: bytes, model: str, limits: Limits) -> LookupRequest | None:
         decoded.append(body)
@@ -81,7 +82,7 @@ def undecodable(decoded: list[bytes], codec: Codec) -> Codec:
 
 
 def bodies(codec: Codec, *bags: list[int]) -> Sequence[bytes]:
-    """A request of each bag."""
+    """Returns a request for each bag."""
     if codec is JSON:
         return [json.dumps({"features": {"user": bag}}).encode() for bag in bags]
     messages = [pb.EmbedRequest(keys=["user"], ids=bag, lengths=[len(bag)]) for bag in bags]
@@ -146,9 +147,9 @@ async def test_while_the_queue_for_large_requests_is_full_they_are_refused_undec
     decoded: list[bytes] = []
     watched = replace(undecodable(decoded, codec), decode=fail)
     undecoded = ask_each(pipeline, watched, large, huge)
-    await until(lambda: all(call.told for call in undecoded))  # the last one in the thread
+    await until(lambda: all(call.told for call in undecoded))  # the last one is decoded in the thread
     assert [call.error.message for call in undecoded] == [told, told]
-    assert large not in decoded  # and what takes long is not decoded in the thread
+    assert large not in decoded  # a large request is not even decoded in the thread
     (small,) = ask_each(pipeline, watched, body)
     await until(lambda: small.told)
     assert isinstance(small.told[0], bytes)
@@ -234,7 +235,8 @@ async def test_the_deadline_counts_from_the_start(
     assert isinstance(late.error, DeadlineExceededError)
     told = "the deadline had passed when the request was read, "
     assert late.error.message.startswith(told)
-    # From the start, not from the deadline; and the test takes no minute.
+    # The time counts from the start of the request, not from the deadline. The range allows for a
+    # test that takes up to a minute.
     assert 510_000 <= float(late.error.message.removeprefix(told).split()[0]) < 570_000
     assert decoded == []
     assert outcomes(pipeline) == {"DEADLINE_EXCEEDED": 1}
@@ -257,7 +259,7 @@ async def test_slow_requests_that_were_refused_are_among_the_slowest(
     (slow,) = pipeline.telemetry.slow.fields()
     assert slow["outcome"] == "DEADLINE_EXCEEDED"
     assert 110_000 <= slow["total_ms"] < 170_000
-    # Each has the one line that every refused request has.
+    # Each request has only the line that every rejected request has.
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "refused with INVALID_ARGUMENT",
         "refused with DEADLINE_EXCEEDED",
@@ -315,7 +317,7 @@ async def test_an_answer_that_cannot_be_written_fails_alone(
 
 
 class Output:
-    """Collects what is written, and how much at a flush."""
+    """Collects the written responses, and how many of them each flush has."""
 
     def __init__(self) -> None:
         self.pending = 0
@@ -327,7 +329,7 @@ class Output:
 
 
 class BufferedWriter(RecordingWriter):
-    """Its response is buffered in ``output``."""
+    """A writer that buffers its response in ``output``."""
 
     def __init__(self, pipeline: RequestPipeline, output: Output) -> None:
         super().__init__()

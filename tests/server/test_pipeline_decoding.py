@@ -1,5 +1,5 @@
-"""What takes long to decode is decoded in a thread: answered all the same, within bounds, while
-the event loop goes on."""
+"""Tests of decoding in a thread: large requests get responses within bounds, while the event loop
+serves other requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LIMITS = Limits(request_values_max=1 << 20)
 
 
 def held(gate: Gate) -> Codec:
-    """JSON, but what is decoded in the thread is held up by ``gate``."""
+    """Returns the JSON codec, whose decoding in the thread waits at ``gate``."""
     return replace(JSON, decode=gate.before(JSON.decode))
 
 
@@ -147,7 +147,7 @@ async def test_no_more_than_so_many_bytes_wait_to_be_decoded(
 
 
 class WriterOf(RecordingWriter):
-    """A writer of one of the requests of ``origin``."""
+    """A writer of a request from ``origin``."""
 
     def __init__(self, origin: str) -> None:
         super().__init__()
@@ -209,7 +209,8 @@ async def test_a_request_that_is_late_when_its_turn_comes_is_not_decoded(
 async def test_the_thread_is_started_again_after_a_limit_of_threads(
     pipeline: RequestPipeline, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each failed start fails one request; those that wait behind it are answered."""
+    """Checks that each failed start fails one request, and that queued requests still get
+    responses."""
     start, left = threading.Thread.start, ["first", "second"]
 
     def start_or_fail(thread: threading.Thread) -> None:

@@ -1,4 +1,5 @@
-"""Answers that take long to encode are encoded beside the event loop, which goes on with others."""
+"""Tests of encoding in a thread: large responses are encoded off the event loop, which serves other
+requests meanwhile."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from embedserve.errors import OverloadedError
 from embedserve.pipeline import RequestPipeline, codec_executor
 
 EXAMPLES = json_codec.INLINE_VALUES_MAX // 9 + 1
-"""Of nine values each."""
+"""Examples of nine values each, just too many to encode on the event loop."""
 BODY = b'{"features": {"user": [%b[1, 2]]}}' % (b"[]," * (EXAMPLES - 1))
 
 
 def held(gate: Gate) -> Codec:
-    """JSON, but what is encoded in the thread is held up by ``gate``."""
+    """Returns the JSON codec, whose encoding in the thread waits at ``gate``."""
     return replace(JSON, encode=gate.before(JSON.encode))
 
 

@@ -1,4 +1,4 @@
-"""A system that has no thread left."""
+"""A system that cannot start another thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def refuse_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Lets the next start of a thread whose name begins with ``name`` fail."""
+    """Makes the next start of a thread fail whose name begins with ``name``."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

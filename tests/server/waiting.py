@@ -1,4 +1,4 @@
-"""Waits for something to become true, without guessing how long it takes."""
+"""Waits until something becomes true, without guessing how long that takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WAIT_S_MAX = 60.0
 
 
 async def until(is_true: Callable[[], object]) -> None:
-    """Returns when ``is_true`` does; TimeoutError after a minute."""
+    """Returns when ``is_true`` does; raises TimeoutError after a minute."""
     async with asyncio.timeout(WAIT_S_MAX):
         while not is_true():  # noqa: ASYNC110  what is waited for knows no event
             await asyncio.sleep(0.001)
@@ -20,7 +20,7 @@ async def until(is_true: Callable[[], object]) -> None:
 
 @contextmanager
 def given_up_after(seconds: int) -> Iterator[None]:
-    """Fails a test, within, that waits for an answer that never comes."""
+    """Fails a test whose block runs for ``seconds``, for instance because no response comes."""
 
     def give_up(*_: object) -> NoReturn:
         raise TimeoutError(f"the test ran for {seconds} s")
