@@ -6,7 +6,7 @@ from embedserve.access.clock import JumpTolerantClock
 
 
 class Clocks:
-    """A host's two clocks."""
+    """The wall clock and the steady clock of a host."""
 
     def __init__(self, wall_s: float = 1_800_000_000.0) -> None:
         self.wall_s = wall_s

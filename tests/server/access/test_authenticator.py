@@ -1,4 +1,4 @@
-"""Who asks, what they may, and what each is told who may not."""
+"""Tests of authentication: callers, their permissions, and the error of each rejected request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOW_S = 1_800_000_000.0
 
 
 class FakeTarget:
-    """A request that says who asks."""
+    """A request with an Authorization header or a client certificate."""
 
     def __init__(
         self, authorization: str | None = None, certificate: Certificate | None = None
@@ -58,7 +58,7 @@ class FakeTarget:
 
 
 class Tokens:
-    """A file of tokens, and the access by it once the file has a line."""
+    """A token file, and an authenticator that reads it once the file has a line."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokens"
@@ -179,7 +179,7 @@ async def test_a_bad_line_leaves_what_was_before_and_is_named_once(
 async def test_a_file_without_a_caller_leaves_what_was_before(
     tokens: Tokens, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
-    """As a program leaves it that truncates the file before it writes."""
+    """Covers a program that truncates the file before it writes."""
     token = await tokens.add("x")
     client, good = tokens.admit(token).quota, tokens.path.read_text()
     await tokens.write(text)
@@ -211,7 +211,7 @@ async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
         tokens.admit(slow)
     assert raised.value.retry_after_s == 60
     some = FakeTarget(f"Bearer {await tokens.add('some', requests_per_second=5)}")
-    for _ in range(5):  # all at the same time
+    for _ in range(5):  # concurrently
         tokens.ask(some)
     with pytest.raises(RateLimitedError) as raised:
         tokens.ask(some)
@@ -220,11 +220,11 @@ async def test_a_rate_gives_a_second_at_once_and_then_what_it_says(
 
 @pytest.mark.parametrize("raised_to", [1000.0, NEVER])
 def test_a_raised_rate_holds_at_once(raised_to: float) -> None:
-    """What the old rate charged is no debt at the new one."""
+    """Checks that a higher rate keeps no debt from charges at the old rate."""
     client = CallerQuota(Grant("x", requests_per_second=0.001))
     client.refresh_expiry(NOW_S)
     assert client.admission_error(perf_counter()) is None
-    client.set_grant(client.grant)  # as by a change of another line
+    client.set_grant(client.grant)  # as when another line changes
     assert isinstance(client.admission_error(perf_counter()), RateLimitedError)
     client.set_grant(Grant("x", requests_per_second=raised_to))
     assert client.admission_error(perf_counter() + 0.01) is None
@@ -292,10 +292,10 @@ async def test_what_is_remembered_is_bounded(tokens: Tokens) -> None:
 async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
     token, late = await tokens.add("x", concurrent=1), await tokens.add("late", revoked=True)
     asking = tokens.admit(token)
-    tokens.refusal(f"Bearer {token}")  # one is under way
+    tokens.refusal(f"Bearer {token}")  # a request is in flight
     tokens.refusal(f"Bearer {late}")
     tokens.refusal("Bearer hunter2")
-    await tokens.add("y")  # those of before are counted through a reload
+    await tokens.add("y")  # earlier counts survive a reload
     assert asking.quota is not None
     asking.quota.leave("OK")
     assert dict(tokens.access.take_counts()) == {
@@ -308,7 +308,8 @@ async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
 
 
 async def test_callers_that_sent_nothing_cost_no_counter(tokens: Tokens) -> None:
-    """A token file may have thousands of names, and the counts are taken twice a second."""
+    """Guards the cost: a token file may have thousands of names, and the counts are taken twice a
+    second."""
     asking = tokens.admit(await tokens.add("x"))
     assert asking.quota is not None
     before = asking.quota.outcomes
@@ -327,7 +328,7 @@ async def test_the_names_are_the_same_object_until_the_file_is_read_again(tokens
 
 
 def test_a_caller_keeps_its_name_and_its_limits_as_its_token_changes(tmp_path: Path) -> None:
-    """While both hold it has two tokens, and one rate."""
+    """Checks that both tokens of a caller, while the caller has two, share one rate."""
     (old, old_hash), (new, new_hash), path = new_token(), new_token(), tmp_path / "tokens"
     limits = {"name": "ranker", "requests_per_second": 0.01}
     path.write_text(json.dumps({**limits, "sha256": old_hash}))
@@ -370,7 +371,7 @@ def test_repeated_headers_are_empty_and_lines_of_lists_are_joined() -> None:
 
 
 def test_very_many_lines_of_a_list_are_joined_once() -> None:
-    """Each joined to those before it takes quadratic time."""
+    """Guards against joining each line to all lines before it, which takes quadratic time."""
     lines = [b"%d" % i for i in range(1300)]
     built: list[object] = [None]
 

@@ -1,4 +1,4 @@
-"""The address of a client: its connection's, or what a trusted proxy says, and nobody else."""
+"""Tests of client addresses: the connection's, or that from a trusted proxy's headers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def found(peer: str = PROXY, **headers: str) -> str:
         ("::ffff:192.0.2.7", "192.0.2.7"),
         ("fe80::1%eth0", "fe80::1"),
         ("192.0.2.7, 10.1.1.1, fd00::9", "192.0.2.7"),
-        ("198.51.100.9, 192.0.2.7, 10.1.1.1", "192.0.2.7"),  # what the client wrote is not read
-        ("10.1.1.1", "10.1.1.1"),  # no client but proxies
+        ("198.51.100.9, 192.0.2.7, 10.1.1.1", "192.0.2.7"),  # addresses from the client are ignored
+        ("10.1.1.1", "10.1.1.1"),  # only proxies
         ("unknown, 10.1.1.1", "10.1.1.1"),
         ("192.0.2.7, unknown", PROXY),
         ("", PROXY),
@@ -83,7 +83,7 @@ def test_what_a_trusted_proxy_says_by_forwarded(value: str, address: str) -> Non
 def test_headers_that_differ_are_not_believed(
     forwarded: str, x_forwarded_for: str, address: str
 ) -> None:
-    """The proxy wrote one of them, and the client perhaps the other."""
+    """Rejects both headers: the proxy wrote one of them, and the client perhaps the other."""
     assert found(forwarded=forwarded, x_forwarded_for=x_forwarded_for) == address
 
 

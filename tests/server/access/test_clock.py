@@ -1,4 +1,4 @@
-"""A clock that jumps is named, and believed once it has lasted."""
+"""Tests of the clock: a jump is logged, and counts only after it has lasted."""
 
 from __future__ import annotations
 

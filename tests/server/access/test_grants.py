@@ -1,4 +1,4 @@
-"""The file of tokens: every key, and what is wrong with a line, said without its values."""
+"""Tests of the token file: every key, and the error of an invalid line, which quotes no values."""
 
 from __future__ import annotations
 
