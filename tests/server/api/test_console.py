@@ -1,4 +1,4 @@
-"""The console's files, what browsers are told of them, who may have what, and the labels of ids."""
+"""Tests of the console: its files and security headers, permissions, and the labels of ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARKUP = re.compile(
 )
 TEXTS, GROUNDS = ("text", "quiet", "accent", "bad", "below"), ("page", "card")
 CONTRAST_MIN = 4.5
-"""WCAG 2.1, 1.4.3: of text."""
+"""Minimum contrast of text, WCAG 2.1, 1.4.3."""
 
 
 @pytest.mark.parametrize("name", ["", *NAMES])
@@ -78,7 +78,7 @@ def test_text_stands_out_from_its_ground(is_dark: bool) -> None:
 
 
 def luminance(color: str) -> float:
-    """WCAG's relative luminance of #RRGGBB."""
+    """Returns WCAG's relative luminance of #RRGGBB."""
     parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts

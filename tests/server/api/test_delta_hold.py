@@ -1,4 +1,4 @@
-"""Administrators hold deltas over REST: who may, for which model, and what they learn."""
+"""Tests of holding deltas over REST: who may hold them, for which models, and the responses."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SHOP = {"model": "shop"}
 
 
 class Server:
-    """Management routes of a model at seq 5, of one without deltas, and an applier that looks at
-    the store when it is told."""
+    """Management routes of a model at seq 5 and of one without deltas, with an applier that polls
+    the store when the test says so."""
 
     def __init__(
         self, executor: ThreadPoolExecutor, access: Authenticator | None, *, has_admin: bool
@@ -87,7 +87,7 @@ async def server(
 async def test_deltas_are_held_and_applied_again(server: Server) -> None:
     described = (await server.client.get("/openapi.json")).json()
     async with server.looking():
-        for path, state in [(HOLD, "held")] * 2 + [(GO_ON, "following")] * 2:  # twice is as once
+        for path, state in [(HOLD, "held")] * 2 + [(GO_ON, "following")] * 2:  # twice is like once
             answer = await server.post(path)
             assert answer.status_code == 200
             assert answer.json() == {"model": "shop", "state": state, "seq": 5}
@@ -99,7 +99,7 @@ async def test_deltas_are_held_and_applied_again(server: Server) -> None:
 
 
 async def test_a_response_waits_for_a_look_that_began_with_the_hold(server: Server) -> None:
-    """The state may still be that of a hold before."""
+    """Checks that a response does not take the state of an earlier hold for that of the new one."""
     server.followed.hold.set(True)
     server.look()
     server.followed.hold.set(False)
@@ -203,7 +203,7 @@ async def test_only_administrators_may_hold(
             server.followed.hold.set(not is_held)
             for token, status in (("", 401), ("es_wrong", 401), ("es_embed", 403)):
                 assert (await server.post(path, token=token)).status_code == status
-                # Nor does the response say which models there are.
+                # The response does not reveal which models exist either.
                 other = await server.post(path, {"model": "shoes"}, token)
                 assert (other.status_code, "shop" in other.text) == (status, False)
             assert server.followed.hold.is_set == (not is_held)

@@ -1,4 +1,5 @@
-"""Health, models, metrics, the OpenAPI pages, and that they all fail in one shape."""
+"""Tests of the management routes: health, models, metrics, OpenAPI pages, and the common format of
+errors."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ async def test_the_plan_tells_which_rank_holds_what(executor: ThreadPoolExecutor
         "bytes": 7 * (4 + 4),  # a scale and bias for each row
     }
     assert (second["rank"], second["col_offset"], second["bytes"]) == (0, 4, 7 * (4 + 8))
-    assert [shard["rank"] for shard in copied["shards"]] == [0]  # no other rank is asked of it
+    assert [shard["rank"] for shard in copied["shards"]] == [0]  # lookups use rank 0's copy
     assert model["bytes_per_rank"] == [7 * 12 + 7 * 16, 7 * 8]
 
 
@@ -215,7 +216,7 @@ async def test_a_page_shows_the_document_and_loads_nothing_from_elsewhere(
 
 
 async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.AsyncClient) -> None:
-    """What is made of the document calls its functions so."""
+    """Guards generated clients: they name their functions after the operations."""
     described = await schema(rest)
     operations = [one for path in described["paths"].values() for one in path.values()]
     assert sorted(one["operationId"] for one in operations) == sorted(OPERATIONS.split())
@@ -226,7 +227,8 @@ async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.Async
 def test_each_operation_has_a_summary_that_is_not_its_functions_name(
     executor: ThreadPoolExecutor,
 ) -> None:
-    """FastAPI makes "Models" of models(), which names nothing that the operation does."""
+    """Guards against FastAPI's default, which derives "Models" from models() and describes no
+    operation."""
     shared = RegionRegistry("/", Limits())
     pipeline = make_pipeline(FakeEngine(), executor=executor, shared_memory=shared)
     paths = management_app(pipeline, FakeAdmin()).openapi()["paths"]
@@ -265,7 +267,7 @@ async def test_what_may_be_left_out_is_not_required(rest: httpx.AsyncClient) -> 
     schemas = (await schema(rest))["components"]["schemas"]
     assert schemas["IdRule"]["required"] == ["rule"]
     assert "next" not in schemas["Model"]["required"]
-    # openapi-typescript takes a field with a default for one that is always there.
+    # openapi-typescript treats a field with a default as always present.
     assert [name for name, one in schemas.items() if '"default"' in json.dumps(one)] == []
     assert schemas["EmbedRequest"]["required"] == ["features"]
 
@@ -312,7 +314,7 @@ async def test_the_examples_of_the_open_inference_protocol_are_requests_too(
 
 
 async def test_the_examples_are_of_what_is_served_now(executor: ThreadPoolExecutor) -> None:
-    """No longer those of a version before; a model without goldens to show has none."""
+    """Checks that examples are not those of a former version. A model without goldens has none."""
     engine = FakeEngine()
     pipeline = make_pipeline(engine, FakeEngine(unpooled_info()), executor=executor)
     app = management_app(pipeline)
