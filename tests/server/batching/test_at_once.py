@@ -1,4 +1,5 @@
-"""An engine that waits for its device is given the next batch before it has answered the last."""
+"""Tests of an engine that waits for its device: it gets the next batch before it returns the last.
+Tests of an engine that waits for its device: it gets the next batch before it returns the last."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def batcher(engine: FakeEngine) -> Iterator[Batcher]:
 
 
 async def fill(batcher: Batcher, engine: FakeEngine) -> list[Waiting]:
-    """As many requests as may be looked up at once, each in a batch of its own that is held."""
+    """Submits as many requests as may be looked up concurrently, each in a batch that is held."""
     engine.hold()
     running: list[Waiting] = []
     while len(running) < AT_ONCE:
@@ -109,7 +110,8 @@ async def test_one_that_is_retired_is_kept_for_all_that_it_has(
 async def test_it_rounds_to_float16_where_nobody_wants_more(
     engine: FakeEngine, batcher: Batcher
 ) -> None:
-    """Half the bytes come from the device then."""
+    """Checks that the engine rounds if all requests of a batch want float16. Half the bytes then
+    come from the device."""
     requests = [engine.request(USER) for _ in range(4)]
     for request in requests[:3]:
         request.output_dtype = "float16"

@@ -1,4 +1,4 @@
-"""The batcher: when a batch starts, what it holds, and one answer for every request."""
+"""Tests of the batcher: when a batch starts, what it contains, and one response per request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from embedserve_store.ids.translate import ChangeRows, IdTranslator, Translation
 INLINE = Limits()
 IN_THREAD = Limits(inline_bytes_max=0)
 ONE_BYTES = 52 + len(FEATURES) * BAG_BYTES
-"""Of the work of a request with one id: it reads a row of at most 4 dims, and writes 9."""
+"""Bytes of the work of a request with one id: it reads a row of at most 4 dims, and writes 9."""
 USER: Bags = {"user": [[1, 2, 3]]}
 HOUR_S = 3600
 
@@ -236,7 +236,7 @@ async def test_a_batch_that_fills_as_its_delay_ends_begins_once(
     )
     await until(lambda: engine.lookups)
     await asyncio.sleep(0.01)
-    assert metrics.count_queue()[0] == 4  # one batch of two runs, and no other beside it
+    assert metrics.count_queue()[0] == 4  # one batch in two runs, and no other
     engine.release()
     await asyncio.gather(*answers)
 
@@ -393,7 +393,7 @@ async def test_what_happened_is_counted(
 
 
 class NotRounding(FakeEngine):
-    """Fails to round, while ``is_failing``."""
+    """Fails to round while ``is_failing``."""
 
     is_failing = True
 
@@ -420,7 +420,7 @@ async def test_a_failure_while_splitting_still_answers_everyone(
 
 
 class FailingTranslator(IdTranslator):
-    """Fails as a batch does for which there is no memory, while ``is_failing``."""
+    """Fails while ``is_failing``, like a batch without enough memory."""
 
     def __init__(self, translator: IdTranslator) -> None:
         vars(self).update(vars(translator))

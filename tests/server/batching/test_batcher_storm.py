@@ -1,4 +1,5 @@
-"""Thousands of requests in random company: each gets one answer, and it is its own."""
+"""Stress test of the batcher: thousands of requests in random batches each get their own result,
+once."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ LIMITS = Limits(
 
 
 class SometimesFailing(FakeEngine):
-    """Fails every 13th lookup, and takes a moment for every 7th."""
+    """Fails every 13th lookup, and delays every 7th."""
 
     def lookup(
         self,
@@ -48,7 +49,7 @@ class SometimesFailing(FakeEngine):
 
 
 class Storm:
-    """Callers that send, wait, cancel and give up at random, and what became of each request."""
+    """Callers that send, wait, cancel and abandon at random, and the outcome of each request."""
 
     def __init__(self, seed: int, executor: ThreadPoolExecutor) -> None:
         self.random = random.Random(seed)
@@ -110,12 +111,13 @@ def test_every_request_gets_exactly_one_answer(seed: int, executor: ThreadPoolEx
     asyncio.run(storm.run())
     assert storm.outcomes.total() == CALLERS * REQUESTS_EACH
     assert not {"INVALID_ARGUMENT", "OK of a bad request"} & storm.outcomes.keys()
-    # Each kind of end took part; were one missing, the storm would prove less than it says.
+    # Every outcome occurred; without one of them the test would prove less.
     ends = ("OK", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL")
     assert storm.outcomes.keys() >= {*ends, "INVALID_ARGUMENT of a bad request"}
     assert storm.outcomes["OK"] > storm.outcomes.total() / 20
     assert {lookup.is_inline for lookup in storm.engine.lookups} == {True, False}
     assert max(lookup.batch_size for lookup in storm.engine.lookups) <= 12
     assert storm.metrics.count_queue() == (0, 0)
-    # A second answer to one request raises in the event loop, and so does an error nobody read.
+    # A second result for a request raises in the event loop. So does an error that no code
+    # retrieves.
     assert storm.loop_errors == []

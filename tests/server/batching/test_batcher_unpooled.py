@@ -1,4 +1,4 @@
-"""Batches of a model that answers a row for each id: their limits count rows, not examples."""
+"""Tests of batches of an unpooled model: their limits count rows, not examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embedserve.metrics.model_metrics import ModelMetrics
 
 MODEL = unpooled_info()
 UNPOOLED_ITEM = 2 * 16
-"""Bytes of an answer to one id of item, a row of 4 float32 from each of two tables."""
+"""Bytes of the result for one id of item, a row of 4 float32 from each of two tables."""
 
 
 def ordered(bags: Bags) -> LookupRequest:

@@ -1,4 +1,4 @@
-"""Who is taken next where many wait, and that no source takes the others' turn or room."""
+"""Tests of the fair queue: the order of requests, and the share of each source."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORK_MAX = 50
 
 
 class Queued:
-    """A fair queue whose requests are as many examples as they are work."""
+    """A fair queue with as many units of work as examples in each request."""
 
     def __init__(self, names: str = "", work: int = 10) -> None:
         self.queue = FairQueue()
@@ -72,7 +72,8 @@ def test_shares_are_of_work_and_not_of_requests() -> None:
 
 
 def test_one_that_asks_again_each_time_gets_no_more_than_its_share() -> None:
-    """Though it has nothing waiting for a moment, or one request more than it has taken."""
+    """Covers a source whose queue is briefly empty, and one with a request more than it has taken.
+    Covers a source whose queue is briefly empty, and one with a request more than it has taken."""
     for waiting in ("abbbbb", "aabbbbb"):
         queued = Queued(waiting)
         taken = ""
@@ -104,11 +105,12 @@ Step = Asked | st.sampled_from(["take", "give up"])
 def test_while_two_wait_they_are_given_alike(
     steps: list[tuple[str, int] | str], random: Random
 ) -> None:
-    """But for what one request of each makes; each in the order that it asked in."""
+    """Checks that two waiting sources get equal work, up to one request of each, in the order of
+    their requests."""
     queued = Queued()
     waiting: dict[object, list[FutureRequest]] = {name: [] for name in "abc"}
     had = Counter[object]()
-    apart = dict.fromkeys(combinations("abc", 2), 0)  # what each had when both began to wait
+    apart = dict.fromkeys(combinations("abc", 2), 0)  # difference when both began to wait
     for step in [*steps, *["take"] * len(steps)]:
         alive = [pending for requests in waiting.values() for pending in requests]
         assert len(queued.queue.source_of) == len(alive)
@@ -141,7 +143,7 @@ def one_id(engine: FakeEngine, number: int = 1) -> LookupRequest:
 
 
 async def busy(engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits) -> Batcher:
-    """A batcher whose engine is held at work on a request of id 0."""
+    """Returns a batcher whose engine is held in the lookup of a request of id 0."""
     batcher = make_batcher(limits)
     engine.hold()
     submit(batcher, one_id(engine, 0))
@@ -152,7 +154,7 @@ async def busy(engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits) ->
 async def test_one_with_many_requests_does_not_keep_another_waiting(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    """Of batches of four ids."""
+    """Checks this with batches of four ids."""
     batcher = await busy(engine, make_batcher, Limits(inline_bytes_max=0, batch_ids_max=4))
     answers = [submit(batcher, one_id(engine, 1), source="a") for _ in range(8)]
     engine.release()

@@ -1,4 +1,4 @@
-"""Joining is invisible: every request of a batch is answered as if it were alone."""
+"""Tests of joining: every request of a batch gets the result that it gets alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ordered(bags: Bags, weights: Weights | None = None) -> LookupRequest:
 def answered(
     engine: FakeEngine, requests: list[LookupRequest], pieces: int = 1
 ) -> list[LookupResult]:
-    """What the batcher makes of ``requests``, on so many threads."""
+    """Returns the batcher's results of ``requests``, looked up in ``pieces``."""
     batch = join(requests, engine.model)
     assert batch is not None
     assert batch.batch_size == sum(request.batch_size for request in requests)
@@ -75,7 +75,8 @@ def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataOb
 @settings(max_examples=50)
 @given(data=st.data())
 def test_joining_leaves_the_requests_as_they_were(data: st.DataObject) -> None:
-    """A request whose neighbour is refused is joined again."""
+    """Guards requests that are joined again, because another request of their batch was rejected.
+    Guards requests that are joined again, because another request of their batch was rejected."""
     requests = [
         adapt_to_model(make_request(data.draw(bags_of(RULED.model))), RULED.model)
         for _ in range(data.draw(st.integers(1, 3)))
@@ -107,7 +108,7 @@ def test_an_unknown_feature_is_named_with_those_that_there_are() -> None:
 
 
 class CountedName(str):
-    """Counts the comparisons of such names."""
+    """A string class that counts its comparisons."""
 
     __slots__ = ()
     comparisons = 0
@@ -121,7 +122,7 @@ class CountedName(str):
 
 @pytest.mark.parametrize("words", [False, True], ids=["integers", "strings"])
 def test_each_feature_is_compared_a_few_times(words: bool) -> None:
-    """However many features the model has."""
+    """Checks that the number per feature does not grow with the number of features."""
     count = 300
     model = model_info("wide", {f"f{at}": (3, 1) for at in range(count)})
     bags: Bags = {CountedName(f"f{at}"): [["1" if words else 1]] for at in reversed(range(count))}
@@ -134,7 +135,7 @@ def test_each_feature_is_compared_a_few_times(words: bool) -> None:
 
 @pytest.mark.parametrize(("count", "of"), [(1, "a lone request"), (2, "a batch of several")])
 def test_bags_take_no_more_than_the_page_on_threats_says(count: int, of: str) -> None:
-    """Unknown ids, and features in another order, take most."""
+    """Measures the worst case: unknown ids, and features in another order than the model's."""
     page = " ".join((ROOT / "docs" / "threat-model.md").read_text().split())
     said = re.search(rf"(\d+) (?:bytes )?for each bag of {of}", page)
     assert said is not None
@@ -155,4 +156,4 @@ def test_bags_take_no_more_than_the_page_on_threats_says(count: int, of: str) ->
         tracemalloc.stop()
     assert (batch is None, errors) == (False, {})
     bags = count * lengths.size
-    assert most / bags < int(said[1]) + 1  # the arrays of the requests and of the batch included
+    assert most / bags < int(said[1]) + 1  # with the arrays of the requests and of the batch

@@ -1,4 +1,4 @@
-"""Large requests and small ones: neither waits for the other."""
+"""Tests of large and small requests: neither waits for the other."""
 
 from __future__ import annotations
 

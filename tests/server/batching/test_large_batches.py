@@ -1,4 +1,5 @@
-"""Large batches: threads join, divide and split them, while the event loop answers small ones."""
+"""Tests of large batches: threads join, divide and split them while the event loop handles small
+ones."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ WRONG: Bags = {"user": [[1, 2, 7]]}
 
 
 class HeldTranslator(IdTranslator):
-    """Holds up the translation of more than one id at ``gate``, and notes the threads.
+    """Holds up the translation of more than one id at ``gate``, and records the threads.
 
     Attributes:
         large, small: threads that translated more than one id, and one.
@@ -233,7 +234,7 @@ async def test_a_failure_while_joining_answers_everyone(
 
 
 class RoundingEngine(FakeEngine):
-    """Notes the threads that round values."""
+    """Records the threads that round values."""
 
     def __init__(self) -> None:
         super().__init__()

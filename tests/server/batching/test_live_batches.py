@@ -1,4 +1,4 @@
-"""Batches over rows that change: one view for each batch, which ends with its lookup."""
+"""Tests of batches over changing rows: each batch has one view, which ends with its lookup."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ NEXT: Bags = {"user": [[1, 2], [], [3]], "tag": [[1], [2], []]}
 
 
 class NextRows(RowsReader):
-    """Gives each row the number of the next; view n has seq 10 n, and id 5050505 the row n - 1."""
+    """Reader that maps each row to the next row. View n has seq 10 n, and maps id 5050505 to row n
+    - 1."""
 
     has_ids = True
 
@@ -132,7 +133,8 @@ async def test_ids_that_are_skipped_shift_no_feature(executor: ThreadPoolExecuto
 async def test_ids_are_those_of_the_view(
     ids: list[list[int]], executor: ThreadPoolExecutor
 ) -> None:
-    """An id that is not in the vocabulary has a row in the view; a view ends with unknown ids."""
+    """Looks up an id that has a row in the view only. Checks that a view also ends if ids are
+    unknown."""
     engine = FakeEngine(ruled_info())
     rows = engine.rows_reader = NextRows()
     batcher = batcher_of(engine, INLINE, executor)

@@ -1,4 +1,4 @@
-"""Bags and ids move as the obvious loops would move them."""
+"""Tests of permutations: bags and ids move as in straightforward loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batcher's queue: what it counts, when it is full, and what leaves it unanswered."""
+"""Tests of the batcher's queue: its counts, its limits, and abandoned and expired requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_queue_that_was_full_takes_requests_once_an_eighth_is_free(
 async def busy_batcher(
     engine: FakeEngine, make_batcher: MakeBatcher, limits: Limits
 ) -> tuple[Batcher, Waiting]:
-    """A batcher whose engine is held at work, and the request that it works on."""
+    """Returns a batcher whose engine is held, and the request of that lookup."""
     batcher = make_batcher(limits)
     engine.hold()
     running = submit(batcher, engine.request(ONE))
@@ -73,7 +73,7 @@ async def test_one_who_goes_away_is_not_counted_any_more(
     assert metrics.count_queue() == (2, 4)
     waiting[2].pending.abandon()
     assert metrics.count_queue() == (1, 1)
-    waiting[0].pending.abandon()  # twice is as once
+    waiting[0].pending.abandon()  # a repetition changes nothing
     assert metrics.count_queue() == (1, 1)
     engine.release()
     await asyncio.gather(running, waiting[1])
@@ -98,7 +98,8 @@ async def test_one_who_goes_away_during_its_lookup_is_told_nothing(
 async def test_what_went_away_does_not_keep_its_request_in_memory(
     engine: FakeEngine, make_batcher: MakeBatcher
 ) -> None:
-    """However long the engine works: those who stay in front hold nobody behind them."""
+    """Checks that memory is freed even during a long lookup: requests at the head of the queue keep
+    no later ones alive."""
     batcher, running = await busy_batcher(engine, make_batcher, IN_THREAD)
     first = submit(batcher, engine.request(ONE))
     gone = []

@@ -1,4 +1,5 @@
-"""An engine whose lookups other servers run: several batches at once, and no thread."""
+"""Tests of an engine whose lookups run on other servers: several batches in flight, and no thread.
+Tests of an engine whose lookups run on other servers: several batches in flight, and no thread."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class OtherServers:
 
     Attributes:
         begun: batches in flight, their deadlines, and how to end them.
-        failure: raised when a lookup begins.
-        traces_calls: set before a batcher has it.
+        failure: exception that a lookup raises when it begins.
+        traces_calls: set it before a batcher has this object.
     """
 
     batches_max = 3
@@ -56,7 +57,7 @@ def servers(engine: FakeEngine) -> OtherServers:
 @pytest.fixture
 def batcher(engine: FakeEngine, servers: OtherServers) -> Iterator[Batcher]:
     with ThreadPoolExecutor(1) as executor:
-        executor.shutdown()  # nothing may run in it
+        executor.shutdown()  # no lookup may run in it
         yield Batcher(engine, engine.model, Limits(), ModelMetrics(engine.model), executor)
 
 
@@ -71,7 +72,7 @@ class OfferedBatches(Shadow):
 
 
 class TracedRequest(FutureRequest):
-    """A request that is recorded in a trace, or asked in vain whether it is."""
+    """A request with a trace context, or with None because it is not traced."""
 
     __slots__ = ("context",)
 
@@ -89,7 +90,7 @@ def answer(engine: FakeEngine, batch: Batch) -> np.ndarray:
 
 
 async def begin(batcher: Batcher, engine: FakeEngine, servers: OtherServers) -> list[Waiting]:
-    """As many batches of one request as may be in flight."""
+    """Submits requests one at a time until as many batches as allowed are in flight."""
     running: list[Waiting] = []
     while len(running) < servers.batches_max:
         running.append(submit(batcher, engine.request(USER)))
@@ -141,7 +142,7 @@ async def test_only_requests_with_examples_that_failed_are_rejected(
 async def test_only_requests_that_lack_rows_say_so(
     engine: FakeEngine, batcher: Batcher, servers: OtherServers
 ) -> None:
-    """And no shadow compares their batch."""
+    """Checks also that no shadow compares their batch."""
     shadow = batcher.runner.shadow = OfferedBatches()
     await begin(batcher, engine, servers)
     waiting = [submit(batcher, engine.request(USER)) for _ in range(3)]

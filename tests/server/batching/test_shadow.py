@@ -1,4 +1,4 @@
-"""What is compared of two versions, and that nobody waits for it."""
+"""Tests of the shadow: what is compared of two versions. No request waits for it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_features_in_another_order_are_compared_by_their_keys() -> None:
 
 
 def test_a_feature_that_the_shadow_lacks_is_left_out() -> None:
-    """Also if a request names no other: it has empty bags of the others, as it is answered."""
+    """Also covers a request of no other feature: it has empty bags of the others, as in its
+    response."""
     served = FakeEngine(model_info("shop", {"user": (7, 4), "movie": (11, 3)}), seed=3)
     ours = FakeEngine(model_info("shop", {"user": (7, 4)}), seed=3)
     found = differences(served, ours, [{"movie": [[3]]}, {"movie": [[4]], "user": [[6, 1]]}])
@@ -100,7 +101,7 @@ def test_a_feature_that_the_shadow_lacks_is_left_out() -> None:
 
 
 def test_features_that_nobody_asked_for_agree_on_nothing() -> None:
-    """Zeros on both sides are no vectors of which a cosine could be said."""
+    """Covers zeros on both sides, which have no direction and so no cosine."""
     model = model_info("shop", {"user": (7, 4), "movie": (11, 3)})
     served, ours = FakeEngine(model, seed=3), FakeEngine(model, seed=4)
     found = differences(served, ours, [{"user": [[1, 2]]}, {"user": [[6]], "movie": [[]]}])
@@ -160,7 +161,7 @@ def test_ids_without_a_row_are_counted_for_both() -> None:
 
 @pytest.fixture
 def pipeline(executor: ThreadPoolExecutor) -> RequestPipeline:
-    """Version 7 answers; 8 is the canary, which answers as 7 would."""
+    """Returns a pipeline where version 7 is served and the canary, 8, returns the same values."""
     model = model_info()
     engines = (
         FakeEngine(version(model, 7), seed=7),
@@ -186,13 +187,13 @@ async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> 
     await ask(pipeline)
     assert counted(pipeline) == 0
     pipeline.models.set_shadow("shop@canary", 100.0)
-    pipeline.models.set_shadow("shop", 100.0)  # which answers, and is in nobody's shadow
+    pipeline.models.set_shadow("shop", 100.0)  # the served version, no shadow
     for count in range(1, 4):
         await ask(pipeline)
         await until_counted(pipeline, count)
     assert pipeline.models.status(pipeline.models.model("shop@canary"))["shadow"] == 100.0
     sums = pipeline.metrics.models["shop@canary"].version.shadow.per_key()
-    assert sums[0].tolist() == [3, 0, 0]  # of the other features nobody asked for an id
+    assert sums[0].tolist() == [3, 0, 0]  # no request has ids of the other features
     assert sums[2].tolist() == [0] * 3
     assert sums[4].tolist() == [0, 3, 3]
     pipeline.models.set_shadow("shop@canary", 0.0)
@@ -204,7 +205,8 @@ async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> 
 async def test_of_two_the_first_by_name_is_compared(
     executor: ThreadPoolExecutor, names: tuple[str, str]
 ) -> None:
-    """In all workers, though each may have learned of the two in its own order."""
+    """Checks that all workers compare the same version, in whatever order each learned of the two.
+    Checks that all workers compare the same version, in whatever order each learned of the two."""
     model = model_info()
     engines = [FakeEngine(version(model, 8, f"shop@{name}"), seed=7) for name in names]
     pipeline = make_pipeline(FakeEngine(version(model, 7), seed=7), *engines, executor=executor)
@@ -255,7 +257,7 @@ async def test_one_without_a_thread_fails_and_the_next_is_compared(
     refuse_thread(monkeypatch, "shadow")
     await ask(pipeline)
     assert counted(pipeline, "failed") == 1
-    for count in (1, 2):  # the one that failed is not compared later
+    for count in (1, 2):  # the failed one is not compared later
         await ask(pipeline)
         await until_counted(pipeline, count)
     (said,) = caplog.messages

@@ -1,4 +1,5 @@
-"""Splitting copies nothing that is pooled, and gathers rows only where requests were joined."""
+"""Tests of splitting: pooled values are not copied, and rows are gathered only for joined requests.
+Tests of splitting: pooled values are not copied, and rows are gathered only for joined requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Unknown ids: refused, left out of their bags or looked up as the default row, and counted."""
+"""Tests of unknown ids: rejected, left out of their bags or looked up as the default row; counted.
+Tests of unknown ids: rejected, left out of their bags or looked up as the default row; counted."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_ids_become_rows_by_the_rule_of_each_feature() -> None:
 
 
 def test_a_skipped_id_and_its_weight_leave_the_bag() -> None:
-    """So that a mean divides by the ids that are left."""
+    """Checks that a mean divides by the number of remaining ids."""
     request = make_request({"tag": [["war", "drama", ""], ["war"]]}, {"tag": [[1, 2, 3], [4]]})
     batch = join([adapt_to_model(request, RULED)], RULED)
     assert batch is not None

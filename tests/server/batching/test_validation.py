@@ -1,4 +1,5 @@
-"""Bad requests are told apart and named; what a model has no use for is refused at once."""
+"""Tests of validation: each invalid request gets an error that names the field, before it is
+queued."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ UNPOOLED = unpooled_info()
 
 
 def string_model() -> ModelInfo:
-    """Refuses titles that it does not know."""
+    """Returns a model that rejects unknown titles."""
     rule = IdRule("map", id_type="string")
     table = TableSpec("t_title", 2, 4, ("title",), "sum", "float32", ids=rule)
     return info_of("films", [table], {"t_title": ("Heat", "Alien")})
@@ -40,7 +41,7 @@ def ordered(bags: Bags, weights: Weights | None = None, model: ModelInfo = MODEL
 
 
 def spoil(request: LookupRequest, how: str, place: int) -> LookupRequest:
-    """``request`` with one id, length or weight made wrong."""
+    """Returns ``request`` with one id, length or weight made invalid."""
     ids, lengths = request.ids.copy(), request.lengths.copy()
     weights = np.ones(ids.size, np.float32) if request.weights is None else request.weights.copy()
     if how == "length":
@@ -251,7 +252,7 @@ def test_integers_may_be_given_as_strings(data: st.DataObject, model: ModelInfo)
     assert np.array_equal(taken.lengths, plain.lengths)
     assert taken.string_features == plain.string_features
     assert (taken.strings is None) == (not taken.string_features)
-    assert np.array_equal(sent.ids, sent_ids)  # another version may be asked the same
+    assert np.array_equal(sent.ids, sent_ids)  # another version may get the same request
 
 
 def test_an_integer_that_was_a_string_is_checked_as_any() -> None:
