@@ -110,7 +110,7 @@ class RawServer:
         reader, writer = await self.open()
         for packet in packets:
             writer.write(packet)
-            await asyncio.sleep(0)  # x
+            await asyncio.sleep(0)  # yields: usually each packet is a read of its own
         answer = await reader.read()
         writer.close()
         return answer

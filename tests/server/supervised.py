@@ -8,11 +8,11 @@ Files control it:
 
 - While FILE exists, workers fail with its content as the message.
 - FILE.sock is a Unix socket on which the server also listens.
-- If FILE.asked exists, the supervisor prints whether a worker responds before it is told that the
-worker is ready.
+- If FILE.asked exists, the supervisor prints whether a worker responds before it knows that the
+  worker is ready.
 - While FILE.full exists, no process can be forked.
 - FILE.deltas adds an applier. It polls once that file is empty, or ends if the file says "end". It
-sends no heartbeat after that poll, and counts as hung after HANG_S, like a worker.
+  sends no heartbeat after that poll, and counts as hung after HANG_S, like a worker.
 """
 
 from __future__ import annotations

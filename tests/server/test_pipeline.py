@@ -147,7 +147,7 @@ async def test_while_the_queue_for_large_requests_is_full_they_are_refused_undec
     decoded: list[bytes] = []
     watched = replace(undecodable(decoded, codec), decode=fail)
     undecoded = ask_each(pipeline, watched, large, huge)
-    await until(lambda: all(call.told for call in undecoded))  # the last one is decoded in the thread
+    await until(lambda: all(call.told for call in undecoded))  # the last one in the thread
     assert [call.error.message for call in undecoded] == [told, told]
     assert large not in decoded  # a large request is not even decoded in the thread
     (small,) = ask_each(pipeline, watched, body)
