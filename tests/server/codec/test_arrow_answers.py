@@ -1,4 +1,4 @@
-"""Answers as columns: what Arrow's library reads is what there was."""
+"""Tests of Arrow responses: Arrow's own library reads the same values, dtypes and metadata."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def values_of(examples: int, dtype: str = "float32") -> np.ndarray:
 
 
 def encoded(result: LookupResult) -> bytes:
-    """At once where that is quick; and always the same in pieces."""
+    """Returns the encoded result. Checks that inline encoding, if it is quick enough, yields the
+    same bytes as encoding in chunks."""
     in_pieces = b"".join(ARROW.encode(result))
     now = ARROW.try_encode_inline(result)
     if now is not None:
@@ -51,7 +52,7 @@ def said_of(model: ModelInfo, **more: object) -> Mapping[str, object]:
 @pytest.mark.parametrize("cut", [1, 9])
 def test_one_column_has_the_vectors_of_all_keys(examples: int, dtype: str, cut: int) -> None:
     values = values_of(examples, dtype)
-    for _ in range(2):  # the second finds what the first has kept
+    for _ in range(2):  # the second time the cached prefix is used
         result = LookupResult(POOLED, values)
         if cut < examples:
             result = LookupResult(POOLED, values[:cut], extra_chunks=[values[cut:]])

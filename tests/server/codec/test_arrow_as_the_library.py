@@ -1,4 +1,4 @@
-"""Arrow streams that are accepted are read as Arrow's own library reads them."""
+"""Tests that accepted Arrow streams are read like Arrow's own library reads them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from embedserve.config import DEFAULT_LIMITS
 from embedserve.errors import EmbedServeError
 
 INPUTS = 100_000
-"""Mutated streams."""
+"""Number of mutated streams."""
 SEED = 34
 NOT_VERIFIED = re.compile(
     "Invalid flatbuffers message|Unexpected null field|Buffer .* did not start on 8-byte aligned"
 )
-"""Errors of Arrow's library for which nothing is rejected here, as docs/threat-model.md lists them.
-The library verifies all metadata of a message and the alignment of buffers. Ours checks the
-metadata that it reads, and copies values from wherever they are."""
+"""Errors of Arrow's library for which our decoder rejects nothing, as docs/threat-model.md lists.
+
+The library verifies all metadata of a message and the alignment of buffers. Our decoder checks the
+metadata that it reads, and copies values from any address.
+"""
 
 
 def streams() -> list[bytes]:

@@ -1,4 +1,5 @@
-"""Streams that lie: refused with what is wrong, before anything is read by what they say."""
+"""Tests of Arrow streams with false sizes or offsets: each is rejected with the reason, before data
+is read at them."""
 
 from __future__ import annotations
 
@@ -39,10 +40,11 @@ TEXTS = pa.schema({"user": pa.list_(pa.string())}).serialize().to_pybytes()
 
 @dataclass
 class Crafted:
-    """A stream of two bags, [1, 2] and [3], of which something is changed.
+    """A stream of two bags, [1, 2] and [3], with some fields changed.
 
     Attributes:
-        buffers: (where in the body, bytes): a list's bitmap and offsets, its values' and theirs.
+        buffers: (offset in the body, bytes) of the list's bitmap and offsets, and of the values'
+            bitmap and values.
     """
 
     rows: int = 2
@@ -216,7 +218,7 @@ def test_more_than_the_limits_allow(name: str) -> None:
 
 
 def test_bags_that_take_no_bytes_are_counted() -> None:
-    """Of lists of no values, and of nulls, a few bytes are very many bags."""
+    """Covers lists of zero values, and nulls: a few bytes can be very many bags."""
     lists = columns_of({f"f{i}": [[]] * 100 for i in range(20)}, layout=lambda of: pa.list_(of, 0))
     nulls = pa.table({f"f{i}": pa.nulls(100) for i in range(20)})
     for table in (lists, nulls):
@@ -425,7 +427,7 @@ def test_changed_bytes_are_refused_or_read_as_arrow_reads_them(
 
 
 def by_arrow(body: bytes) -> dict[str, list[list[Any]]] | None:
-    """The bags that the library finds; None where it finds something wrong."""
+    """Returns the bags that Arrow's library reads; None if it rejects the stream."""
     try:
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)

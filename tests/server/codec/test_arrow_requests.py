@@ -1,4 +1,4 @@
-"""Columns are read as the EmbedRequest with the same bags, in whatever layout they come."""
+"""Tests that Arrow columns in every layout are read like the EmbedRequest with the same bags."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INTEGERS = [getattr(pa, f"{sign}int{bits}")() for sign in ("", "u") for bits in 
 
 
 def assert_reads(body: bytes, bags: Bags, weights: Weights | None = None) -> LookupRequest:
-    """Asserts that ``body`` is read as a message of these."""
+    """Checks that ``body`` is read like a message of these bags and weights."""
     read = ARROW.decode_request(body)
     expected = ProtobufDecoder().decode_request(message_of(bags, weights).SerializeToString())
     assert (read.features, read.batch_size) == (expected.features, expected.batch_size)
@@ -69,7 +69,7 @@ def test_lists_in_one_batch_or_several(
 
 @given(data=st.data(), start=st.integers(0, 2))
 def test_slices_and_nulls(data: st.DataObject, start: int) -> None:
-    """Values outside a slice, and those that a null bag has room for, are nobody's."""
+    """Checks that values outside a slice, and values behind a null bag, are ignored."""
     bags = data.draw(bags_of_ids())
     examples = len(next(iter(bags.values())))
     is_null = {name: data.draw(st.lists(st.booleans(), min_size=examples, max_size=examples))
@@ -208,7 +208,8 @@ def test_schemas_are_cached_and_few_of_them() -> None:
 
 
 def test_what_takes_long_is_left_to_the_thread() -> None:
-    """Many columns, batches, bags, ids or strings; a schema that is known is no more of them."""
+    """Covers many columns, batches, bags, ids or strings. A cached schema no longer counts as many
+    columns."""
     bags: Bags = {f"f{at}": [[1]] for at in range(200)}
     body = stream_of(columns_of(bags))
     assert ARROW.try_decode_inline(body, "", DEFAULT_LIMITS) is None

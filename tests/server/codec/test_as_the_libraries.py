@@ -1,4 +1,4 @@
-"""Decoders of ours accept no message that the protobuf library rejects, whichever way they read."""
+"""Tests that none of our decoders accepts a message that the protobuf library rejects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from embedserve_proto import open_inference_pb2 as oip
 from embedserve_proto import predictor_pb2
 
 INPUTS = 100_000
-"""Mutated messages of each kind."""
+"""Number of mutated messages of each kind."""
 SEED = 34
 GROUP = b"\xfb\x07\x08\x01\xfc\x07"
 Decode = Callable[[bytes], LookupRequest | None]
@@ -32,7 +32,7 @@ Decode = Callable[[bytes], LookupRequest | None]
 
 @dataclass(frozen=True)
 class Kind:
-    """Right messages of one kind, the library's class of them, and our ways to read them."""
+    """Valid messages of one kind, the library's class for them, and our decoders."""
 
     seeds: list[bytes]
     library: type[Any]
@@ -121,7 +121,7 @@ def read(decode: Decode, body: bytes) -> LookupRequest | None:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_right_messages_are_accepted(kind: Kind) -> None:
-    """Also with a group, which is an unknown field to all of them."""
+    """Covers messages with a group, which is an unknown field to all decoders."""
     for seed in kind.seeds:
         for body in (seed, seed + GROUP, GROUP + seed):
             kind.library.FromString(body)

@@ -1,4 +1,4 @@
-"""How large a request is, told without decoding it: no more than it is, and nearly that."""
+"""Tests of the size estimate of undecoded requests: never above the size, and close to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages are taken apart where the protobuf library takes them, and nowhere else."""
+"""Tests that messages are split into the same fields as by the protobuf library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def reads(body: bytes) -> bool:
 
 
 def library_reads(body: bytes) -> bool:
-    """Whether its bytes are any message at all: to one without fields all are unknown."""
+    """Whether the bytes are a valid message. A message type without fields treats all fields as
+    unknown."""
     try:
         Empty.FromString(body)
     except DecodeError:

@@ -1,4 +1,4 @@
-"""The digits of every float16."""
+"""Tests of the digits of every float16."""
 
 from __future__ import annotations
 

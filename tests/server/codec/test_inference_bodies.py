@@ -1,4 +1,4 @@
-"""Inference requests as JSON, with and without binary tensors behind."""
+"""Tests of inference requests as JSON, with and without binary tensors behind it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRONG = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc3\xa9" * 100_000 + b"\x80")
     "wrong", [b"\xff", b"\xc3", b"\xed\xa0\x80", "é".encode() * 100_000 + b"\x80"]
 )
 def test_json_that_is_not_utf8_is_rejected_wherever_that_is(wrong: bytes) -> None:
-    """Also in what is passed over: json and orjson reject it."""
+    """Covers invalid bytes in fields that are skipped: json and orjson reject those, too."""
     for said in ((b"", wrong), (wrong, b"")):
         head = HEAD % said
         for json_bytes in (None, len(head)):

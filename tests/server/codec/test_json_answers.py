@@ -1,4 +1,4 @@
-"""Answers and errors as JSON: exact float32, columns or rows, and what was unknown."""
+"""Tests of JSON responses and errors: exact float32, columns or rows, and counts of unknown ids."""
 
 from __future__ import annotations
 

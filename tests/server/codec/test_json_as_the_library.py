@@ -1,4 +1,4 @@
-"""JSON bodies that are accepted are JSON to the standard library too, and say the same there."""
+"""Tests that the standard library accepts each accepted JSON body, and reads the same values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import LookupRequest
 
 INPUTS = 100_000
-"""Mutated bodies of each form."""
+"""Number of mutated bodies of each kind."""
 SEED = 34
 Values = dict[str, tuple[list[int], list[Any], list[float] | None]]
 """Lengths, ids and weights, by feature."""
@@ -28,7 +28,7 @@ Values = dict[str, tuple[list[int], list[Any], list[float] | None]]
 
 @dataclass(frozen=True)
 class Form:
-    """Right bodies of one form, our decoder, and the values of what json parsed."""
+    """Valid bodies of one kind, our decoder, and a function from json's result to values."""
 
     seeds: list[bytes]
     decode: Callable[[bytes], LookupRequest]
@@ -57,7 +57,7 @@ HEADS = [
     ' {"binary_data_size": 32, "unknown": "é"}}]}'.encode(),
 ]
 BEHIND = np.array([1, 2, 300, 1 + (2 << 32)], "<i8").tobytes()
-"""The bytes of tensors behind each head."""
+"""Bytes of the tensors behind each JSON head."""
 
 
 def embed_values(parsed: Any) -> Values:
@@ -97,7 +97,7 @@ def infer_values(parsed: Any) -> Values:
 
 
 def head_values(parsed: Any) -> Values:
-    """Values of tensors whose bytes are behind the head, each after the one before it."""
+    """Returns the values of tensors whose bytes follow the JSON, in the order of the tensors."""
     rest = BEHIND
     for tensor in parsed["inputs"]:
         nbytes = (tensor.get("parameters") or {}).get("binary_data_size")
@@ -139,18 +139,19 @@ def refuse(constant: str) -> None:
 
 
 def parsed_by_library(body: bytes) -> Any:
-    """Of UTF-8 alone: ``json.loads`` of bytes would guess other encodings."""
+    """Parses UTF-8 only, because ``json.loads`` of bytes would guess other encodings."""
     return json.loads(body.decode("utf-8"), parse_constant=refuse)
 
 
 def check_same(request: LookupRequest, values: Values, body: bytes) -> None:
-    """Ids that are strings are hashes: which features have them is compared, and how many."""
+    """Compares the values. String ids are hashed, so only their features and number are compared.
+    Compares the values. String ids are hashed, so only their features and number are compared."""
     assert set(request.features) == set(values), body
     lengths = request.lengths.reshape(len(request.features), -1)
     start = 0
     for feature, of_feature in zip(request.features, lengths.tolist(), strict=True):
         expected_lengths, ids, weights = values[feature]
-        # A feature without ids beside others may be one empty list.
+        # A feature without ids among others may be one empty list.
         assert of_feature == expected_lengths or (not ids and not any(of_feature)), body
         end = start + len(ids)
         if feature not in request.string_features:

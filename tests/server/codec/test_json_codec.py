@@ -1,4 +1,4 @@
-"""The JSON of POST /embed: what is read, and what is refused and how."""
+"""Tests of the JSON of POST /embed: valid requests, and the error of each invalid one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_integers_may_be_strings_beside_others_that_are_not(data: st.DataObject)
     as_sent = [data.draw(st.sampled_from([one, str(one)])) for one in ids]
     bags = data.draw(st.sampled_from([as_sent, [as_sent], [as_sent[:1], as_sent[1:]]]))
     request = decode_request(json.dumps({"features": {"user": bags}}).encode(), "")
-    if set(map(type, as_sent)) == {str}:  # which may be names: the table says
+    if set(map(type, as_sent)) == {str}:  # possibly names: the table's rule decides
         assert request.strings is not None
         assert np.array_equal(request.strings.integers["user"], ids)
         assert request.string_features == {"user"}
@@ -126,10 +126,10 @@ def test_ids_keep_all_64_bits(limit: int) -> None:
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
-"""More than Python's json parses in any version: 3.13 goes deeper than 3.11."""
+"""Nesting deeper than Python's json parses in any version: 3.13 parses deeper than 3.11."""
 
 BAD = [
-    # (body, field of the error, what the message holds besides)
+    # (body, field of the error, what the message contains besides)
     ("", "body", "is empty"),
     ("  ", "body", "is empty"),
     ("{", "body", "is not JSON"),
@@ -280,7 +280,7 @@ def test_one_is_no_plural(ids: list[int], weights: list[int], shapes: str) -> No
 
 
 def calls_of(run: Callable[[], object]) -> int:
-    """How many Python functions, and turns of generators, ``run`` takes."""
+    """Returns the number of Python function calls, and of generator resumptions, in ``run``."""
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
@@ -309,8 +309,8 @@ def calls_of(run: Callable[[], object]) -> int:
     ids=["flat", "bags", "strings", "weights"],
 )
 def test_diagnosing_calls_no_function_for_each_value(body: dict[str, Any]) -> None:
-    """It runs on the event loop, where everyone else waits: only the values near the wrong one are
-    looked at each alone."""
+    """Guards the event loop, where the diagnosis runs: only values near the invalid one are
+    examined individually."""
     text = json.dumps(body).encode()
     assert explain_invalid_json(text) is not None
     assert calls_of(lambda: explain_invalid_json(text)) < 10_000
@@ -325,7 +325,8 @@ def test_other_encodings_than_plain_utf_8_are_said_not_to_be_json() -> None:
 
 
 def test_every_depth_of_nesting_is_refused_the_same_way() -> None:
-    """Near the recursion limit parsing may succeed where quoting the value fails."""
+    """Covers depths near the recursion limit, where parsing may succeed while quoting the value
+    fails."""
     for depth in range(3, 1100):
         for opening, closing in (("[", "]"), ('{"a":', "1}")):
             nested = opening * depth + closing * depth
@@ -365,7 +366,7 @@ def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
 
 
 def test_a_feature_named_twice_counts_as_it_stands_last() -> None:
-    """As the OpenAPI document says; the parser does not tell that it met a name before."""
+    """Checks what the OpenAPI document says. The parser does not report repeated names."""
     request = decode_request(b'{"features": {"user": [[1], [2]], "user": [3]}}', "")
     assert same(request, make_request({"user": [[3]]}))
 
@@ -374,8 +375,9 @@ def test_a_feature_named_twice_counts_as_it_stands_last() -> None:
     "body", [b"", b"{", b'{"features": {"user": [["a", 1]]}}', b'{"features": 1}']
 )
 def test_a_refusal_leaves_no_circle_behind(body: bytes) -> None:
-    """Else it would keep the frames below, and what they have read, until garbage is collected."""
-    for _ in range(2):  # the first call makes what lasts
+    """Guards memory: a reference cycle would keep the frames and their data alive until garbage
+    collection."""
+    for _ in range(2):  # the first call creates objects that last
         gc.collect()
         with contextlib.suppress(InvalidRequestError):
             decode_request(body, "m")

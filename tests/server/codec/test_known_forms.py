@@ -1,5 +1,5 @@
-"""Requests of the Open Inference Protocol that are read by a known form are those that the parsers
-read, to the byte; and whatever else comes is not of that form."""
+"""Tests of the templates of Open Inference Protocol requests: requests that match one are exactly
+those that parsers read, with the same result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def told(request: LookupRequest) -> tuple[object, ...]:
 
 
 def parsed_message(body: bytes) -> tuple[object, ...] | None:
-    """As the library reads it; None of what is refused."""
+    """Returns the result of the library's parser; None if the request is rejected."""
     try:
         return told(MESSAGES.decode_request(body, "", LIMITS))
     except EmbedServeError:
@@ -44,7 +44,8 @@ def parsed_message(body: bytes) -> tuple[object, ...] | None:
 
 
 def parsed_body(body: bytes, json_bytes: int) -> tuple[object, ...] | None:
-    """As msgspec reads it: a space behind the JSON is of no known form."""
+    """Returns the result of msgspec's parser: a space behind the JSON keeps it from matching a
+    template."""
     body = body[:json_bytes] + b" " + body[json_bytes:]
     try:
         return told(BODIES.decode_request(body, "shop", LIMITS, json_bytes + 1))

@@ -1,4 +1,4 @@
-"""Answers that take long to encode are encoded in pieces, none of which takes long."""
+"""Tests of large responses: they are encoded in small chunks, each of them quickly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pooled() -> LookupResult:
 
 
 def unpooled() -> LookupResult:
-    """An id for the last example of each key."""
+    """Returns a result with an id in the last example of each key."""
     keys = len(UNPOOLED.keys)
     lengths = np.zeros((keys, BAGS), np.int32)
     lengths[:, -1] = 1

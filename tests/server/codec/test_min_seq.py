@@ -1,4 +1,4 @@
-"""The min_seq that a request has, in every format; requests with one leave no templates."""
+"""Tests of a request's min_seq in every format. Requests with a min_seq leave no templates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REQUESTS = 50
 
 
 class Format:
-    """Requests of one format, with and without a min_seq, decoded by codecs of their own.
+    """Requests of one format, with and without a min_seq, and codecs of their own to decode them.
 
     Attributes:
         field: name of min_seq in errors.
@@ -49,7 +49,7 @@ class Format:
         return request
 
     def templates(self) -> list[object]:
-        """Returns all templates of its decoders."""
+        """Returns all templates of the decoders."""
         codecs: Any = self.codecs
         decoders = [
             one.decode.__self__ for one in (codecs.protobuf, codecs.infer, codecs.infer_message)
@@ -127,7 +127,7 @@ each_format = pytest.mark.parametrize("make", FORMATS)
 @each_format
 def test_a_min_seq_is_read_and_is_none_where_there_is_none(make: type[Format]) -> None:
     one = make()
-    for _ in range(2):  # the second finds what the first has cached
+    for _ in range(2):  # the second uses what the first has cached
         assert one.decode().min_seq is None
         for seq in SEQS:
             assert one.decode(seq).min_seq == seq
@@ -136,7 +136,8 @@ def test_a_min_seq_is_read_and_is_none_where_there_is_none(make: type[Format]) -
 
 @each_format
 def test_requests_with_one_leave_no_templates(make: type[Format]) -> None:
-    """They would evict those of other callers, as each has another min_seq."""
+    """Guards other callers' templates, which these requests would evict, as each has another
+    min_seq."""
     one = make()
     one.decode()
     before = one.templates()

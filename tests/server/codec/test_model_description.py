@@ -1,4 +1,4 @@
-"""REST and gRPC say the same of a model, each in its own schema."""
+"""Tests that REST and gRPC describe a model alike, each in its own schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""float16 on request, over REST and gRPC: the float32 answer rounded, in half the bytes."""
+"""Tests of float16 on request, over REST and gRPC: the rounded float32 result in half the bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ PROBLEM = "output_dtype is 7, expected FLOAT32 (0) or FLOAT16 (1)"
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    """The user's row 6 is past the largest float16, and just not past it."""
+    """Returns an engine whose row 6 of user has values just beyond and just within float16's range.
+    Returns an engine whose row 6 of user has values just beyond and just within float16's range."""
     engine = FakeEngine()
     engine.tables["t_user"][6] = [1e5, -1e5, 65504, 1e-7]
     return engine
@@ -41,7 +42,7 @@ async def live(engine: FakeEngine) -> AsyncIterator[Live]:
 
 @pytest.fixture
 def halves(engine: FakeEngine) -> np.ndarray:
-    """What is expected of BAGS."""
+    """Returns the expected result of BAGS."""
     with np.errstate(over="ignore"):
         expected = engine.expected(BAGS).astype(np.float16)
     assert np.isinf(expected).sum() == 2
@@ -70,7 +71,7 @@ async def test_json_may_ask_for_protobuf_in_float16(live: Live, halves: np.ndarr
 async def test_each_request_of_a_stream_says_its_dtype(
     live: Live, engine: FakeEngine, halves: np.ndarray
 ) -> None:
-    """Those that share a batch too."""
+    """Covers requests that share a batch."""
     requests = [HALVES, WHOLE, WRONG, HALVES]
     answers = [answer async for answer in live.stub.EmbedStream(iter(requests))]
     check(answers[0], halves)

@@ -1,4 +1,5 @@
-"""Some of the keys on request, over REST and gRPC: those of the whole answer, and no others."""
+"""Tests of output keys over REST and gRPC: the response has the requested keys, as in the full
+response."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ async def test_what_is_no_list_of_keys_is_refused(
 
 
 def test_few_selections_are_remembered() -> None:
-    """Whoever asks for another one each time fills no memory."""
+    """Checks that a caller who selects other keys each time does not fill memory."""
     model = model_info(features={f"f{i}": (2, 1) for i in range(3 * SELECTIONS_MAX)})
     first = model.with_keys(("f1", "f0"))
     assert model.with_keys(("f1", "f0")) is first

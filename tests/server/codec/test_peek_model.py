@@ -1,4 +1,4 @@
-"""The model that a message names, found without decoding it: as decoding finds it, or none."""
+"""Tests of finding a message's model without decoding: the same name as by decoding, or none."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_of_a_message_that_is_cut_off_it_is_the_start_of_its_model(
         b"\xff" * 100,
         b"\x0b\x0a\x04shop",  # a group, which no serializer writes
         b"\x12\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01" + b"\x0a\x04shop",
-        b"\x08\x05",  # the model's number with another type
+        b"\x08\x05",  # the model's field number with another type
     ],
 )
 def test_what_names_none_is_none(body: bytes) -> None:

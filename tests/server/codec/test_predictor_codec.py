@@ -1,4 +1,5 @@
-"""A PredictionRequest is read as the EmbedRequest with the same bags, and garbage is refused."""
+"""Tests of PredictionRequest: it is read like the EmbedRequest with the same bags. Garbage is
+rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EmbedRequest in and EmbedResponse out, against the generated classes as the reference."""
+"""Tests of decoding EmbedRequest and encoding EmbedResponse, against the generated classes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DECODER = ProtobufDecoder()
 
 
 def encoded(result: LookupResult) -> bytes:
-    """The whole message, whose parts have the length that is said of them."""
+    """Returns the whole message; checks the reported length of its parts."""
     now = try_encode_inline(result)
     assert now is not None
     parts, nbytes = now
@@ -42,7 +42,8 @@ def encoded(result: LookupResult) -> bytes:
 
 
 def decoded(body: bytes, model: str = "", limits: Limits = DEFAULT_LIMITS) -> LookupRequest:
-    """As decode_request reads it: a small message whole, and the same field by field."""
+    """Returns the decoded request. Checks that decoding a small message whole and field by field
+    agree."""
     outcomes: list[LookupRequest | EmbedServeError] = []
     for small_bytes in (protobuf_codec.SMALL_BYTES, 0):
         with pytest.MonkeyPatch.context() as patch:
@@ -182,7 +183,7 @@ def test_a_bad_message_is_refused_with_field_and_value(
 
 
 def test_a_key_named_twice_among_very_many_is_found() -> None:
-    """Comparing each with each would take minutes."""
+    """Guards against comparing each key with each other key, which would take minutes."""
     keys = [f"feature_{i}" for i in range(100_000)]
     body = pb.EmbedRequest(keys=[*keys, keys[-1]], lengths=[0]).SerializeToString()
     with pytest.raises(InvalidRequestError, match="'feature_99999' twice"):
@@ -190,7 +191,7 @@ def test_a_key_named_twice_among_very_many_is_found() -> None:
 
 
 @given(body=st.binary(max_size=80))
-@example(b"\x13C")  # two groups that do not end
+@example(b"\x13C")  # two groups without an end
 def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
     with contextlib.suppress(InvalidRequestError):
         request = decoded(body)
@@ -219,7 +220,7 @@ def test_the_answer_built_from_parts_is_the_message(
     seed: int,
     cuts: list[float],
 ) -> None:
-    """Whether it was looked up at once or in pieces."""
+    """Covers results that were looked up whole or in chunks."""
     values = np.random.default_rng(seed).standard_normal((batch_size, 9)).astype(dtype)
     first, *more = np.split(values, sorted(int(cut * batch_size) for cut in cuts))
     result = LookupResult(model_info(), first, extra_chunks=more)
@@ -327,7 +328,7 @@ def test_an_unpooled_model_is_described_as_such() -> None:
 
 
 def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
-    """Else callers of such messages would push out what is remembered of others."""
+    """Guards other callers' templates: a template for each such message would evict them."""
     plain = pb.EmbedRequest(keys=["of", "others"], ids_bytes=bytes(8), lengths_bytes=bytes(8))
     decoded(plain.SerializeToString())
     rounded = pb.EmbedRequest(
@@ -341,7 +342,7 @@ def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
 
 
 def test_a_message_is_read_alike_whether_it_is_small_or_not() -> None:
-    for ids in (range(100), range(5000)):  # some hundred bytes, and more than are read whole
+    for ids in (range(100), range(5000)):  # some hundred bytes, and too many to read whole
         message = pb.EmbedRequest(keys=["user"], ids=ids, lengths=[len(ids)])
         assert decoded(message.SerializeToString()).ids.tolist() == list(ids)
 
@@ -354,7 +355,7 @@ def test_a_message_is_read_alike_whether_it_is_small_or_not() -> None:
 def test_a_number_is_not_completed_by_the_next_part_of_its_field(
     field: str, parts: tuple[bytes, bytes], size: int
 ) -> None:
-    """Packed numbers may come in several fields, each of whole numbers; the library says so too."""
+    """Checks that each of several packed fields has whole numbers, as the library requires."""
     tag = bytes((pb.EmbedRequest.DESCRIPTOR.fields_by_name[field].number << 3 | 2,))
     message = pb.EmbedRequest(keys=["user"], ids=range(size), lengths=[size])
     body = message.SerializeToString() + b"".join(tag + bytes((len(one),)) + one for one in parts)

@@ -1,4 +1,4 @@
-"""Fields found by their bytes, against what the protobuf library makes of the same message."""
+"""Tests of finding fields by their bytes, against the protobuf library's reading of the message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKED_IDS = tag_of(3, LENGTH_DELIMITED)
 
 
 def packed_ids(ids: list[int]) -> bytes:
-    """The value of a packed field, as the library writes it."""
+    """Returns the value of a packed field as the library writes it."""
     (_, _, start, end), *more = fields(pb.EmbedRequest(ids=ids).SerializeToString())
     assert not more
     return pb.EmbedRequest(ids=ids).SerializeToString()[start:end]
@@ -138,8 +138,8 @@ def test_groups_and_what_is_no_wire_type_are_refused(wire_type: int) -> None:
 
 
 def test_fields_in_a_group_are_unknown_and_count_as_others_do() -> None:
-    """A message of one group takes no longer to reject than one of as many fields: the event loop
-    reads both."""
+    """Guards the event loop, which reads both: rejecting a message of one group takes no longer
+    than one of as many fields."""
     known, inside, count = tag_of(1, 0), b"\x08\x01", 100_000
     body = inside + b"\x0b" + inside * count + b"\x0c" + inside
     found = [tag for tag, *_ in fields(body)]

@@ -1,5 +1,5 @@
-"""The seq of a result and its counts of missing ids are in its response in every format; without
-them, responses are as before."""
+"""Tests of seq and the counts of missing ids in responses of every format. Without them, responses
+do not change."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def results(options: OutputOptions | None) -> Iterator[LookupResult]:
 
 
 def encoded(codec: Codec, result: LookupResult) -> bytes:
-    """Encodes in chunks, and inline where that is quick, to the same bytes."""
+    """Encodes in chunks, and inline if that is quick; checks that the bytes are equal."""
     pieces = [*codec.encode(result)]
     whole = b"".join(pieces)
     inline = codec.try_encode_inline(result)
@@ -80,7 +80,8 @@ def protobuf_seq(response: bytes) -> tuple[bytes, int | None]:
 
 
 def arrow_seq(response: bytes) -> tuple[bytes, int | None]:
-    """The layout of the schema differs by the entry, so tables and metadata are compared."""
+    """Returns (table and metadata without the seq, the seq). The entry changes the layout of the
+    schema, so bytes cannot be compared."""
     table = read_answer(response)
     said = said_in(table)
     seq = said.pop("seq", None)
@@ -152,7 +153,7 @@ def test_a_seq_is_added_and_nothing_else(name: str) -> None:
 
 @each_format
 def test_without_a_seq_the_bytes_stay(name: str) -> None:
-    """They are those of a model that has never had one, also from its caches."""
+    """Compares with a model that has never had a seq, also with cached prefixes."""
     codec, format_options, _ = FORMATS[name]
     options = options_of(format_options)
     for fresh, result in zip(results(options), results(options), strict=True):

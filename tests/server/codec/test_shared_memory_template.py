@@ -1,5 +1,5 @@
-"""Requests whose tensors lie in shared memory are read by a known form as by the parsers, and what
-is kept of one caller's gives another nothing."""
+"""Tests of the templates of shared-memory requests: they yield what the parsers do, and a template
+cached for one caller reveals nothing to another."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from embedserve_proto import open_inference_pb2 as pb
 LIMITS = Limits()
 BAGS: dict[str, list[list[Any]]] = {"user": [[4], [], [6]], "tag": [[1], [2, 3] * 9, []]}
 OTHERS: dict[str, list[list[Any]]] = {"user": [[], [5, 9], []], "tag": [[8] * 19, [], []]}
-"""As many ids, so that the request is told by the same bytes."""
+"""Other bags with as many ids, so that the same bytes describe both requests."""
 FILE_BYTES = 2 << 20
 Regions = Mapping[str, Region]
 
 
 class Caller:
-    """Has a region `ids` and a region `vectors`."""
+    """A caller with a region `ids` and a region `vectors`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class Caller:
         return open_region(name, name, 0, nbytes, folder=str(self._folder))
 
     def put(self, inputs: list[Input], gap: int = 0) -> list[tuple[int, int]]:
-        """(offset, bytes) of each."""
+        """Writes the inputs; returns (offset, bytes) of each."""
         places, data = [], b""
         for one in inputs:
             data += bytes(gap)
@@ -119,7 +119,7 @@ DECODERS: dict[str, tuple[Any, type[BodyDecoder | MessageDecoder]]] = {
 
 @pytest.fixture(params=DECODERS)
 def form(request: pytest.FixtureRequest) -> Any:
-    """Returns (maker of bodies, a decoder of theirs)."""
+    """Returns (function that makes bodies, decoder for them)."""
     make, decoder = DECODERS[request.param]
     return make, decoder()
 

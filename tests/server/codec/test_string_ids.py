@@ -1,4 +1,4 @@
-"""Strings that stand for integers, told from others as plain Python tells them."""
+"""Tests of recognizing strings that stand for integers, against plain Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRING = st.integers(-(2**63), 2**63 - 1).map(str) | NEARLY | st.text(max_size=3
 
 
 def integer_of(string: str) -> int | None:
-    """What ``string`` is as JSON has integers, in 64 bits; the reference."""
+    """Returns the 64-bit integer that ``string`` is in JSON; the reference."""
     if not INTEGER.fullmatch(string) or len(string) > 30:
         return None
     value = int(json.loads(string))
@@ -89,7 +89,7 @@ def test_strings_are_kept_by_hash_and_integers_by_feature(count: int) -> None:
     assert {strings[value] for value in strings} == {*numbers, *names}
     assert len(strings) == len({*numbers, *names})
     is_read = "integers" in vars(strings)
-    assert is_read == (count > FEW)  # where it takes long, in the thread that decodes
+    assert is_read == (count > FEW)  # many are parsed in the codec thread
     assert np.array_equal(strings.integers["user"], np.arange(count))
     assert strings.integers["title"] == 0
     with pytest.raises(KeyError):

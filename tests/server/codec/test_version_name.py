@@ -1,4 +1,4 @@
-"""The version that a request names, in JSON and protobuf."""
+"""Tests of the version that a request names, in JSON and protobuf."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_json_takes_a_number_and_null() -> None:
 
 
 def test_protobuf_takes_it_behind_numbers_given_as_bytes() -> None:
-    """Whether such a message begins like one before it or not."""
+    """Covers messages that match a template, and messages that do not."""
     ids, lengths = b"\1" + bytes(7), b"\1" + bytes(3)
     plain = pb.EmbedRequest(model="shop", keys=["user"], ids_bytes=ids, lengths_bytes=lengths)
     for version in ("", "7", "", "canary"):
