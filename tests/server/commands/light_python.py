@@ -1,4 +1,5 @@
-"""Python that has imported the command line and the store, not torch: forked for each command."""
+"""A Python process that has imported the command line and the store, but no torch, and forks for
+each command."""
 
 from __future__ import annotations
 
@@ -35,15 +36,14 @@ exec(asked(), {"__name__": "__main__"})
 
 
 class LightPython:
-    """Runs code as ``python -c`` would, except that the command line and the store are imported
-    already."""
+    """Runs code like ``python -c``, with the command line and the store already imported."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process = process
         self._files = [folder / "stdout", folder / "stderr"]
 
     def run(self, code: str) -> subprocess.CompletedProcess[str]:
-        """Returns the exit status and what was written; the folder is this process's."""
+        """Runs ``code`` in this process's folder; returns the exit status and the output."""
         for file in self._files:
             file.write_text("")
         asked = [code, os.getcwd(), *map(str, self._files)]

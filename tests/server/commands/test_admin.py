@@ -1,4 +1,4 @@
-"""`embedserve admin`: the words of an action, and what is printed of deltas."""
+"""Tests of `embedserve admin`: the arguments of an action, and the output about deltas."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_other_words_are_refused(words: str, said: str) -> None:
 
 @contextmanager
 def looking(followed: SharedDeltaState) -> Iterator[None]:
-    """Stands for the applier, in a thread."""
+    """Runs a thread that stands for the applier."""
     is_done = threading.Event()
 
     def look() -> None:

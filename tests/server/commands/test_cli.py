@@ -1,4 +1,5 @@
-"""The command line: quick help, one order of precedence, one line for what a person can mend."""
+"""Tests of the command line: quick help, the precedence of settings, and one line for each error
+that a user can fix."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[ServeSettings]:
-    """The settings that `serve` would have run with, instead of running."""
+    """Replaces `serve`; returns the list of settings that it would have run with."""
     settings: list[ServeSettings] = []
     command = types.ModuleType("embedserve.processes.serve")
     command.serve = settings.append  # type: ignore[attr-defined]
@@ -166,7 +167,7 @@ def test_a_missing_file_stops_the_start(served: list[ServeSettings]) -> None:
 
 
 def check_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None:
-    """Exit status 1, one line on stderr that holds ``parts``, nothing on stdout."""
+    """Checks for exit status 1, one line on stderr that contains ``parts``, and no stdout."""
     assert done.returncode == 1
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -176,7 +177,7 @@ def check_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None:
 
 
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0")
-"""The ports are claimed before the store is read."""
+"""Free ports, because the ports are claimed before the store is read."""
 
 
 def test_serving_a_missing_store_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""`embedserve health`: 0 where the server on this host answers, else one line that says why not."""
+"""Tests of `embedserve health`: 0 if the server on this host responds, else one line with the
+reason."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the command wait for a server that is busy."""
+    """Raises the command's timeout, for a server on a busy machine."""
     monkeypatch.setattr(health, "TIMEOUT_S", WAIT_S_MAX)
 
 
 async def told(port: int, *options: str, **settings: str) -> tuple[int, str]:
-    """(exit status, what it said) of the command, with the server's settings as variables."""
+    """Runs the command with the server's settings as variables; returns (exit status, output)."""
     variables = {"EMBEDSERVE_HTTP_PORT": str(port), "EMBEDSERVE_HOST": "0.0.0.0", **settings}
     done = await asyncio.to_thread(CliRunner().invoke, app, ["health", *options], env=variables)
     return done.exit_code, done.output

@@ -1,4 +1,4 @@
-"""Installations that cannot serve: one line says what to install."""
+"""Tests of incomplete installations: one line says what to install."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_cold(before: str, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """The same with the command line imported."""
+    """Yields a function like run_cold, with the command line already imported."""
     with light_python() as light:
         yield lambda before, *command: light.run(code_of(before, *command))
 
@@ -63,7 +63,8 @@ def only_line(done: subprocess.CompletedProcess[str]) -> str:
 @commands
 @pytest.mark.parametrize("package", ["torch", "fbgemm_gpu", "torchrec"])
 def test_a_missing_package_of_the_engine(run: Run, package: str, command: list[str]) -> None:
-    """`pip install 'embedserve[cpu]'` leaves torchrec out, whose wheel requires CUDA's FBGEMM."""
+    """Guards `pip install 'embedserve[cpu]'`, which leaves out torchrec, as its wheel requires
+    CUDA's FBGEMM."""
     line = only_line(run(f"sys.modules[{package!r}] = None", *command))
     assert line == f"embedserve: {package} is not installed: {INSTALL}"
 
@@ -125,7 +126,7 @@ def test_packages_that_do_not_import(
 def test_a_worker_whose_packages_do_not_import(
     run: Run, fault: str, said: str, store: Path, tmp_path: Path
 ) -> None:
-    """Workers import torch, and their supervisor does not."""
+    """Covers workers, which import torch, while their supervisor does not."""
     (tmp_path / "torch.py").write_text(f"raise {fault}")
     ports = ["--http-port", "0", "--grpc-port", "0"]
     command = ["serve", str(store), "--workers", "2", *ports]

@@ -1,4 +1,5 @@
-"""`embedserve plan`: a plan tried out for a description, or the one of a published version."""
+"""Tests of `embedserve plan`: a plan for a description of tables, or that of a published
+version."""
 
 from __future__ import annotations
 

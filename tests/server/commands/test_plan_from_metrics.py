@@ -1,4 +1,5 @@
-"""`embedserve plan --from-metrics`: what a server shows is read, and what is none is refused."""
+"""Tests of `embedserve plan --from-metrics`: it reads a server's metrics, and rejects other
+pages."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ DRIP_S = 0.02
 
 @pytest.fixture
 def model(two_rank_store: Path) -> ModelInfo:
-    """Seven rows, of which rank 0 has four."""
+    """Returns a model of seven rows, four of them on rank 0."""
     version = ModelStore(two_rank_store).load("shop", "1")
     return served_of(version.manifest, version.translator, version.plan)
 
 
 def shown(*models: ModelInfo, ids: tuple[int, ...] = (0, 1, 2, 6)) -> str:
-    """The metrics of a server that was asked once for ``ids`` of each model."""
+    """Returns the metrics of a server after one lookup of ``ids`` in each model."""
     metrics = Metrics(models)
     for one in metrics.models.values():
         if ids:
@@ -140,8 +141,8 @@ def test_where_nobody_answers_it_is_said(two_rank_store: Path, tmp_path: Path) -
 
 
 def test_a_page_that_does_not_end_is_given_up() -> None:
-    """One that says nothing, one whose bytes come one by one, each well within a timeout, and one
-    that is larger than any."""
+    """Covers a server that sends nothing, one that sends single bytes, each well within the
+    timeout, and one whose response never ends."""
     is_over = threading.Event()
 
     def silent(_: BaseHTTPRequestHandler) -> None:

@@ -1,4 +1,4 @@
-"""`embedserve plan --kubernetes`: a pod's requests and limits, out of a model's bytes."""
+"""Tests of `embedserve plan --kubernetes`: a pod's requests and limits, from a model's bytes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def container(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory(made: dict[str, Any]) -> tuple[int, int]:
-    """(request, limit) in bytes."""
+    """Returns (request, limit) in bytes."""
     resources = container(made)["resources"]
     return quantity(resources["requests"]["memory"]), quantity(resources["limits"]["memory"])
 
@@ -103,11 +103,11 @@ def test_many_features_have_many_lengths() -> None:
 
 
 def test_each_alias_may_serve_a_version_while_the_next_one_loads() -> None:
-    """stable serves 8 and canary 9 while 10 is loaded for canary."""
+    """Covers an example: stable serves 8 and canary 9 while 10 is loaded for canary."""
     rows, pulled = replace(LARGE, aliases=2), replace(LARGE, aliases=2, is_pulled=True)
     processes = PROCESS_BYTES + WORK_BYTES
     assert memory(patch(rows, PodOptions(follow="alias")))[0] == 3 * 100 * GIB + processes
-    assert memory(patch(pulled))[0] == 3 * 100 * GIB + processes  # s3 follows, by either way
+    assert memory(patch(pulled))[0] == 3 * 100 * GIB + processes  # s3 follows, either way
     assert memory(patch(pulled, PodOptions(follow="latest")))[0] == 2 * 100 * GIB + processes
     assert "#   300.0 GiB: 3 versions, mapped" in pod_patch(pulled, PodOptions())
 
@@ -134,7 +134,7 @@ def test_a_pulled_version_has_its_room_on_the_disk() -> None:
 
 @pytest.mark.parametrize(("aliases", "versions"), [(0, 4), (1, 4), (2, 5)])
 def test_each_alias_has_room_for_its_version_in_the_cache(aliases: int, versions: int) -> None:
-    """tests/store/remote/test_tidy_cache.py shows that the cache takes it."""
+    """Checks the size only; tests/store/remote/test_tidy_cache.py tests that the cache uses it."""
     rows = replace(LARGE, is_pulled=True, aliases=aliases)
     assert needed(rows)["cache"]["sizeLimit"] == versions * 100 * GIB + CACHE_SLACK_BYTES
     text = pod_patch(rows, PodOptions())
@@ -157,7 +157,7 @@ def test_gpus_are_the_plans_ranks() -> None:
     assert container(made)["resources"]["limits"]["nvidia.com/gpu"] == "8"
     figures = needed(LARGE, gpus=8)
     assert figures["requests"]["memory"] == PROCESS_BYTES + WORK_BYTES + CUDA_BYTES
-    of_one = AT_ONCE * 2 * DEFAULT_LIMITS.request_output_bytes_max  # values, and those in order
+    of_one = AT_ONCE * 2 * DEFAULT_LIMITS.request_output_bytes_max  # values, and values in order
     of_one_gpu = needed(LARGE, gpus=1)["limits"]["memory"]
     assert figures["limits"]["memory"] > of_one_gpu + 7 * of_one
     for_two_aliases = needed(replace(LARGE, aliases=2), gpus=8)
@@ -184,7 +184,8 @@ def test_the_variables_say_what_was_worked_out() -> None:
 
 
 def test_variables_that_nobody_asked_for_stay_as_they_are() -> None:
-    """A variable beats the overlay's ConfigMap: "none" would switch its following off."""
+    """Guards the overlay's ConfigMap, which a variable overrides: "none" would switch off its
+    following."""
     (variable,) = container(patch(LARGE, PodOptions(workers=2)))["env"]
     assert variable == {"name": "EMBEDSERVE_WORKERS", "value": "2"}
     assert "env" not in container(patch(LARGE))
@@ -202,7 +203,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def amounts(container: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """Requests and limits in units or bytes."""
+    """Returns requests and limits in units or bytes."""
     return {
         (kind, name): number(amount)
         for kind, by_name in container["resources"].items()
@@ -217,7 +218,7 @@ def number(text: str) -> int:
 
 @cache
 def rendered(*, patch: str, component: str) -> dict[str, Any]:
-    """The Deployment of an overlay with the component, "" for none, and the patch, "" for none."""
+    """Returns the Deployment of an overlay with the component and the patch; "" stands for none."""
     kubernetes = ROOT / "deploy" / "kubernetes"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -230,7 +231,8 @@ def rendered(*, patch: str, component: str) -> dict[str, Any]:
         }
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         command = ["kubectl", "kustomize", name]
-        # It ends before garbage matters: to collect it takes a quarter of the CPU time.
+        # The process ends before garbage matters, and collecting it takes a quarter of the CPU
+        # time.
         environment = os.environ | {"GOGC": "off"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
@@ -297,7 +299,7 @@ def test_kustomize_takes_the_patch_of_a_published_version(store: Path) -> None:
 
 
 def test_tables_have_room_in_the_cache_before_they_are_published(tmp_path: Path) -> None:
-    """Those of a store behind a URL, which the description does not name."""
+    """Covers tables for a store behind a URL, which the description does not name."""
     size = "num_embeddings: 200000000, embedding_dim: 64"
     table = f"{{name: t, {size}, feature_names: [t], pooling: sum}}"
     (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
@@ -315,7 +317,7 @@ def test_tables_have_room_in_the_cache_before_they_are_published(tmp_path: Path)
 
 
 def test_gpus_may_have_a_store_behind_a_url() -> None:
-    """The component gpu switches following off, which s3 switches on."""
+    """Covers the component gpu, which switches off the following that s3 switches on."""
     figures = needed(replace(LARGE, is_pulled=True), gpus=8)
     assert figures["requests"]["memory"] == needed(LARGE, gpus=8)["requests"]["memory"]
     assert figures["cache"]["sizeLimit"] == 4 * 100 * GIB + CACHE_SLACK_BYTES
@@ -326,14 +328,15 @@ def test_tables_that_are_not_published_yet(tmp_path: Path) -> None:
     (tmp_path / "tables.yaml").write_text(f"tables: [{table}]")
     done = run(tmp_path / "tables.yaml", "--kubernetes")
     assert done.exit_code == 0, done.stderr
-    rows = PodRows("tables.yaml", 256_000 + PAGE_BYTES, features=1)  # with their file's header
+    rows = PodRows("tables.yaml", 256_000 + PAGE_BYTES, features=1)  # with the header of their file
     assert done.stdout == pod_patch(replace(rows, name=str(tmp_path / "tables.yaml")), PodOptions())
     request = needed(rows)["requests"]["memory"]
     assert request == rows.mapped + PROCESS_BYTES + WORK_BYTES
 
 
 def test_vocabularies_that_are_not_published_yet(tmp_path: Path) -> None:
-    """A published version has as many bytes of ids where each row has one."""
+    """Checks the estimate: in a published version where each row has an id, ids take as many
+    bytes."""
     ids = "{rule: map, vocabulary: ids.txt, id_type: string}"
     size = "num_embeddings: 1000000000, embedding_dim: 16, dtype: int8"
     table = f"{{name: t, {size}, feature_names: [t], pooling: sum, ids: {ids}}}"

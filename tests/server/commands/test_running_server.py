@@ -1,4 +1,4 @@
-"""Commands that ask a server: one way to write where it is, and what it is shown."""
+"""Tests of commands that send requests to a server: the forms of its address, and tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pipeline(engine: FakeEngine, executor: ThreadPoolExecutor) -> RequestPipelin
 
 
 async def told(command: str, *arguments: object, **variables: str) -> tuple[int, str]:
-    """(exit status, what it said)"""
+    """Runs a command; returns (exit status, output)."""
     run = CliRunner().invoke
     words = [command, *map(str, arguments)]
     done = await asyncio.to_thread(run, app, words, env=variables)
@@ -50,7 +50,7 @@ async def test_a_server_is_named_in_each_form(pipeline: RequestPipeline, tmp_pat
     async with serving(pipeline, unix=[str(path)]) as live:
         at = f"127.0.0.1:{live.http_port}"
         for url in (at, f"http://{at}", f"HTTP://{at}/", f"unix:{path}", f"unix://{path}"):
-            # A proxy that the environment names is not asked.
+            # The command ignores the proxy that the environment names.
             status, said = await told("shadow", url, http_proxy="http://127.0.0.1:1")
             assert (status, said) == (0, f"{url}: {NO_SHADOW} (embedserve alias … --shadow)\n")
         wrong = f"http://{at}/below"
@@ -131,7 +131,7 @@ async def test_a_token_comes_from_a_file_or_a_variable(
         url = f"127.0.0.1:{server.port}"
         assert (await told("shadow", url, "--token-file", file))[0] == 0
         assert (await told("shadow", url, **{TOKEN_VARIABLE: token}))[0] == 0
-        # The file is meant where there are both.
+        # The file has precedence over the variable.
         assert (await told("shadow", url, "--token-file", file, **{TOKEN_VARIABLE: "x"}))[0] == 0
         for wrong in ("", new_token()[0]):
             status, said = await told("shadow", url, **{TOKEN_VARIABLE: wrong})

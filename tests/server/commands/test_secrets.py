@@ -1,4 +1,5 @@
-"""A server whose secrets are missing or half-written ends with one line that names the file."""
+"""Tests of a server with missing or truncated secrets: it ends with one line that names the
+file."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ OPTIONS = {
     "tokens": "--tokens",
     "delta.pub": "--delta-key",
 }
-"""What each file is given to."""
+"""Option for each file."""
 
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> Path:
-    """All that OPTIONS name, whole."""
+    """Returns a folder with all files of OPTIONS, complete."""
     authority = Authority()
     authority.sign("server").write(tmp_path, "server")
     (tmp_path / "ca.pem").write_bytes(authority.root)
@@ -34,7 +35,8 @@ def secrets(tmp_path: Path) -> Path:
 
 
 def serve(secrets: Path) -> tuple[str | Path, ...]:
-    """Of a store without a model: a server whose secrets are whole ends with it."""
+    """Returns the arguments of a server on a store without a model, where it ends even if all
+    secrets are complete."""
     given = [word for name, flag in OPTIONS.items() for word in (flag, secrets / name)]
     (secrets / "store").mkdir()
     return "serve", secrets / "store", *ANY_PORTS, "--deltas", "follow", *given

@@ -1,4 +1,5 @@
-"""`embedserve shadow`: where a batch could not be compared, it says who knows why."""
+"""Tests of `embedserve shadow`: if batches could not be compared, it says where to find the
+reason."""
 
 from __future__ import annotations
 

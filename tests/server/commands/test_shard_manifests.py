@@ -1,6 +1,6 @@
-"""`embedserve plan --kubernetes` for a plan with parts prints the shards.
+"""Tests of `embedserve plan --kubernetes` for a plan with parts: it prints the shards.
 
-tests/deploy/test_parts.py renders them with the routers, and checks them as manifests.
+tests/deploy/test_parts.py renders them with the routers, and validates them as manifests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def containers(text: str) -> list[dict[str, Any]]:
-    """The container of each part."""
+    """Returns the container of each part."""
     return [
         container
         for one in yaml.safe_load_all(text)
@@ -54,7 +54,7 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
 
 
 def memory(container: dict[str, Any]) -> tuple[int, int]:
-    """(request, limit) in bytes."""
+    """Returns (request, limit) in bytes."""
     resources = container["resources"]
     request, limit = (resources[kind]["memory"] for kind in ("requests", "limits"))
     assert request.endswith("Mi")

@@ -1,4 +1,4 @@
-"""`embedserve token`: the line for a token file, and the token."""
+"""Tests of `embedserve token`: the line for a token file, and the token."""
 
 from __future__ import annotations
 
