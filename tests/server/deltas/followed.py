@@ -31,7 +31,7 @@ ROWS = 20
 
 
 class Rows(RowsWriter):
-    """Changed rows in a dict, with room for ``room`` of them."""
+    """Changed rows in a dict, with room for ``room`` rows."""
 
     room = 100
 
@@ -75,7 +75,7 @@ class Followed:
         self.follow(folder, 1)
 
     def follow(self, folder: Path, number: int) -> None:
-        """Follows the line of a version as a server that starts with it does."""
+        """Follows the line of a version, like a server that starts with it."""
         self.deltas = folder / "m/deltas/1"
         self.models = ModelStore(folder)
         version = self.models.load("m", number)
@@ -109,7 +109,7 @@ class Followed:
         path.write_bytes(sealed_json(data))
 
     def damage(self, seq: int) -> Callable[[], None]:
-        """Damages the rows of a delta; the result repairs them."""
+        """Damages the rows of a delta; the result is a function that repairs them."""
         (path,) = self.deltas.glob(f"{seq:020d}.*.safetensors")
         whole = path.read_bytes()
         path.unlink()
@@ -122,7 +122,8 @@ class Followed:
         return repair
 
     def changed(self) -> dict[int, float]:
-        """Returns the first value of each row that a lookup does not read as it was published."""
+        """Returns the first value of each row that lookups read changed from its published
+        value."""
         view, _ = self._reader.begin()
         numbers = self._reader.newest(np.arange(ROWS), np.array([ROWS]), view)
         start, size = self.live.tables.offsets["t"], self.live.tables.tables["t"].row_bytes

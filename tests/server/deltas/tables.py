@@ -26,7 +26,7 @@ SHARED_SPECS = (
     TableSpec("title", 1301, 33, ("candidate", "title"), "sum", "int4"),
     TableSpec("maker", 900, 3, ("title", "maker"), "sum", "float16"),
 )
-"""Tables of which all but user are a group, though movie and maker share no feature."""
+"""Tables that form a group, except user, although movie and maker share no feature."""
 State = dict[str, NDArray[np.uint8]]
 """Stored rows of each table, uint8 [num_embeddings, row_bytes]; or of each key, the rows that its
 feature can have."""
@@ -72,11 +72,11 @@ def changed(state: State, changes: list[ChangedRows]) -> State:
 
 
 def read(live: LiveRows, reader: RowsReader, view: int, device: State | None = None) -> State:
-    """Returns the rows of each key as a lookup on one rank reads them: all that its feature can
-    have.
+    """Returns the rows of each key, as a lookup on one rank reads them: all rows that its feature
+    can have.
 
     Args:
-        device: spare rows of each table that are read instead of those in shared memory.
+        device: spare rows of each table, which are read instead of those in shared memory.
     """
     manifest = live.version.manifest
     counts = manifest.rows_per_feature

@@ -1,4 +1,4 @@
-"""The applier applies what is pushed, until its supervisor is gone."""
+"""Tests of the applier process: it applies pushed deltas until its supervisor ends."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_pushed_rows_are_applied_until_the_end(tmp_path: Path, is_terminated: bo
     followed.push(1)
     applier = Process(followed, tmp_path / "store")
     while not followed.status.read().is_ready:
-        assert applier.supervisor.recv(1) == b"\n"  # the first look is followed by a heartbeat
+        assert applier.supervisor.recv(1) == b"\n"  # a heartbeat follows the first poll
     assert followed.live.seq == 1
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, applier.pid) == min(own + NICENESS, NICENESS_MAX)
@@ -108,7 +108,7 @@ def test_an_applier_that_waits_sends_heartbeats(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Stands for the module time."""
+    """Replaces the module time."""
 
     now_s = 100.0
 
@@ -143,5 +143,5 @@ def test_a_supervisor_that_reads_no_heartbeats_stops_nothing() -> None:
         heartbeat = Heartbeat(theirs)
         for _ in range(10_000):
             heartbeat.send()
-    heartbeat.send()  # it is gone
+    heartbeat.send()  # the supervisor's end is closed
     theirs.close()

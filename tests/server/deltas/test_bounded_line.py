@@ -1,4 +1,4 @@
-"""A follower that may apply no delta after a certain one, as an alias with --at-seq asks."""
+"""Tests of a follower with a last delta that it may apply, as an alias with --at-seq sets it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_go_back_from_memory(
 def test_rows_go_back_from_the_store(followed: Followed) -> None:
     push_each(followed, 1, 4)
     followed.follower.poll_once()
-    followed.follower = followed.started()  # a new applier has the newest rows alone
+    followed.follower = followed.started()  # a new applier has the newest rows only
     followed.last_seq = 1
     repair = followed.damage(1)
     followed.follower.poll_once()
@@ -113,7 +113,8 @@ def test_without_room_the_rows_stay_until_there_is(
 
 
 def test_an_undo_after_the_bound_is_not_followed(followed: Followed) -> None:
-    """Neither one that comes, nor one that was read ahead as the way past a damaged delta."""
+    """Covers an undo that comes later, and one that was read ahead as the way past a damaged
+    delta."""
     push_each(followed, 1, 3)
     followed.damage(3)
     followed.follower.poll_once()

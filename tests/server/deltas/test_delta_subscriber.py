@@ -1,4 +1,5 @@
-"""Notifications end the applier's wait early; whatever a broker does, nothing else changes."""
+"""Tests of delta notifications: they end the applier's wait early, and a faulty broker has no other
+effect."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ PACE_S = 0.05
 
 
 class Announced(DeltaWaiter):
-    """Counts what is announced, by topic."""
+    """Counts the announcements by topic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +86,7 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Shortens the waits for a broker that does not respond, and ends the subscribers when the
-    broker has ended."""
+    """Shortens the timeouts of unresponsive brokers. Ends the subscribers after the broker."""
     caplog.set_level(logging.INFO, "embedserve")
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     monkeypatch.setattr(module, "RETRY_S_MAX", 0.2)
@@ -108,7 +108,8 @@ PATIENT_S = 20.0
 
 @pytest.fixture
 def patient(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a subscriber wait for a broker that is busy, so that its one connection stays."""
+    """Lengthens the timeout, so that a subscriber keeps its one connection to a broker on a busy
+    machine."""
     set_connect_s_max(monkeypatch, PATIENT_S)
 
 
@@ -118,7 +119,7 @@ def set_connect_s_max(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def publish(url: str, *topics: Topic, seq: int = 1) -> None:
-    """Publishes once the broker takes it: one that has just been started may not yet."""
+    """Publishes once the broker accepts it: a broker that has just started may not do so yet."""
     until(lambda: is_published(url, *topics, seq=seq))
 
 
@@ -145,7 +146,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.usefixtures("patient")
 def test_each_notification_is_announced(broker: Broker) -> None:
-    """Of any seq: nothing in it is believed. Those before the connection count as one."""
+    """Covers any seq, as the subscriber ignores the content. Notifications before the connection
+    count as one."""
     publish(broker.url, TOPIC)
     subscribed = Subscribed(broker.url)
     until(lambda: subscribed.announced.counts == {TOPIC: 1, OTHER: 1, LATER: 0})
@@ -163,7 +165,7 @@ def test_each_notification_is_announced(broker: Broker) -> None:
 def test_a_broker_that_is_killed_is_connected_again(
     broker: Broker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One warning for each time that it is away, whatever the number of tries."""
+    """Checks for one warning per outage, whatever the number of attempts."""
     tries = []
 
     def open_and_count(url: ChannelUrl) -> Channel:
@@ -200,7 +202,7 @@ def test_a_broker_that_hangs_counts_as_disconnected(broker: Broker) -> None:
 def test_a_file_with_the_url_is_read_for_each_connection(
     broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So that a password can be changed, and a file that is away for a time ends nothing."""
+    """Covers changes of the password, and a file that is temporarily missing."""
     file = tmp_path / "broker.url"
     subscribed = Subscribed(file)
     until(lambda: warnings(caplog))
@@ -211,7 +213,7 @@ def test_a_file_with_the_url_is_read_for_each_connection(
 
 @pytest.mark.usefixtures("patient")
 def test_a_flood_is_announced_at_a_pace(broker: Broker) -> None:
-    """However fast notifications come, one announcement in PACE_S stands for all of them."""
+    """Checks that one announcement in PACE_S stands for all notifications in that time."""
     subscribed = Subscribed(broker.url)
     until(lambda: subscribed.count)
     begin_s, before = time.monotonic(), subscribed.count
@@ -253,9 +255,9 @@ GARBAGE = {
     "second INFO": (b"INFO {}\r\n", b"PONG\r\n", b"INFO ", b"{" * 65536),
     "malformed": (b"INFO {}\r\n", b"PONG\r\n", b"MSG \xff x y\r\nHMSG a 1 9 3\r\n\0\r\n"),
 }
-"""What a broker sends; the last of several parts without an end."""
+"""Data that a broker sends. The last of several parts repeats endlessly."""
 BUFFERED_BYTES = 16 << 20
-"""Bytes that the kernel may take of a connection that is not read, at most."""
+"""Maximum bytes that the kernel buffers for a connection that is not read."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -263,10 +265,10 @@ BUFFERED_BYTES = 16 << 20
 def test_a_broker_that_sends_garbage_is_read_within_limits(
     kind: str, garbage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connection is ended, and the next one comes later."""
+    """Checks that the subscriber closes the connection, and connects again later."""
     parts = GARBAGE[garbage]
     if garbage == "nothing":
-        set_connect_s_max(monkeypatch, 0.3)  # is all that ends it
+        set_connect_s_max(monkeypatch, 0.3)  # only this ends it
     fake = FakeBroker(*parts, is_endless=len(parts) > 1)
     try:
         subscribed = Subscribed(f"{kind}://127.0.0.1:{fake.port}")
@@ -281,7 +283,7 @@ def test_a_broker_that_sends_garbage_is_read_within_limits(
 def test_a_pushed_delta_is_applied_long_before_the_next_poll(
     broker: Broker, tmp_path: Path
 ) -> None:
-    """The interval is an hour: the first notifications may come before the connection."""
+    """Polls every hour. A first push wakes the applier even if it comes before the connection."""
     followed = Followed(tmp_path / "store")
     applier = Process(followed, tmp_path / "store", poll_s=3600.0, notify=broker.url)
     try:
@@ -293,7 +295,7 @@ def test_a_pushed_delta_is_applied_long_before_the_next_poll(
             broker.kill()
             until(lambda: not followed.notify.is_set)
             writer.push_rows({})
-            broker.start()  # a new connection is a reason to look
+            broker.start()  # the applier polls after a new connection
             until(lambda: followed.live.seq == 3)
     finally:
         os.kill(applier.pid, signal.SIGKILL)
@@ -303,14 +305,15 @@ def test_a_pushed_delta_is_applied_long_before_the_next_poll(
 def test_pushes_are_found_by_polling_while_the_broker_is_killed_and_floods(
     broker: Broker, tmp_path: Path
 ) -> None:
-    """Forged seqs, and kill -9 under pushes: every delta is applied, in order."""
+    """Covers forged seqs, and kill -9 of the broker during pushes: every delta is applied, in
+    order."""
     followed = Followed(tmp_path / "store")
     applier = Process(followed, tmp_path / "store", poll_s=0.05, notify=broker.url)
     is_over = threading.Event()
 
     def flood() -> None:
         while not is_over.is_set():
-            is_published(broker.url, *[TOPIC] * 50, seq=1 << 40)  # not while it is down
+            is_published(broker.url, *[TOPIC] * 50, seq=1 << 40)  # fails while it is down
 
     thread = threading.Thread(target=flood)
     thread.start()
@@ -342,12 +345,12 @@ def test_a_setting_that_cannot_be_is_refused(notify: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:
         check_settings(ServeSettings(store="store", deltas="follow", delta_notify=notify))
     assert "secret" not in str(caught.value)
-    check_settings(ServeSettings(store="store", delta_notify=notify))  # without deltas unused
+    check_settings(ServeSettings(store="store", delta_notify=notify))  # unused without deltas
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_line_that_is_followed_later_is_announced(broker: Broker) -> None:
-    """As when a server moves to a version that begins a line of its own."""
+    """Covers a server that switches to a version that begins a line of its own."""
     subscribed = Subscribed(broker.url)
     until(lambda: subscribed.count)
     publish(broker.url, LATER)

@@ -1,4 +1,5 @@
-"""The applier follows the line of the served version, and that of the version that comes next."""
+"""Tests of the lines that the applier follows: that of the served version and that of the next
+one."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from embedserve_store.errors import StoreError
 
 
 class Moving:
-    """A store whose version 1 is served, and what is prepared beside it."""
+    """A store whose version 1 is served, and the versions that are prepared beside it."""
 
     def __init__(self, folder: Path) -> None:
         self.store = folder / "store"
@@ -47,13 +48,13 @@ class Moving:
         self.lines.follow([self.served])
 
     def version(self, number: int, generation: int) -> DeltaTarget:
-        """Makes the memory of a version, as the supervisor does."""
+        """Creates the memory of a version, like the supervisor."""
         version = self.training.models.load("m", number)
         made = self.models[number] = make_shared_state(self.settings, version, generation)
         return DeltaTarget("m", str(version.path), made.memory.path, generation)
 
     def started(self) -> FollowedLines:
-        """An applier that has inherited nothing."""
+        """Returns an applier that has inherited no state."""
 
         def make(version: DeltaTarget, model: SharedDeltaState, last_seq: LastSeq) -> PollSchedule:
             def follower() -> DeltaFollower:
@@ -76,14 +77,14 @@ class Moving:
         return made
 
     def switch(self, version: DeltaTarget) -> None:
-        """All workers have prepared it."""
+        """Reports that all workers have prepared the version."""
         self.lines.follow([self.served, replace(version, is_switching=True)])
 
     def seqs(self) -> list[int]:
         return [model.live.seq for model in self.models.values()]
 
     def values(self, number: int) -> list[float]:
-        """The first value of each row, as a lookup reads it now."""
+        """Returns the first value of each row, as a lookup reads it now."""
         live = self.models[number].live
         reader = RowsReader(live, 0, live.version.plan)
         view, _ = reader.begin()
@@ -147,7 +148,7 @@ def test_the_served_version_is_never_ahead_of_one_that_may_serve(
     assert moving.seqs() == [6, 6]
     assert all(one <= two for one, two in seen)
     assert any(one < two for one, two in seen)
-    # An applier that starts anew keeps to that.
+    # An applier that restarts keeps to that order.
     moving.lines = moving.started()
     moving.switch(two)
     moving.training.push(1)
@@ -155,7 +156,7 @@ def test_the_served_version_is_never_ahead_of_one_that_may_serve(
     moving.until_looked()
     assert moving.seqs() == [7, 7]
     assert seen[0] == [6, 6]
-    # Once it serves, the line goes on with it alone.
+    # Once the version serves, the line continues with it alone.
     moving.lines.follow([replace(two, is_next=False)])
     moving.training.push(1)
     moving.until_looked()
@@ -174,7 +175,7 @@ def test_a_version_that_is_behind_does_not_serve(moving: Moving) -> None:
     assert moving.models[2].status.read().state == "stalled"
     moving.training.push(3)
     moving.until_looked()
-    assert moving.seqs() == [3, 1]  # the served version goes on
+    assert moving.seqs() == [3, 1]  # the served version continues
     repair()
     moving.lines.follow([moving.served])
     moving.switch(moving.prepare(2))
@@ -202,7 +203,7 @@ def test_of_another_line_all_that_was_there_is_applied_first(moving: Moving) -> 
     publish_anew(moving.store)
     two = moving.prepare(2)
     moving.switch(two)
-    assert not moving.lines.mark_caught_up()  # it has not looked
+    assert not moving.lines.mark_caught_up()  # it has not polled
     moving.models[1].hold.set(True)
     moving.models[2].hold.set(True)
     moving.until_looked()
@@ -250,7 +251,7 @@ def test_a_version_stays_at_the_delta_of_its_alias_and_goes_back_to_it(moving: M
 
 
 def test_the_next_version_serves_at_the_delta_of_its_alias(moving: Moving) -> None:
-    """Also where the served version of the line has later deltas: its alias asks for these rows."""
+    """Covers a served version with later deltas of the line: the alias names the rows to serve."""
     moving.training.push(1)
     compact_deltas(moving.store, "m")
     moving.training.push(2)
@@ -264,7 +265,7 @@ def test_the_next_version_serves_at_the_delta_of_its_alias(moving: Moving) -> No
     assert moving.lines.mark_caught_up()
     moving.training.push(2)
     moving.until_looked()
-    assert moving.seqs() == [3, 2]  # the served version goes neither on nor back
+    assert moving.seqs() == [3, 2]  # the served version stays at its delta
 
 
 def publish_anew(store: Path) -> None:

@@ -1,4 +1,5 @@
-"""DeltaFollower applies what a line has in order, and nothing from a bad delta on."""
+"""Tests of DeltaFollower: it applies the deltas of a line in order, and nothing from a bad one
+on."""
 
 from __future__ import annotations
 
@@ -62,9 +63,10 @@ def test_steps_are_bounded(followed: Followed) -> None:
 def test_a_step_has_a_bounded_number_of_deltas(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a server that is 100,000 small deltas behind would merge them without a heartbeat."""
+    """Guards heartbeats: a server that is 100,000 small deltas behind would merge them without
+    one."""
     monkeypatch.setattr(follower, "STEP_DELTAS_MAX", 2)
-    followed.follower.poll_once()  # later looks list nothing
+    followed.follower.poll_once()  # later polls list nothing
     for row in range(5):
         followed.push(row)
     states = []
@@ -124,7 +126,7 @@ def test_a_gap_is_found_by_the_listing(followed: Followed, monkeypatch: pytest.M
     path.unlink()
     followed.follower.poll_once()
     assert followed.state == "following"  # no listing yet
-    followed.follower._list_after_s = 0.0  # its time has come
+    followed.follower._list_after_s = 0.0  # the next listing is due
     followed.follower.poll_once()
     assert followed.state == "stalled"
     assert "delta 2 of line 1 does not exist; after version 1 it has 1 to 3" in (
@@ -138,7 +140,8 @@ def test_a_gap_is_found_by_the_listing(followed: Followed, monkeypatch: pytest.M
 def test_a_store_that_does_not_respond_stalls(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason tells it from a damaged delta, and the store is not asked for an undo."""
+    """Checks that the reason differs from that of a damaged delta, and that the follower searches
+    no undo."""
     asked = 0
 
     def after(position: object) -> None:
@@ -192,7 +195,7 @@ def test_deltas_before_the_one_that_has_no_room_are_applied(followed: Followed) 
 
 
 def test_a_follower_continues_where_one_was_killed(followed: Followed) -> None:
-    """The kill may come before the rows are visible, or before the status says that they are."""
+    """Covers a kill before the rows are visible, and one before the status reports them."""
     followed.push(1)
     followed.follower.poll_once()
     before = followed.status.read()
@@ -210,7 +213,8 @@ def test_a_follower_continues_where_one_was_killed(followed: Followed) -> None:
 def test_a_delta_that_is_listed_but_not_there_is_not_waited_for(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A look that found nothing says so, and does not make the applier look at once again."""
+    """Checks that the poll reports that it found nothing, so that the applier does not poll again
+    immediately."""
     monkeypatch.setattr(followed.line, "seqs", lambda: [1])
     assert not followed.follower.poll_once()
     assert (followed.state, followed.status.read().is_ready) == ("catching up", True)
@@ -234,7 +238,7 @@ def test_a_quiet_line_is_listed_ever_less_often(followed: Followed) -> None:
 def test_a_kill_after_the_rows_are_visible_loses_no_position(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The status that is written before the rows has their position."""
+    """Covers the recovery: the status that is written before the rows has their position."""
     followed.push(1)
 
     def apply_and_die(seq: int, changes: Sequence[ChangedRows], check: object) -> None:

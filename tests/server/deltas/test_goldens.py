@@ -1,4 +1,5 @@
-"""Goldens of deltas are compared before a delta is visible, and again while it is served."""
+"""Tests of the goldens of deltas: compared before a delta becomes visible, and again while it is
+served."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def followed(tmp_path: Path) -> Followed:
 
 
 def push(followed: Followed, row: int, value: float, expected: float | None = None) -> int:
-    """Pushes a row of equal values, and as golden that row alone with the ``expected`` value."""
+    """Pushes a row of equal values, with a golden of that row alone and the ``expected`` value."""
     bags = Bags(np.array([row]), np.array([[1, 0]], np.int32), None)
     answers = np.zeros((2, 4), np.float32)
     answers[0] = value if expected is None else expected
@@ -125,7 +126,7 @@ def test_refusals_take_no_memory_and_no_undo_away(followed: Followed) -> None:
 
 
 def test_rows_that_are_refused_are_as_if_they_never_came(tmp_path: Path) -> None:
-    """The memory of the refused rows is used again, also while a lookup runs."""
+    """Checks that the memory of rejected rows is used again, also during a lookup."""
     version = version_of(tmp_path)
     live = LiveRows(version, 64 << 10, readers=1)
     writer, reader = RowsWriter(live), RowsReader(live, 0, version.plan)
@@ -207,7 +208,7 @@ def test_goldens_that_are_being_written_are_not_read() -> None:
 
 
 def test_a_delta_without_goldens_leaves_none_behind(followed: Followed) -> None:
-    """Those of its seq may be of a delta that was replaced before it was committed."""
+    """Covers goldens under the same seq, from a delta that was replaced before it was committed."""
     followed.goldens.write(checked(1))
     followed.push(1)
     followed.follower.poll_once()
@@ -235,7 +236,7 @@ def test_only_the_goldens_of_the_newest_view_are_looked_up(followed: Followed) -
         live.check(lookup(1.6))
     assert followed.live.oldest_read() > 1 << 60  # the view has ended
     push(followed, 1, 1, expected=2)
-    followed.follower.poll_once()  # is refused: the goldens of the delta before stay
+    followed.follower.poll_once()  # rejected: the goldens of the delta before stay
     live.check(lookup(1.5))
     assert len(looked_up) == 3
     undo_deltas(followed.models.where, "m", to=0, why="test")

@@ -1,4 +1,4 @@
-"""While its line is held, DeltaFollower applies nothing and knows what waits."""
+"""Tests of DeltaFollower while its line is held: it applies nothing, and reports what waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embedserve_store.format.delta_manifest import DeltaManifest, LinePosition
 
 
 class Held(Followed):
-    """A follower at delta 1, which is held."""
+    """A follower that is held at delta 1."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -30,7 +30,7 @@ class Held(Followed):
         self.hold.set(True)
 
     def poll_once(self) -> tuple[str, int, int]:
-        """(state, seq, desired seq) after a poll."""
+        """Polls once; returns (state, seq, desired seq)."""
         assert not self.follower.poll_once()
         now = self.status.read()
         assert now.applied.seq == self.live.seq
@@ -145,7 +145,7 @@ def test_beginning_and_end_are_logged_once(held: Held, caplog: pytest.LogCapture
 def test_a_damaged_delta_stalls_after_the_hold(
     held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its manifest is read during the hold, its rows are not."""
+    """Covers the hold's reads: a delta's manifest is read during the hold, its rows are not."""
     held.push(2)
     held.push(3)
     held.edit(3, lambda data: data.update(previous="0" * 64))
@@ -192,7 +192,8 @@ def test_a_line_that_is_full_is_held_too(held: Held) -> None:
 
 
 def test_a_busy_line_is_not_listed_during_a_hold(held: Held) -> None:
-    """A delta that is found makes the next listing wait, as where it is applied."""
+    """Checks that a delta found during a hold postpones the next listing, like one that is
+    applied."""
     held.follower._list_after_s = 300.0
     held.push(2)
     held.poll_once()

@@ -1,4 +1,5 @@
-"""Ids that deltas add and remove: each lookup finds the ids of one delta, with their rows."""
+"""Tests of ids that deltas add and remove: each lookup finds the ids of one delta, and their
+rows."""
 
 from __future__ import annotations
 
@@ -47,8 +48,7 @@ State = dict[int, float]
 
 
 def publish_two(folder: Path) -> None:
-    """Publishes a table of integers, whose feature "f" reads a further one, too, and one of
-    strings."""
+    """Publishes tables of integers and a table of strings. Two tables serve feature "f"."""
     tables = [
         EmbeddingBagConfig(num_embeddings=rows, embedding_dim=4, name=name, feature_names=names)
         for name, rows, names in (("t", ROWS, ["f"]), ("u", ROWS + 3, ["f", "g"]), ("w", 9, ["s"]))
@@ -129,14 +129,15 @@ def test_ids_are_new_and_gone_from_their_delta_on(model: Model) -> None:
     after = model.begin()
     assert model.values(before, 0, ASKED, "t") == [*range(1, 9), None, None, None]
     assert model.values(after, 0, ASKED, "t") == [None, 2, 3, 4, 5, 52, None, 8, 51, None, None]
-    # the other table of the feature has the id, too, with the row as it was published
+    # The other table of the feature has the id, too, with the row as published.
     assert model.values(after, 1, ASKED, "u") == [None, 2, 3, 4, 5, 6, None, 8, 9, None, None]
     now = model.status.read()
     assert (now.rows_changed, now.ids_changed) == (2, 3)
 
 
 def test_a_row_gets_the_next_id_without_an_answer_of_the_former(model: Model) -> None:
-    """A batch that began before has the former id with the former values."""
+    """Checks that a batch which began before the change has the former id with the former
+    values."""
     gone = [*IDS[:4]]
     model.push({"t": {n: 100.0 + n for n in (101, 102, 103, 104)}}, {})  # the rows without an id
     model.follower.poll_once()
@@ -203,7 +204,7 @@ def test_a_compacted_version_has_the_vocabulary(model: Model) -> None:
     assert of_version(version, "t") == kept | {1: 51.0, 10: 52.0}
     tables = {table.name: table for table in made.manifest.tables}
     assert [tables[name].ids.entries for name in "tuw"] == [8, 8, 5]
-    assert tables["w"].ids.examples == ()  # the first four words are gone
+    assert tables["w"].ids.examples == ()  # the first four words are removed
     version.goldens()  # no id of its bags is unknown
     with DeltaWriter(model.folder, model="m") as writer:  # continues with the compacted version
         assert writer.push_rows({"t": ([2], np.full((1, 4), 9.0, np.float32))}) == 2
@@ -221,7 +222,7 @@ OWNERS = {"a": 1, "b": 2}
 
 @pytest.fixture
 def live_ids() -> LiveIds:
-    """Room for 2,000 ids of each of two vocabularies."""
+    """Returns live ids with room for 2,000 ids in each of two vocabularies."""
     return LiveIds([(one,) for one in SPECS], 10, VersionMemory.create())
 
 
@@ -267,7 +268,7 @@ def test_of_an_id_that_changes_twice_the_last_row_counts(live_ids: LiveIds) -> N
 
 
 def test_ids_cannot_be_chosen_to_meet_in_one_slot(live_ids: LiveIds) -> None:
-    """Or each lookup would pass over all of them, on the event loop."""
+    """Guards the event loop, where each lookup would have to pass over all ids in the slot."""
     slots = live_ids.entries.num_embeddings
     ids = np.arange(1 << 22)
     ids = ids[mixed(ids) >> np.uint64(64 - (slots - 1).bit_length()) == 3]
@@ -277,7 +278,8 @@ def test_ids_cannot_be_chosen_to_meet_in_one_slot(live_ids: LiveIds) -> None:
 
 
 class LiveIdsMachine(RuleBasedStateMachine):
-    """Any order of pushes, undos, looks, restarts and lookups, against dicts by seq."""
+    """Runs pushes, undos, polls, restarts and lookups in any order, and compares with dicts by
+    seq."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +288,7 @@ class LiveIdsMachine(RuleBasedStateMachine):
         self.states: list[State] = [{one: 1.0 + n for n, one in enumerate(IDS)}]
         self.views: list[tuple[int, int]] = []
         self.random = np.random.default_rng(0)
-        # An undo waits for lookups that began before it, which nobody else ends here.
+        # An undo waits for lookups that began before it. Nothing else ends those lookups here.
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(rows_writer, "time", SimpleNamespace(sleep=self.end_while_waited_for))
 
@@ -320,7 +322,7 @@ class LiveIdsMachine(RuleBasedStateMachine):
 
     @rule(back=st.none() | st.integers(0, 6))
     def bound(self, back: int | None) -> None:
-        """An alias names a delta, or none."""
+        """Sets or removes the last delta, as an alias does."""
         self.model.last_seq = None if back is None else max(0, len(self.states) - 1 - back)
 
     @rule()

@@ -1,4 +1,4 @@
-"""Live rows: each lookup reads one state of all tables, whatever is written meanwhile."""
+"""Tests of live rows: each lookup reads one state of all tables, whatever is written meanwhile."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def reader(live: LiveRows, version: ModelVersion) -> RowsReader:
 
 
 class KilledError(Exception):
-    """Stands for the end of a writer."""
+    """Stands for the kill of a writer."""
 
 
 def same(one: State, other: State) -> bool:
@@ -69,7 +69,7 @@ def same(one: State, other: State) -> bool:
 
 
 class Device:
-    """Copies of the spare rows, as a GPU has them, and their reader in a process of its own."""
+    """Copies of the spare rows, as a GPU has them, and a reader in a process of its own."""
 
     def __init__(self, live: LiveRows, reader: int, plan: Plan) -> None:
         self.live = copy.copy(live)  # as in a forked process
@@ -86,7 +86,7 @@ class Device:
 
 
 class LookupsAndDeltas(RuleBasedStateMachine):
-    """Any order of deltas, undos, lookups that begin, read and end, and writers that are killed."""
+    """Runs deltas, undos, lookups that begin, read and end, and kills of writers, in any order."""
 
     specs: tuple[TableSpec, ...] = SPECS
 
@@ -94,7 +94,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         version = version_of(Path(self.folder.name), self.specs)
-        # Room for some hundred of the rows, so that spare rows are used again and run out.
+        # There is room for a few hundred rows, so that spare rows run out and are used again.
         self.live = LiveRows(version, 20 << 10, readers=3, undo=3)
         self.device, self.device_seq = Device(self.live, 2, version.plan), 0
         self.readers = [RowsReader(self.live, number, version.plan) for number in range(2)]
@@ -110,7 +110,8 @@ class LookupsAndDeltas(RuleBasedStateMachine):
         return random_changes(np.random.default_rng(seed), most, self.specs)
 
     def teardown(self) -> None:
-        """Every spare row is a row's newest one, or free, once no lookup or undo needs others."""
+        """Checks that every spare row is the newest of its row or free, once no lookup or undo
+        needs others."""
         for reader, view, _ in self.lookups:
             reader.end(view)
         for seq in range(self.seq + 1, self.seq + 6):
@@ -147,7 +148,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
                 self.writer.finish_undo()
 
     def end_a_later_lookup(self, _: float) -> None:
-        """Stands for the end of a lookup that began before an undo, which waits for it."""
+        """Ends a lookup that began before an undo, which waits for it."""
         self.every_lookup_reads_its_state()
         self.new_lookups_read_the_committed_state()
         committed = self.live.committed[0]
@@ -159,7 +160,8 @@ class LookupsAndDeltas(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, most=st.integers(1, 60), calls=st.integers(0, 2))
     def kill_the_writer(self, seed: int, most: int, calls: int) -> None:
-        """The barriers lie between the steps of the writer: the last comes before the commit."""
+        """Kills the writer at a barrier. The barriers lie between its steps, the last of them
+        before the commit."""
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(time, "sleep", self.end_a_later_lookup)
             self.writer.finish_undo()
@@ -169,7 +171,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
 
     @rule(calls=st.integers(0, 1))
     def kill_the_writer_in_an_undo(self, calls: int) -> None:
-        """The undo is visible before the first barrier."""
+        """Kills the writer at a barrier. The undo is visible before the first one."""
         target = self.writer.undo_from
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(time, "sleep", self.end_a_later_lookup)
@@ -230,7 +232,7 @@ class LookupsAndDeltas(RuleBasedStateMachine):
 
 @contextlib.contextmanager
 def killed_at_barrier(calls: int) -> Iterator[None]:
-    """Ends the block at the barrier after the first ``calls``, as a kill does."""
+    """Ends the block at the barrier after the first ``calls``, like a kill."""
 
     def barrier() -> None:
         nonlocal calls
@@ -298,7 +300,7 @@ def test_the_spare_rows_of_a_small_table_run_out_before_the_memory(
 
 
 def test_the_cell_of_a_reader_that_ended_is_cleared(live: LiveRows, version: ModelVersion) -> None:
-    """A process that follows another in its place registers itself anew."""
+    """Covers a process that registers again in the place of one that ended."""
     reader = RowsReader(live, 1, version.plan)
     reader.begin()
     RowsReader(live, 1, version.plan)
@@ -342,7 +344,7 @@ def test_an_undo_needs_no_memory(version: ModelVersion) -> None:
     writer.finish_undo()
     assert not live.newest.any()
     assert writer.rows_changed == 0
-    for seq in range(5, 60):  # what was undone is free again
+    for seq in range(5, 60):  # memory of undone rows is free again
         writer.apply(seq, [rows_of(SPECS[0], *range(200))])
 
 
@@ -383,7 +385,7 @@ def test_a_delta_that_does_not_fit_takes_no_rows_from_an_undo(version: ModelVers
     writer.apply(2, [rows_of(SPECS[0], *range(200), value=1)])
     with pytest.raises(RowsFullError, match="limit is 20480"):
         writer.apply(3, [rows_of(SPECS[0], *range(600))])
-    with pytest.raises(RowsFullError):  # the lookup needs what an undo would give away
+    with pytest.raises(RowsFullError):  # the lookup needs what an undo would free
         writer.apply(3, [rows_of(SPECS[0], *range(200))])
     assert writer.undo_from == 0
     reader.end(view)

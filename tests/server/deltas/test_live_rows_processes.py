@@ -1,4 +1,4 @@
-"""Live rows between processes: writers that are killed, and readers that stand still."""
+"""Tests of live rows between processes: writers that are killed, and readers that are stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from embedserve_store import ModelVersion
 from embedserve_store.format.delta_file import ChangedRows
 
 CHANGED_MAX = 300
-"""Rows of a table that each delta changes, if it has as many."""
+"""Maximum rows of a table that each delta changes."""
 KILLS = 25
 MEMORY = 96 << 10
 READERS = 2
@@ -52,7 +52,7 @@ def process(run: Callable[[], None]) -> Iterator[int]:
 
 
 def delta(live: LiveRows, seq: int) -> list[ChangedRows]:
-    """Returns the same rows for each ``seq``, whose every byte is that of ``seq``."""
+    """Returns the same rows for each ``seq``; every byte of them is that of ``seq``."""
     changes = []
     for spec in live.version.manifest.tables:
         count = min(CHANGED_MAX, spec.num_embeddings)
@@ -99,7 +99,7 @@ def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
 ) -> None:
     live = LiveRows(version, MEMORY, READERS)
     RowsWriter(live).apply(1, delta(live, 1))
-    # For each reader: its lookups, and the seq of one that was wrong.
+    # For each reader: the number of its lookups, and the seq of a wrong one.
     found = VersionMemory.create().take(16 * READERS).view(np.uint64).reshape(READERS, 2)
 
     def read_on(number: int) -> None:
@@ -123,7 +123,7 @@ def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
 
 
 def test_a_lookup_that_stands_still_reads_what_it_began_with(version: ModelVersion) -> None:
-    """Spare rows run out meanwhile, and are used again once it has ended."""
+    """Checks that spare rows run out meanwhile, and are used again after the lookup has ended."""
     live = LiveRows(version, MEMORY, 1)
     writer = RowsWriter(live)
     writer.apply(1, delta(live, 1))

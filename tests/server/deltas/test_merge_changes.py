@@ -1,4 +1,4 @@
-"""Changes of several deltas are merged: the last value of each row counts."""
+"""Tests of merging the changes of several deltas: the last value of each row counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from embedserve_store.format.delta_file import ChangedRows
 from embedserve_store.format.table_spec import TableSpec
 
 ROWS = {"a": 9, "b": 1000}
-"""Changed rows are many in one table and few in the other, which are merged in two ways."""
+"""Rows of each table. Many rows change in one table and few in the other, which are merged in two
+ways."""
 TABLES = {name: TableSpec(name, ROWS[name], 4, (name,), "sum", "float32") for name in ROWS}
 CHANGES = st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 8))), max_size=6)
 
@@ -26,7 +27,7 @@ def changed(table: str, rows: set[int], value: int) -> ChangedRows:
 def test_many_changes_take_as_many_steps_as_they_have_rows(
     table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server may be behind by thousands of small deltas."""
+    """Guards servers that are behind by thousands of small deltas."""
     searched, flatnonzero = [0], np.flatnonzero
 
     def counted(array: np.ndarray) -> np.ndarray:

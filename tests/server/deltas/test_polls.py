@@ -1,4 +1,5 @@
-"""Polls of followers: each backs off by itself, and an unexpected error is that of one alone."""
+"""Tests of poll schedules: each follower backs off by itself, and an unexpected error affects it
+alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ POLL_S = 0.25
 
 
 class Follower:
-    """Looks whose outcomes are given."""
+    """A follower whose polls have given outcomes."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
         self.poll_once = look
@@ -32,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def schedule_of(look: Callable[[DeltaStatus], bool]) -> tuple[PollSchedule, DeltaStatus, list[int]]:
-    """Returns a schedule, its status and the number of followers that were made."""
+    """Returns a schedule, its status and the number of followers that it has created."""
     status, made = DeltaStatus(LinePosition(1, 0, "ab" * 32)), [0]
 
     def make() -> DeltaFollower:
@@ -88,7 +89,7 @@ def test_nothing_is_looked_for_before_it_is_due(clock: list[float]) -> None:
 def test_notifications_hasten_a_look_but_not_below_the_smallest_interval(
     clock: list[float],
 ) -> None:
-    """However many come: a flood costs five polls in each interval, and at most 20 a second."""
+    """Checks the bounds during a flood: five polls in each interval, and at most 20 a second."""
     schedule, *_ = schedule_of(lambda _: False)
     schedule.poll_if_due()
     clock[0] += POLL_S / 2
@@ -102,7 +103,7 @@ def test_notifications_hasten_a_look_but_not_below_the_smallest_interval(
 
 
 def test_notifications_hasten_no_look_while_no_delta_can_be_applied(clock: list[float]) -> None:
-    """Each look may read a damaged delta of gigabytes again."""
+    """Guards the store: each poll may read a damaged delta of gigabytes again."""
 
     def fail(status: DeltaStatus) -> bool:
         status.write(replace(status.read(), state=STALLED, reason="damaged"))

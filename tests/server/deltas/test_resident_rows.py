@@ -1,5 +1,5 @@
-"""Resident tables of a model that follows deltas: the rows of the file, in memory at the same
-addresses, before the rows that change."""
+"""Tests of resident tables of a model that follows deltas: the file's rows lie in memory at the
+same addresses, before the rows that change."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rows_stay_at_their_addresses_and_no_longer_in_the_file(
         assert rows.ctypes.data == addresses[spec.name]
         assert np.array_equal(rows, before[spec.name])
         assert not version.tables.rows(spec.name).any()
-    resident.tables.check_unchanged()  # nobody reads the file
+    resident.tables.check_unchanged()  # nothing reads the file
 
 
 def test_deltas_are_applied_and_undone(live: LiveRows, version: ModelVersion) -> None:

@@ -1,4 +1,4 @@
-"""A follower with a public key applies signed deltas, and nothing from another one on."""
+"""Tests of a follower with a public key: it applies signed deltas, and stops at an unsigned one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pair(tmp_path: Path) -> KeyPair:
 
 @pytest.fixture
 def followed(tmp_path: Path, pair: KeyPair) -> Followed:
-    """A line whose training job signs, and a follower that requires it."""
+    """Returns a line whose training job signs, and a follower that requires signatures."""
     followed = Followed(tmp_path / "store")
     followed.writer = DeltaWriter(tmp_path / "store", model="m", key=pair.private)
     manifest = followed.models.manifest("m")
@@ -105,7 +105,7 @@ def test_an_undo_needs_a_signature_too(followed: Followed, pair: KeyPair, tmp_pa
 def test_deltas_are_verified_again_when_an_undo_reads_them(
     followed: Followed, pair: KeyPair
 ) -> None:
-    """The store may have changed since they were applied."""
+    """Covers a store that has changed since the deltas were applied."""
     for row in (1, 2, 3):
         followed.push(row, value=row)
     followed.follower.poll_once()

@@ -1,4 +1,4 @@
-"""DeltaStatus: readers of other processes see whole records, the newest one."""
+"""Tests of DeltaStatus: readers in other processes see whole records, and the newest one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_largest_state_has_room() -> None:
 
 
 def test_half_a_record_is_not_read() -> None:
-    """A writer that was killed leaves the record before it."""
+    """Checks that a killed writer leaves the record before it."""
     status = DeltaStatus(START)
     status.write(state_of(status, 5))
     status.write(state_of(status, 6))

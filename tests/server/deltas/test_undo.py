@@ -1,4 +1,4 @@
-"""Undos of a line: rows as they were come back, from memory or from the store."""
+"""Tests of undos of a line: former rows come back, from memory or from the store."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_undo_past_the_memory_reads_the_store(followed: Followed) -> None:
     for seq in range(1, 5):
         followed.push(seq, 9, value=seq)
         followed.follower.poll_once()
-    followed.follower = followed.started()  # a new applier has the newest rows alone
+    followed.follower = followed.started()  # a new applier has the newest rows only
     followed.follower.poll_once()
     assert followed.status.read().undo_from == 4
     undo(followed, 2)
@@ -82,7 +82,7 @@ def test_an_undo_can_be_undone(followed: Followed) -> None:
 def test_what_is_undone_before_it_is_applied_is_never_visible(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A starting server does not apply deltas that were undone, nor does one that is behind."""
+    """Covers a server that starts, and one that is behind."""
     followed.push(1, value=1)
     followed.push(2, value=2)
     undo(followed, 1)
@@ -99,7 +99,7 @@ def test_what_is_undone_before_it_is_applied_is_never_visible(
     assert (followed.rows.steps, read) == ([4], [1, 4])
     assert followed.changed() == {1: 1, 3: 3}
     followed.push(4, value=4)
-    undo(followed, 1)  # of delta 4, which is applied, and of 5, which is not
+    undo(followed, 1)  # undoes delta 4, which is applied, and 5, which is not
     followed.follower.poll_once()
     assert (followed.rows.steps, followed.live.seq) == ([4, 6], 6)
     assert followed.changed() == {1: 1}
@@ -107,7 +107,7 @@ def test_what_is_undone_before_it_is_applied_is_never_visible(
 
 
 def test_an_undone_delta_may_be_damaged(followed: Followed) -> None:
-    """An undo is a way past a delta whose rows are lost."""
+    """Checks that an undo is a way past a delta whose rows are lost."""
     followed.push(1, value=1)
     followed.push(2, value=2)
     followed.damage(2)
@@ -174,7 +174,7 @@ def test_a_compacted_version_does_not_follow_an_undo_past_it(followed: Followed)
 
 
 class UndosAndRestarts(RuleBasedStateMachine):
-    """Any order of pushes, undos, looks and new appliers: rows are those of the seq."""
+    """Runs pushes, undos, polls and new appliers in any order; rows are those of the seq."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class UndosAndRestarts(RuleBasedStateMachine):
         self.states: list[dict[int, float]] = [{}]
 
     def teardown(self) -> None:
-        """A compacted version has the rows that are served."""
+        """Checks that a compacted version has the served rows."""
         followed, seq = self.followed, len(self.states) - 1
         if seq:
             store = followed.models.where
@@ -216,7 +216,7 @@ class UndosAndRestarts(RuleBasedStateMachine):
 
     @rule(back=st.none() | st.integers(0, 8))
     def bound(self, back: int | None) -> None:
-        """An alias names a delta, or none."""
+        """Sets or removes the last delta, as an alias does."""
         last = len(self.states) - 1
         self.followed.last_seq = None if back is None else max(0, last - back)
 
@@ -234,7 +234,7 @@ TestUndosAndRestarts.settings = settings(max_examples=25, stateful_step_count=20
 
 
 def test_an_undo_far_behind_a_damaged_delta_is_found(followed: Followed) -> None:
-    """It lies past the deltas of one step, and its manifest is read once."""
+    """Covers an undo past the deltas of one step; its manifest is read once."""
     followed.push(1, value=1)
     for value in range(2, 8):
         followed.push(2, value=value)
@@ -246,7 +246,7 @@ def test_an_undo_far_behind_a_damaged_delta_is_found(followed: Followed) -> None
     assert followed.status.read().wanted_seq == 7
     undo(followed, 1)
     followed.push(3, value=9)
-    assert followed.follower.poll_once()  # finds it, and is called again at once
+    assert followed.follower.poll_once()  # finds it, and asks for another call immediately
     assert followed.follower.poll_once()
     assert (followed.live.seq, followed.changed()) == (8, {1: 1})
     followed.follower.poll_once()

@@ -1,4 +1,4 @@
-"""Processes share the memory of a version, until the last one has no more use for it."""
+"""Tests of the memory of a version: processes share it until the last one releases it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def followed(folder: Path, memory: VersionMemory) -> SharedDeltaState:
 
 
 def mapped() -> int:
-    """Returns how many mappings of memory for changed rows this process has."""
+    """Returns the number of mappings of memory for changed rows in this process."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count(f"memfd:{NAME}")
 
