@@ -32,8 +32,8 @@ def answering(answer: Answer) -> Iterator[str]:
 
 
 def page(text: str, status: int = 200, **headers: str) -> Answer:
-    """Returns a handler that responds with ``text``. In the names of ``headers``, _ stands for -.
-    Returns a handler that responds with ``text``. In the names of ``headers``, _ stands for -."""
+    """Returns a handler that responds with ``text``. In the names of ``headers``, _ stands for
+    -."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)

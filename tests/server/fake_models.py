@@ -30,8 +30,8 @@ VOCABULARIES: Vocabularies = {
 
 
 def info_of(name: str, tables: Sequence[TableSpec], vocabularies: Vocabularies) -> ModelInfo:
-    """Returns the description of a served model with ``tables`` and the id maps ``vocabularies``.
-    Returns the description of a served model with ``tables`` and the id maps ``vocabularies``."""
+    """Returns the description of a served model with ``tables`` and the id maps
+    ``vocabularies``."""
     described = tuple(
         replace(table, ids=_filled(table.ids, vocabularies[table.name]))
         if table.ids.rule == "map"

@@ -128,8 +128,8 @@ class Http2Client:
         self._flush()
 
     async def answer(self, number: int) -> Answer:
-        """Returns the response on a stream, once the response is complete or the stream is reset.
-        Returns the response on a stream, once the response is complete or the stream is reset."""
+        """Returns the response on a stream, once the response is complete or the stream is
+        reset."""
         answer = self._answers[number]
         while not answer.is_whole:
             async with self._reading:

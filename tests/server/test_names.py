@@ -1,5 +1,5 @@
-"""Tests of class names: each is unique in the server, so that a search for a name finds one class.
-Tests of class names: each is unique in the server, so that a search for a name finds one class."""
+"""Tests of class names: each is unique in the server, so that a search for a name finds one
+class."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def pipeline(
 
 @pytest.fixture
 async def full(pipeline: RequestPipeline, engine: FakeEngine) -> AsyncIterator[RequestPipeline]:
-    """Returns a pipeline whose default model "shop" has a full queue; the queue of "films" is open.
-    Returns a pipeline whose default model "shop" has a full queue; the queue of "films" is open."""
+    """Returns a pipeline whose default model "shop" has a full queue; the queue of "films" is
+    open."""
     engine.hold()
     running = ask(pipeline)
     await until(lambda: engine.lookups)

@@ -1,5 +1,5 @@
-"""Tests of an engine that waits for its device: it gets the next batch before it returns the last.
-Tests of an engine that waits for its device: it gets the next batch before it returns the last."""
+"""Tests of an engine that waits for its device: it gets the next batch before it returns the
+last."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def test_shares_are_of_work_and_not_of_requests() -> None:
 
 
 def test_one_that_asks_again_each_time_gets_no_more_than_its_share() -> None:
-    """Covers a source whose queue is briefly empty, and one with a request more than it has taken.
-    Covers a source whose queue is briefly empty, and one with a request more than it has taken."""
+    """Covers a source whose queue is briefly empty, and one with a request more than it has
+    taken."""
     for waiting in ("abbbbb", "aabbbbb"):
         queued = Queued(waiting)
         taken = ""

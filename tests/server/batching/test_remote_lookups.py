@@ -1,5 +1,5 @@
-"""Tests of an engine whose lookups run on other servers: several batches in flight, and no thread.
-Tests of an engine whose lookups run on other servers: several batches in flight, and no thread."""
+"""Tests of an engine whose lookups run on other servers: several batches in flight, and no
+thread."""
 
 from __future__ import annotations
 

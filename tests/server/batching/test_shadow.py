@@ -205,8 +205,8 @@ async def test_a_share_of_the_batches_is_compared(pipeline: RequestPipeline) -> 
 async def test_of_two_the_first_by_name_is_compared(
     executor: ThreadPoolExecutor, names: tuple[str, str]
 ) -> None:
-    """Checks that all workers compare the same version, in whatever order each learned of the two.
-    Checks that all workers compare the same version, in whatever order each learned of the two."""
+    """Checks that all workers compare the same version, in whatever order each learned of the
+    two."""
     model = model_info()
     engines = [FakeEngine(version(model, 8, f"shop@{name}"), seed=7) for name in names]
     pipeline = make_pipeline(FakeEngine(version(model, 7), seed=7), *engines, executor=executor)

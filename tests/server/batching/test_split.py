@@ -1,5 +1,5 @@
-"""Tests of splitting: pooled values are not copied, and rows are gathered only for joined requests.
-Tests of splitting: pooled values are not copied, and rows are gathered only for joined requests."""
+"""Tests of splitting: pooled values are not copied, and rows are gathered only for joined
+requests."""
 
 from __future__ import annotations
 

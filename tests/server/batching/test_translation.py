@@ -1,5 +1,5 @@
-"""Tests of unknown ids: rejected, left out of their bags or looked up as the default row; counted.
-Tests of unknown ids: rejected, left out of their bags or looked up as the default row; counted."""
+"""Tests of unknown ids: rejected, left out of their bags or looked up as the default row;
+counted."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ def parsed_by_library(body: bytes) -> Any:
 
 
 def check_same(request: LookupRequest, values: Values, body: bytes) -> None:
-    """Compares the values. String ids are hashed, so only their features and number are compared.
-    Compares the values. String ids are hashed, so only their features and number are compared."""
+    """Compares the values. String ids are hashed, so only their features and number are
+    compared."""
     assert set(request.features) == set(values), body
     lengths = request.lengths.reshape(len(request.features), -1)
     start = 0

@@ -27,8 +27,8 @@ PROBLEM = "output_dtype is 7, expected FLOAT32 (0) or FLOAT16 (1)"
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    """Returns an engine whose row 6 of user has values just beyond and just within float16's range.
-    Returns an engine whose row 6 of user has values just beyond and just within float16's range."""
+    """Returns an engine whose row 6 of user has values just beyond and just within float16's
+    range."""
     engine = FakeEngine()
     engine.tables["t_user"][6] = [1e5, -1e5, 65504, 1e-7]
     return engine
