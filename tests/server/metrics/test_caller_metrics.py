@@ -1,4 +1,4 @@
-"""Requests by caller: sums over workers, bounded whatever names there are."""
+"""Tests of requests by caller: sums over workers, and a bound on the number of names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OUTCOMES = ("OK", "INTERNAL")
 
 
 class Asking:
-    """Callers, and what they asked since the last time."""
+    """Callers, and their request counts since the last flush."""
 
     def __init__(self) -> None:
         self.known: frozenset[str] = frozenset()
@@ -32,7 +32,7 @@ class Asking:
 
 
 class CountedName(str):
-    """A name that counts how often it is hashed for a key: that encodes it."""
+    """A name that counts how often it is encoded, which happens when it is hashed for a key."""
 
     encoded = 0
 
@@ -104,7 +104,7 @@ def test_the_place_of_a_name_that_is_gone_is_taken_from_zero() -> None:
 
 
 def test_names_past_the_most_are_hashed_once_for_each_token_file() -> None:
-    """A flush is on the event loop: its cost may not be the names times the callers."""
+    """Guards the event loop, which flushes: the cost of a flush must not be names times callers."""
     metrics, asking = counting(SharedCounters(1, caller_cells(OUTCOMES)), 0)
     names = [CountedName(f"caller-{number}") for number in range(1000)]
     asking.known = frozenset(names)

@@ -1,4 +1,4 @@
-"""Metrics of deltas are those of the one applier, whichever worker is scraped."""
+"""Tests of delta metrics: every worker exports the values of the one applier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APPLIED = Applied(5, 1e9, "ab" * 32)
 def values(
     state: str = "following", waiting_since: float = 0.0, looked_at: float = 0.0
 ) -> dict[str, float]:
-    """The samples of deltas by name, as one of two workers exports them."""
+    """Returns the samples of deltas by name, as one of two workers exports them."""
     status = DeltaStatus(LinePosition(7, 0, "0" * 64))
     status.write(
         DeltaState(

@@ -1,4 +1,5 @@
-"""Lines go out whole or are dropped and counted, to whatever kind of file."""
+"""Tests of the log stream: lines are written whole or dropped and counted, to every kind of
+file."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def test_what_is_not_read_is_dropped_and_counted(
         for _ in range(10):
             stream.write(LINE)
         assert stream.dropped_lines == 11
-        assert not fcntl.fcntl(writing, fcntl.F_GETFL) & os.O_NONBLOCK  # others have it, too
+        assert not fcntl.fcntl(writing, fcntl.F_GETFL) & os.O_NONBLOCK  # others share the file
         read = b""
         while read.count(b"\n") < count - 1:
             read += os.read(reading, 1 << 16)

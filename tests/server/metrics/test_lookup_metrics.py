@@ -1,4 +1,5 @@
-"""What is read of tables and on ranks is what a count by hand gives, whatever the plan."""
+"""Tests of the metrics of rows read per table and rank: they equal a count by hand, for every
+plan."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ TABLES = (
     TableSpec("copied", 4, 4, ("u",), "sum", "float16"),
     TableSpec("few", 2, 4, ("few",), "mean", "int4"),
 )
-"""x is served by two tables, rows and columns serve two features."""
+"""Two tables serve x. The tables rows and columns serve two features each."""
 PLAN = Plan(
     3,
     {
@@ -76,7 +77,8 @@ def model_of(tables: tuple[TableSpec, ...] = TABLES, plan: Plan = PLAN) -> Model
 
 MODEL = model_of()
 ROWS = {"x": 10, "y": 10, "z": 40, "v": 5, "w": 5, "u": 4, "few": 2}
-"""Ids that are rows in all tables of each feature: one more is skipped where that is the rule."""
+"""Number of ids with a row in all tables of each feature. A larger id is skipped if the rule says
+so."""
 
 
 def joined(*all_bags: Bags, model: ModelInfo = MODEL) -> Batch:
@@ -86,8 +88,8 @@ def joined(*all_bags: Bags, model: ModelInfo = MODEL) -> Batch:
 
 
 def by_hand(*all_bags: Bags) -> dict[str, Counter[str]]:
-    """What each family counts of each feature, table, rank, or table and rank; one id after the
-    other."""
+    """Returns each family's counts per feature, table, rank, or table and rank; counts ids one by
+    one."""
     counts: dict[str, Counter[str]] = {name: Counter() for name in FAMILIES}
     for feature, one in ((f, i) for bags in all_bags for f in bags for bag in bags[f] for i in bag):
         counts["feature_ids"][feature] += 1
@@ -198,7 +200,7 @@ def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
 
 
 def test_what_is_divided_adds_up_to_what_was_read() -> None:
-    """Whichever batches were looked at; and no counter goes back."""
+    """Checks this for any sampled batches, and that no counter decreases."""
     random = np.random.default_rng(0)
     metrics = Metrics([MODEL])
     lookups = metrics.models["shop"].version.lookups
@@ -213,12 +215,12 @@ def test_what_is_divided_adds_up_to_what_was_read() -> None:
     read = shown(metrics)["table_lookups"]
     for table in ("rows", "again"):
         divided = sum(n for key, n in before.items() if key.startswith(f"{table} "))
-        # The rest waits for the next batch that is looked at.
+        # The rest is added with the next sampled batch.
         assert 0 < divided <= read[table] * (1 + 1e-9)
 
 
 def test_a_large_batch_is_looked_at_in_part() -> None:
-    """As many rows as are promised, spread over all of it."""
+    """Checks that ROWS_SAMPLED_MAX rows are sampled, evenly from the whole batch."""
     metrics = Metrics([MODEL])
     ids = np.repeat(np.arange(10), 5 * ROWS_SAMPLED_MAX)
     metrics.models["shop"].version.lookups.observe(joined({"y": [ids.tolist()]}))
@@ -251,7 +253,7 @@ def test_another_version_counts_from_zero() -> None:
     metrics.flush()
     manifest = Manifest("shop", 8, TABLES, is_weighted=False)
     shop.switch(served_of(manifest, IdTranslator(manifest, {}), PLAN), 0.1)
-    before.lookups.observe(joined(BAGS))  # of a batch that was under way
+    before.lookups.observe(joined(BAGS))  # a batch that was in flight
     before.flush()
     assert shown(metrics)["feature_ids"].total() == 0
     shop.version.lookups.observe(joined(BAGS))

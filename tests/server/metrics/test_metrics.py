@@ -1,4 +1,4 @@
-"""The metrics: right buckets, a text that Prometheus reads, and counts that add up."""
+"""Tests of the metrics: buckets, a text format that Prometheus reads, and counts that add up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read(text: str) -> dict[str, Metric]:
 
 
 def value(families: dict[str, Metric], sample_name: str, **labels: str) -> float:
-    """The one sample of that name with those labels."""
+    """Returns the one sample with this name and these labels."""
     found = [
         sample.value
         for family in families.values()
@@ -122,7 +122,7 @@ async def test_counts_add_up_to_the_requests_sent(
     batches = len(engine.lookups)
     assert value(families, "embedserve_batch_examples_count", model="shop") == batches
     assert value(families, "embedserve_lookup_seconds_count", model="shop") == batches
-    # Those that were refused before the queue did not wait in it.
+    # Requests that were rejected before the queue have no queue wait.
     assert value(families, "embedserve_queue_wait_seconds_count", model="shop") == 22
     assert value(families, "embedserve_queue_requests", model="shop") == 0
     assert value(families, "embedserve_queue_examples", model="shop") == 0
@@ -134,12 +134,12 @@ async def test_unknown_ids_are_counted_by_feature(executor: ThreadPoolExecutor) 
         before = await scraped(client)
         bags = {"user": [[-1, 5], [7]], "movie": [[11], [1]], "tag": [["war"], ["drama", "war"]]}
         for body in ({"features": bags}, {"features": bags | {"shelf": [[7], []]}}):
-            await client.post("/embed", json=body)  # the second is refused
+            await client.post("/embed", json=body)  # the second is rejected
         await client.post("/embed", json={"features": {"user": [6]}})
         after = await scraped(client)
     name = "embedserve_unknown_ids_total"
     counted = {s.labels["feature"]: s.value for s in after["embedserve_unknown_ids"].samples}
-    assert counted == {"user": 3, "movie": 1, "tag": 2}  # not day and shelf: none is answered
+    assert counted == {"user": 3, "movie": 1, "tag": 2}  # day and shelf: in no successful request
     assert value(before, name, model="ruled", feature="user") == 0
 
 
@@ -273,7 +273,7 @@ def test_the_replacement_counts_on() -> None:
 
 
 def test_every_sample_has_the_labels_of_its_row() -> None:
-    """prometheus_client drops values of labels that it has no names for."""
+    """Guards against missing label names: prometheus_client drops the values of such labels."""
     shards = FakeParts(joined={("shop", 7): [2]})
     shop = in_parts(model_info(), shards, parts=1)
     metrics = Metrics([shop, replace(ruled_info(), served_name="ruled@canary")], parts=1)
@@ -330,7 +330,7 @@ def test_the_next_version_counts_from_zero_under_its_own_number() -> None:
         before.batch_ids.observe(5.0)
         metrics.flush()
         shop.switch(later, 1.5)
-        # by a batch of the version before, which ends after it was replaced
+        # A batch of the previous version counts these, and ends after the switch.
         before.unknown_ids += 7
         before.batch_ids.observe(50.0)
         before.flush()
@@ -355,7 +355,7 @@ def test_the_next_version_counts_from_zero_under_its_own_number() -> None:
 
 
 def test_a_worker_with_another_version_is_not_added_to_it() -> None:
-    """All change together, but not in the same instant."""
+    """Covers the switch of a version, which workers do not make in the same instant."""
     _, (one, other) = two_workers()
     for metrics in (one, other):
         metrics.models["shop"].version.batch_ids.observe(5.0)
@@ -388,7 +388,7 @@ def test_names_come_and_go_in_the_same_place_for_all_workers() -> None:
             for sample in samples_of(metrics)["embedserve_batch_ids"].samples
             if sample.labels["alias"] == "canary"
         ]
-    for metrics in workers:  # where one begins anew, in whatever place
+    for metrics in workers:  # one worker's new name may take any place
         metrics.add(replace(model_info(), served_name="shop@other"))
         metrics.add(canary).version.batch_ids.observe(3.0)
         metrics.flush()
@@ -407,7 +407,7 @@ def test_there_are_places_for_so_many_names() -> None:
 
 
 def test_a_shard_has_places_for_all_versions_that_it_may_hold() -> None:
-    """Each version has a name of its own; at the start the store may have few of them."""
+    """Covers a store with few versions at the start. Each version has a name of its own."""
     shop = [replace(model_info(), served_name=f"shop@{i}") for i in range(32)]
     films = [replace(model_info("films"), served_name=f"films@{i}") for i in range(32)]
     settings = ServeSettings("store", part="0/2", versions_held=32)
@@ -421,7 +421,8 @@ def test_a_shard_has_places_for_all_versions_that_it_may_hold() -> None:
 
 
 def test_a_worker_that_starts_with_a_later_version_counts_where_the_others_do() -> None:
-    """Its row of cells is that of the one before it, whatever the features of its version."""
+    """Checks that it continues the row of cells of the former worker, whatever features its version
+    has."""
     slots = SharedCounters(2, cells_per_worker(1, 2000))
     first = model_info("shop", {f"f{i}": (7, 4) for i in range(2000)})
     for worker, model in enumerate((first, model_info("shop", {"user": (7, 4)}))):

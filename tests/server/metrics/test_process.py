@@ -1,5 +1,5 @@
-"""Values of the process, also while it has no file descriptor left to read them with, and the
-connections of all workers."""
+"""Tests of the metrics of the process, also when it has no file descriptor left to read them, and
+of the connections of all workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One line at first, then one for many; what a caller wrote stays within its line."""
+"""Tests of the rate-limited logger: first one line, then one for many. A caller's text cannot break
+the line."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_several_lines_of_a_kind_are_said_where_wanted(
     clock.now_s += PERIOD_S
     log.log(logging.INFO, "slow", fields=lambda: {"number": next(numbers)})
     assert caplog.messages[3:] == ["slow (97 more like it since the last line)"]
-    # Nobody asked for those of lines that were not said.
+    # The logger did not compute the fields of suppressed lines.
     assert [vars(record)["fields"]["number"] for record in caplog.records] == [0, 1, 2, 3]
 
 

@@ -1,4 +1,5 @@
-"""Requests count for the version that they were handed to, and for no name that nobody serves."""
+"""Tests of request metrics: requests count for the version that handles them. Unknown names add no
+series."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from embedserve.pipeline import RequestPipeline
 USER = b'{"features": {"user": [1]}}'
 FILM = b'{"features": {"film": [1]}}'
 Counted = dict[tuple[str, str], dict[str, float]]
-"""(alias, version) to requests by outcome."""
+"""Requests by outcome, for each (alias, version)."""
 LIMITS = replace(IN_THREAD, queue_examples_max=1)
 
 
@@ -71,7 +72,7 @@ def families_of(metrics: Metrics) -> dict[str, Metric]:
 
 
 def counted(metrics: Metrics) -> Counted:
-    """As /metrics has them, without zeros."""
+    """Returns the counts as /metrics has them, without zeros."""
     found: Counted = {}
     for sample in families_of(metrics)["embedserve_model_requests"].samples:
         if sample.value:
@@ -82,7 +83,7 @@ def counted(metrics: Metrics) -> Counted:
 
 
 def timed(metrics: Metrics) -> dict[str, float]:
-    """How many requests have a time, by version."""
+    """Returns the number of timed requests, by version."""
     return {
         sample.labels["version"]: sample.value
         for sample in families_of(metrics)["embedserve_model_request_seconds"].samples
@@ -110,7 +111,7 @@ async def test_a_canary_that_fails_is_told_from_stable(
 
 
 async def test_what_a_version_alone_rejects_is_counted_with_it(pipeline: RequestPipeline) -> None:
-    """Its features are others, one of its ids has no row, or it is over a limit."""
+    """Covers unknown features, an id without a row, and a request over a limit."""
     await told(ask(pipeline, FILM), ask(pipeline, FILM, model="shop@canary"))
     await told(ask(pipeline, b'{"features": {"user": [99]}}', model="shop@canary"))
     assert counted(pipeline.metrics) == {
@@ -126,7 +127,7 @@ async def test_a_full_queue_is_counted_with_its_version(
     running = ask(pipeline, USER, model="shop@canary")
     await until(lambda: canary.lookups)
     waiting = ask(pipeline, USER, model="shop@canary")
-    for _ in range(3):  # one refused as it is queued, then undecoded ones
+    for _ in range(3):  # the first is rejected when queued, others undecoded
         assert ask(pipeline, USER, model="shop@canary").error.code == "RESOURCE_EXHAUSTED"
     early = RecordingCall(pipeline, asked(pipeline, model="shop@canary"))
     pipeline.reject_if_overloaded(early)
@@ -212,7 +213,7 @@ def test_series_are_as_many_as_names_however_many_versions_came_and_went() -> No
             record(metrics, "shop@canary", 5, 3)
             late = metrics.models["shop@canary"].version.requests
             metrics.models["shop@canary"].switch(version_of(number, "canary", {"user": (7, 4)}), 1)
-            # By a batch of the version before, which ends after it was replaced.
+            # A batch of the previous version counts these, and ends after the switch.
             late.count_answered(9.0)
             late.count_outcome("INTERNAL", 9.0)
             late.flush()
@@ -260,7 +261,7 @@ def test_each_outcome_has_a_count_of_its_own(outcome: str) -> None:
 
 
 def test_every_error_has_its_outcome() -> None:
-    """Also the errors of gRPC's framing, which end a call before its request is read."""
+    """Covers the errors of gRPC's framing, which end a call before its request is read."""
     kinds: list[type[EmbedServeError]] = [EmbedServeError, *EmbedServeError.__subclasses__()]
     assert {kind.code for kind in kinds} | {"OK", "CANCELLED", "UNIMPLEMENTED"} == set(OUTCOMES)
     assert len(OUTCOMES) == len(set(OUTCOMES))

@@ -1,4 +1,5 @@
-"""One rendering for all scrapes that wait, and no scrape gets values from before it."""
+"""Tests of scrapes: concurrent scrapes share one rendering, and no scrape gets values from before
+it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from embedserve.wire.router import Router
 
 SCRAPES = 100
 WINDOW = 1 << 30
-"""Bytes, more than all answers have."""
+"""Bytes of the window, larger than all responses together."""
 SCRAPE: Headers = [
     (b":method", b"GET"),
     (b":scheme", b"http"),
@@ -35,7 +36,7 @@ SCRAPE: Headers = [
 
 
 class Renderings(Collector):
-    """A gauge with the number of times that it was collected."""
+    """A gauge that counts how often it was collected."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -88,7 +89,7 @@ def test_a_scrape_never_gets_values_from_before_a_rendering_that_failed(
 async def test_a_burst_of_scrapes_costs_one_rendering(
     executor: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a scrape after it counts the requests before it."""
+    """Checks also that a later scrape counts the requests before it."""
     rendered: list[Metrics] = []
     collect = Metrics.collect
 
@@ -103,7 +104,7 @@ async def test_a_burst_of_scrapes_costs_one_rendering(
     peer.send(update(0, WINDOW))
 
     async def scrape(streams: range) -> bytes:
-        """The body of the last of them, once all are answered."""
+        """Returns the body of the last response, once all scrapes have one."""
         peer.send(*(peer.headers(stream, SCRAPE) for stream in streams))
 
         def are_answered() -> bool:

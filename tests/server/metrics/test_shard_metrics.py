@@ -1,4 +1,4 @@
-"""Calls of a router to the parts: of all workers, also of those that were replaced."""
+"""Tests of a router's calls to the parts: counts of all workers, including replaced ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Routers:
         self.workers[worker] = self.start(worker)
 
     def values(self, versions: RoutedVersions = SHOP) -> dict[str, Any]:
-        """Samples of the second worker, by the name and the labels."""
+        """Returns the samples of the second worker, by name and labels."""
         for worker in self.workers:
             worker.flush(versions)
         return {
@@ -134,7 +134,7 @@ def test_the_fewest_replicas_of_ready_workers_are_shown() -> None:
 
 
 def test_versions_stand_beside_each_other_wherever_workers_have_them() -> None:
-    """The next version is expected by the worker that watches the store, and by no other."""
+    """Covers the next version, which only the worker that watches the store expects."""
     routers = Routers()
     versions = {("shop", 4): NEXT, ("shop", 3): SERVED, ("ads", 1): SERVED}
     routers.source(0).joined = {("shop", 4): [1, 0], ("shop", 3): [2, 2], ("ads", 1): [5]}
@@ -175,11 +175,11 @@ def test_the_versions_that_serve_and_that_the_store_names_are_shown() -> None:
 
 
 def test_batches_that_lack_a_part_are_counted_by_version_and_part() -> None:
-    """Of all workers, also of those that were replaced."""
+    """Covers counts of all workers, including replaced ones."""
     model = in_parts(model_info(), FakeParts())
     slots = SharedCounters(2, cells_per_worker(1, COLUMNS_MIN))
     workers = [Metrics([model], WorkerCounters(slots, worker)) for worker in range(2)]
-    for metrics, parts in zip(workers, ([0, 1], [1, 2]), strict=True):  # 2: of no such part
+    for metrics, parts in zip(workers, ([0, 1], [1, 2]), strict=True):  # there is no part 2
         metrics.models["shop"].version.count_missing(parts)
         metrics.flush()
     workers[1] = Metrics([model], WorkerCounters(slots, 1))

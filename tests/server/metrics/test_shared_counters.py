@@ -1,4 +1,5 @@
-"""Cells that belong to a key: zeroed for another key, summed over the workers with the same key."""
+"""Tests of cells with a key: zeroed for another key, and summed over the workers with the same
+key."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_the_same_key_continues_and_another_starts_from_zero() -> None:
     assert again.total().tolist() == [4]
     keyed.claim(8)
     assert keyed.allocate(3).total().tolist() == [0, 0, 0]
-    again.own[0] += 1  # by what still has the cells of the previous key
+    again.own[0] += 1  # by the holder of the previous key's cells
     assert keyed.key == 8
     keyed.claim(8)
     assert keyed.allocate(1).total().tolist() == [0]

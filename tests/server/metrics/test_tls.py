@@ -1,4 +1,4 @@
-"""Handshakes of all workers, and the certificate that ends first."""
+"""Tests of TLS metrics: the handshakes of all workers, and the certificate that expires first."""
 
 from __future__ import annotations
 
