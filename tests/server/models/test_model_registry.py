@@ -1,4 +1,4 @@
-"""Which model a request is for, which limits it keeps, whether there is room and readiness."""
+"""Tests of the model registry: the model of a request, its limits, full queues, and readiness."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_of_an_unpooled_model_the_limit_is_on_a_row_for_each_id_and_table(
     executor: ThreadPoolExecutor,
 ) -> None:
     engine = FakeEngine(unpooled_info())
-    # 4 float32 a row, and up to two rows an id: item is served by two tables.
+    # A row has 4 float32, and an id up to two rows, as two tables serve item.
     limits = Limits(request_output_bytes_max=3 * 2 * 16)
     models = make_pipeline(engine, executor=executor, limits=limits).models
     allowed = make_request({"item": [[1, 2, 3]]})
@@ -170,7 +170,7 @@ async def test_a_look_that_fails_is_logged_and_is_no_damage(
 async def test_a_version_that_is_retired_while_others_are_checked_is_left_out(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
-    """Else the periodic check would end, and no change would be found any more."""
+    """Guards the periodic check, which would otherwise end and find no further damage."""
     models = make_pipeline(engine, other, executor=executor).models
     engine.check = gate.before(engine.check)  # type: ignore[method-assign]
     check = asyncio.create_task(models.check_integrity())
@@ -182,7 +182,7 @@ async def test_a_version_that_is_retired_while_others_are_checked_is_left_out(
 
 
 class Full:
-    """Two models, of which "shop", the default one, is full and "films" is open."""
+    """Two models: the default one, "shop", has a full queue; that of "films" is open."""
 
     def __init__(self, engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor) -> None:
         limits = Limits(inline_bytes_max=0, queue_examples_max=1)
@@ -212,7 +212,7 @@ async def full(
 
 
 class Peek:
-    """Names a model and is of a size, or may not be asked."""
+    """Returns a fixed model name and size. Without a name, reading the body fails the test."""
 
     def __init__(self, named: str | None = None, sizes: tuple[int, int] = (0, 0)) -> None:
         self._named = named
@@ -241,7 +241,7 @@ async def test_a_full_model_is_refused_and_no_other(full: ModelRegistry) -> None
 
 async def test_the_body_is_asked_only_where_its_model_matters(full: ModelRegistry) -> None:
     full.check_queue_for_body("", b"", Peek("films"))
-    for named in ("shop", "", "nobody"):  # one unknown is refused as the default would be
+    for named in ("shop", "", "nobody"):  # an unknown model is rejected like the default one
         with pytest.raises(OverloadedError):
             full.check_queue_for_body("", b"", Peek(named))
     with pytest.raises(OverloadedError):
@@ -331,7 +331,7 @@ async def test_before_its_body_has_come_only_what_names_a_full_model_is_refused(
 def next_batcher(
     pipeline: RequestPipeline, engine: FakeEngine, executor: ThreadPoolExecutor
 ) -> Batcher:
-    """Of the version of "shop" that ``engine`` has."""
+    """Returns a batcher for the version of "shop" that ``engine`` has."""
     metrics = pipeline.metrics.models["shop"]
     metrics.switch(engine.model, 0.1)
     return Batcher(engine, engine.model, pipeline.limits, metrics, executor)

@@ -1,4 +1,4 @@
-"""Which version answers: by name, by number, by alias, and by shares."""
+"""Tests of the traffic split: which version handles a request, by name, number, alias and share."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_what_is_not_served_is_refused_with_what_is(models: ModelRegistry,
 async def test_a_share_goes_to_a_version_of_what_names_none(models: ModelRegistry) -> None:
     models.set_share("shop@canary", 20.0)
     models.set_share("shop@old", 30.0)
-    models.set_share("shop@stable", 40.0)  # it answers all that the others do not
+    models.set_share("shop@stable", 40.0)  # it gets all requests that the others do not
     counts = Counter([await answered_by(models, "shop") for _ in range(1000)])
     assert 120 < counts[8] < 280
     assert 210 < counts[6] < 390
@@ -92,7 +92,7 @@ async def test_a_routing_key_is_always_answered_by_the_same_version(models: Mode
     first = [await answered_by(models, "", key) for key in keys]
     assert 120 < Counter(first)[8] < 280
     assert [await answered_by(models, "shop", key) for key in keys] == first
-    models.set_share("shop@canary", 40.0)  # who was answered by it still is
+    models.set_share("shop@canary", 40.0)  # keys that it handled before stay with it
     later = [await answered_by(models, "", key) for key in keys]
     assert all(after == 8 for before, after in zip(first, later, strict=True) if before == 8)
     assert Counter(later)[8] > Counter(first)[8]
