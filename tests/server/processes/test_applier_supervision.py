@@ -1,4 +1,5 @@
-"""The supervisor starts the applier of deltas, replaces it, and makes workers wait for its look."""
+"""Tests of the supervisor's applier: it starts and replaces it, and workers wait for its first
+poll."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ ERROR = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def fail() -> NoReturn:
-    """Stands for a fork without memory."""
+    """Stands for a fork that fails for lack of memory."""
     raise ERROR
 
 
@@ -57,7 +58,7 @@ async def test_an_applier_that_is_killed_is_replaced_while_workers_serve(tmp_pat
         os.kill(applier, signal.SIGKILL)
         lines = await server.until_line("applier")
         assert any(f"(process {applier}) was ended by SIGKILL: restarted" in one for one in lines)
-        assert lines[-1].split()[2] == "stalled"  # until the next one has looked
+        assert lines[-1].split()[2] == "stalled"  # until the next one has polled
         assert await server.post() == 200
         server.process.terminate()
         status, output = await server.ended()
@@ -98,7 +99,7 @@ async def test_an_applier_that_ends_at_once_does_not_keep_the_server_from_starti
 
 @pytest.fixture
 def forked() -> Iterator[tuple[Applier, Callable[[], None]]]:
-    """An applier, and a function that makes it send a heartbeat and waits until that has come."""
+    """Yields an applier, and a function that has it send a heartbeat and waits for that."""
     read, write = os.pipe()
     selector = selectors.DefaultSelector()
 
@@ -134,7 +135,7 @@ async def test_only_an_applier_without_heartbeats_hangs(
     for _ in range(3):
         applier.check_heartbeat(HANG_S_MIN - 1, 10)
         beat()
-    applier.check_heartbeat(HANG_S_MIN + 1, 2 * HANG_S_MIN)  # the limit is above the least
+    applier.check_heartbeat(HANG_S_MIN + 1, 2 * HANG_S_MIN)  # the limit is above the minimum
     beat()
     applier.check()
     assert (applier.pid, caplog.messages) == (pid, [])
@@ -150,7 +151,7 @@ async def test_only_an_applier_without_heartbeats_hangs(
     hangs, ended = caplog.messages
     assert f"(process {pid}) hangs: no heartbeat for {HANG_S_MIN + 1:.0f} s" in hangs
     assert f"(process {pid}) was ended by SIGKILL: restarted" in ended
-    applier.check_heartbeat(HANG_S_MIN - 1, 10)  # the time of the one before does not count
+    applier.check_heartbeat(HANG_S_MIN - 1, 10)  # a new applier has a new heartbeat time
     beat()
     applier.check()
     assert len(caplog.messages) == 2

@@ -1,4 +1,5 @@
-"""The state that the supervisor sends a worker comes before the worker takes a connection."""
+"""Tests of the channel: the supervisor's state reaches a worker before the worker accepts a
+connection."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_more_than_a_channel_holds_comes_all() -> None:
 def test_a_worker_sees_the_end_of_a_supervisor_that_has_not_read_all(
     run: Callable[[Coroutine[Any, Any, None]], None],
 ) -> None:
-    """The end comes as an error first, after which uvloop tells of nothing more."""
+    """Covers the error that uvloop reports first, after which it reports nothing more."""
 
     async def end_unread() -> None:
         supervisors, ours = socket.socketpair()
@@ -91,7 +92,7 @@ def test_a_worker_sees_the_end_of_a_supervisor_that_has_not_read_all(
 
 
 async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:
-    """As at the first look of a server that follows hundreds of aliases."""
+    """Covers the first poll of a server that follows hundreds of aliases."""
     ours, supervisors = socket.socketpair()
     with ours, supervisors:
         supervisors.setblocking(False)
@@ -111,7 +112,8 @@ async def test_a_worker_that_has_much_to_say_loses_nothing() -> None:
 
 
 def test_only_the_newest_state_waits_for_a_worker_that_does_not_read() -> None:
-    """The one that was begun is sent to its end; those between it and the last are dropped."""
+    """Checks that a partly sent state is completed, and that states between it and the last are
+    dropped."""
     ours, workers = socket.socketpair()
     with ours, workers, selectors.DefaultSelector() as selector:
         channel = SupervisorChannel(ours, selector, lambda: None)

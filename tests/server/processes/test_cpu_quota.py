@@ -1,4 +1,4 @@
-"""Cores: those that the process may run on, or what the limit of the nearest cgroup leaves."""
+"""Tests of the CPU quota: the process's affinity, or the limit of the nearest cgroup."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_version_2(proc: Path, groups: Path, cpu_max: str, cores: int) -> None:
 
 
 def test_a_limit_of_a_group_above_counts(proc: Path, groups: Path) -> None:
-    """The sum of a pod's containers; kubelet limits both."""
+    """Covers a pod: kubelet limits both its containers and their sum."""
     in_group(proc, "0::/pod/container\n")
     limit(groups / "pod" / "container", cpu_max="800000 100000")
     limit(groups / "pod", cpu_max="300000 100000")

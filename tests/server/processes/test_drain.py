@@ -1,4 +1,5 @@
-"""SIGTERM: what was accepted is answered, on both protocols, and the process ends with 0."""
+"""Tests of SIGTERM: accepted requests get responses over both protocols, and the process exits with
+0."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ REQUEST = pb.EmbedRequest(keys=["user"], ids=[1], lengths=[1])
 START_S_MAX = 60
 STOP_S_MAX = 60
 DRAIN_S = 600
-"""Far more than STOP_S_MAX: a server that waits for the end of it fails the test."""
+"""Seconds, far more than STOP_S_MAX: a server that waits until then fails the test."""
 HELD = -1.0
-"""Seconds of lookups that wait until they are released."""
+"""Seconds of a lookup; a negative value means that lookups wait until they are released."""
 pytestmark = pytest.mark.usefixtures("warm")
 
 
@@ -54,9 +55,9 @@ class Process:
     channel: grpc.aio.Channel
 
     async def seen(self) -> tuple[int, int]:
-        """(requests that wait for a batch, batches that began).
+        """Returns (requests that wait for a batch, batches that began).
 
-        Leaves no idle connection, for whose end a server that drains would wait.
+        Leaves no idle connection, because a draining server would wait for its end.
         """
         text = (await self.http.get("/metrics", headers={"Connection": "close"})).text
         samples = {
@@ -71,7 +72,7 @@ class Process:
         self.process.send_signal(signal.SIGUSR2)
 
     async def stopped(self) -> int:
-        """The exit status, once the process has ended."""
+        """Returns the exit status, once the process has ended."""
         return await asyncio.wait_for(self.process.wait(), STOP_S_MAX)
 
 
@@ -144,7 +145,8 @@ async def test_new_connections_are_refused_while_draining(grpc_server: str) -> N
 async def test_grpcio_refuses_connections_before_the_http_port_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else a client that was refused by one port finds the other open, for a call that waits."""
+    """Guards clients that one port rejects: they would find the other port open, for a call that
+    waits."""
     drain = WireServer.drain
     refused = []
     async with live_server(FakeEngine(), grpc_server="grpcio") as live:
@@ -161,7 +163,7 @@ async def test_grpcio_refuses_connections_before_the_http_port_does(
 
 
 def is_refused(port: int) -> bool:
-    """Blocks the event loop, so that nothing can close the port meanwhile but other threads."""
+    """Blocks the event loop, so that only other threads can close the port meanwhile."""
     give_up = time.monotonic() + STOP_S_MAX
     while time.monotonic() < give_up:
         try:
@@ -172,7 +174,7 @@ def is_refused(port: int) -> bool:
 
 
 async def statuses_until_refused(server: Process) -> list[int]:
-    """What readiness answered over new connections, until there was none to be had."""
+    """Returns the readiness statuses over new connections, until the server accepts no more."""
     statuses = []
     with contextlib.suppress(httpx.TransportError):
         while True:
@@ -194,7 +196,8 @@ async def test_an_idle_stream_is_ended_soon(grpc_server: str) -> None:
 
 
 async def expect_draining(stream: grpc.aio.StreamStreamCall) -> None:
-    """The stream has no answer left, and says that it was not the client who ended it."""
+    """Checks that the stream has no further response, and that its status names the server's
+    drain."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stream.read()
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -222,5 +225,5 @@ async def test_an_idle_server_ends_at_once(grpc_server: str) -> None:
         assert (await server.http.post("/embed", content=BODY)).status_code == 200
         assert (await EmbeddingServiceStub(server.channel).Embed(REQUEST)).batch_size == 1
         server.process.send_signal(signal.SIGTERM)
-        # Not by the end of drain_s, although both clients keep their connections open.
+        # The server does not wait for drain_s, although both clients keep their connections open.
         assert await server.stopped() == 0

@@ -1,7 +1,7 @@
-"""SIGTERM under load: no client of any kind loses a request, drain after drain.
+"""Tests of SIGTERM under load: no client of any kind loses a request, in any of many drains.
 
-What a client sent whole is answered, or it is told that it was not taken: by "connection: close" on
-the answer before it, by a refused connection, or by UNAVAILABLE over gRPC.
+Each complete request gets a response, or a sign that the server did not accept it. That sign is
+"connection: close" in the response before it, a refused connection, or UNAVAILABLE over gRPC.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLIENTS = 4
 PIPELINED = 8
 LOOKUP_S = 0.002
 ANSWERS_MIN = 200
-"""Before the drain, of all kinds together."""
+"""Minimum number of responses before the drain, of all kinds together."""
 CLIENT_S_MAX = 60
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -39,11 +39,11 @@ TOLD = ("draining before the stop", "Connection refused", "GOAWAY")
 
 @dataclass
 class Seen:
-    """What the clients of one drain saw.
+    """Results of the clients of one drain.
 
     Attributes:
-        answered: by kind and client.
-        lost: what was sent and has no answer, in words.
+        answered: number of responses by kind and client.
+        lost: descriptions of the requests without a response.
     """
 
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -51,7 +51,7 @@ class Seen:
 
 
 async def ask_over_http(port: int, pipelined: int, number: int, seen: Seen) -> None:
-    """Asks over one connection after the other until none is to be had."""
+    """Sends requests over one connection after another, until the server accepts no more."""
     kind = f"HTTP/1.1, {pipelined} at once"
     while True:
         try:
@@ -92,8 +92,8 @@ async def call(target: str, number: int, seen: Seen) -> None:
 
 
 def stream(target: str, number: int, seen: Seen) -> None:
-    """Keeps some requests in flight. In a thread: what grpc.aio writes to a stream that just ended
-    makes an INTERNAL of its end."""
+    """Keeps some requests in flight. It runs in a thread, because a write to a stream that has just
+    ended makes grpc.aio report INTERNAL."""
     slots, is_over = threading.Semaphore(PIPELINED), threading.Event()
 
     def requests() -> Iterator[pb.EmbedRequest]:
@@ -120,7 +120,7 @@ def _is_told(error: grpc.aio.AioRpcError) -> bool:
 
 
 async def drained(seed: int) -> Seen:
-    """One server from its start to its end under load."""
+    """Runs one server under load from its start to its end."""
     seen = Seen()
     async with server_process("native", LOOKUP_S) as server:
         http_port, target = server.http.base_url.port, server.target
@@ -130,7 +130,7 @@ async def drained(seed: int) -> Seen:
             asking += [ask_over_http(http_port, n, number, seen) for n in (1, PIPELINED)]
             asking += [call(target, number, seen), asyncio.to_thread(stream, target, number, seen)]
         clients = [asyncio.create_task(one) for one in asking]
-        # Of each client, too: a stream that began after the drain would be lost.
+        # Each client has a response, too: a stream that began after the drain would count as lost.
         await until(
             lambda: seen.answered.total() >= ANSWERS_MIN and len(seen.answered) == len(clients)
         )

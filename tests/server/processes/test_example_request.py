@@ -1,4 +1,4 @@
-"""The example of a model is a request that it answers."""
+"""Tests of the example of a model: it is a valid request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ RULED = ruled_info()
 
 
 def golden_bags() -> Bags:
-    """Three examples: the second is empty, the third has most. Ids of user take all 64 bits."""
+    """Returns three examples: the second is empty, the third has most ids. Ids of user need all 64
+    bits."""
     bags: dict[str, list[list[int | str]]] = {
         "user": [[1], [], [2**63 - 1, -(2**63), 0]],
         "movie": [[], [], [1, 2, 3, 4, 5, 6, 7, 8]],

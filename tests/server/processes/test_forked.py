@@ -1,4 +1,4 @@
-"""A process that cannot be forked leaves nothing behind, and how one ended is said."""
+"""Tests of forking: a failed fork leaves no descriptors, and the end of a process is described."""
 
 from __future__ import annotations
 

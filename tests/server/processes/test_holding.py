@@ -1,4 +1,4 @@
-"""A folder that cannot be read now is told from one that is damaged."""
+"""Tests of opening a folder: an unreadable folder is distinguished from a damaged one."""
 
 from __future__ import annotations
 

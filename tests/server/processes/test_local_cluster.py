@@ -1,4 +1,5 @@
-"""The processes of a cluster: which are started again, and that none outlives it."""
+"""Tests of the processes of a cluster: which ones are restarted, and that none outlives the
+cluster."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ with cli_errors():
 
 
 class RunningCluster:
-    """A cluster of processes that serve nothing, and what it has written."""
+    """A cluster of processes that serve nothing, and its log."""
 
     def __init__(self, folder: Path, kinds: tuple[str, ...]) -> None:
         self._log = folder / "log"

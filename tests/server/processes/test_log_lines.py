@@ -1,4 +1,5 @@
-"""Each line of the log is one line, or one object, whatever strangers wrote into it."""
+"""Tests of log lines: each record is one line, or one object, whatever text untrusted clients
+send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum of what clients can make a process hold has what they can fill."""
+"""Tests of the memory bounds: their sum includes everything that clients can fill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEATURES = 500
 
 
 async def test_a_queue_of_empty_bags_holds_no_more_than_is_counted() -> None:
-    """Their lengths take 4 bytes each, whatever the limit of ids is."""
+    """Covers lengths, which take 4 bytes per bag whatever the limit of ids is."""
     model = model_info("m", {f"f{i}": (2, 2) for i in range(FEATURES)})
     limits = Limits(queue_examples_max=256, queue_ids_max=16)
     engine = FakeEngine(model)
@@ -56,7 +56,7 @@ def test_a_version_that_drains_has_a_queue_and_batches_of_its_own(gpus: int, par
 
 
 def test_each_version_of_a_router_has_small_batches_of_values() -> None:
-    """They begin at once, whatever the process' budget for values is."""
+    """Covers small batches, which begin immediately whatever the process's budget for values is."""
     nothing = Limits(
         request_ids_max=0, batch_ids_max=0, request_output_bytes_max=0, batch_output_bytes_max=0
     )

@@ -1,4 +1,4 @@
-"""Rows of new deltas are uploaded in a thread, and a failure does not end it."""
+"""Tests of uploading the rows of new deltas in a thread, which a failure does not end."""
 
 from __future__ import annotations
 

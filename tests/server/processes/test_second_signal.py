@@ -1,4 +1,4 @@
-"""A server of one process ends at once on the second signal."""
+"""Tests of a server of one process: the second signal ends it immediately."""
 
 from __future__ import annotations
 

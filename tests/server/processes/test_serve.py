@@ -1,4 +1,4 @@
-"""What a server takes over from the process that starts it."""
+"""Tests of state that a server inherits from the process that starts it."""
 
 from __future__ import annotations
 

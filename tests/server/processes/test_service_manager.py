@@ -1,4 +1,5 @@
-"""Reports to the service manager: paths, abstract names, and sockets that cannot take them."""
+"""Tests of reports to the service manager: paths, abstract names, and sockets that cannot take
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers whose log nobody reads answer on, end in time, and tell how many lines they dropped."""
+"""Tests of servers whose log is not read: they serve, end in time, and report the dropped lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 
 class LoggedTo:
-    """A server whose stdout and stderr are one pipe, which is read when the test wants it to."""
+    """A server whose stdout and stderr are one pipe, which the test reads when it wants to."""
 
     def __init__(self, kind: str, tmp_path: Path) -> None:
         is_one = kind == "one process"
@@ -57,7 +57,7 @@ class LoggedTo:
         return text
 
     def stall(self) -> None:
-        """Fills the pipe, which nobody reads from now on."""
+        """Fills the pipe, which is not read from now on."""
         filling = os.open(f"/proc/self/fd/{self._writing}", os.O_WRONLY | os.O_NONBLOCK)
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -69,7 +69,7 @@ class LoggedTo:
         return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def refused(self) -> None:
-        """Has a line be logged."""
+        """Sends an invalid request, which the server logs."""
         answer = httpx.post(f"{self.url}/embed", content=b"{", timeout=WAIT_S_MAX)
         assert answer.status_code == 400
 
@@ -129,6 +129,7 @@ def test_lines_that_were_dropped_are_counted_and_told_once_it_is_read(
             assert time.monotonic() < end_s
         server.read_until(".")
         server.process.send_signal(signal.SIGTERM)
-        # Not by "stopped": all requests may have come to one worker, and the other stops before it.
+        # The last line is not "stopped", because one worker may have got all requests, and the
+        # other stops before it.
         server.read_until(" lines of the log were dropped: its reader did not keep up")
         assert server.process.wait(WAIT_S_MAX) == 0

@@ -1,4 +1,5 @@
-"""Workers start together, are replaced when they end, and stop together, whatever ends them."""
+"""Tests of the supervisor: workers start together, are replaced when they end, and stop
+together."""
 
 from __future__ import annotations
 
@@ -28,10 +29,12 @@ from embedserve.processes.supervisor import Supervisor
 SCRIPT = Path(__file__).parents[1] / "supervised.py"
 BODY = b'{"features": {"user": [1]}}'
 WAIT_S_MAX = 60
-"""Seconds until a wait counts as failed. 20 did not suffice on a host with four times the load that
-it could carry."""
+"""Seconds until a wait counts as failed.
+
+20 did not suffice on a host with four times the load that it could carry.
+"""
 TIME = re.compile(r"^\S+ \S+ (?=[A-Z]+ embedserve)")
-"""Before the level of a line of the log."""
+"""Matches the part of a log line before its level."""
 pytestmark = pytest.mark.usefixtures("warm")
 
 
@@ -56,20 +59,20 @@ class Supervised:
         return Path(f"{self.failure}.sock")
 
     async def post(self, uds: str | None = None) -> int:
-        """The status of one embed request, over a connection of its own."""
+        """Returns the status of one embed request over a connection of its own."""
         transport = httpx.AsyncHTTPTransport(uds=uds, verify=False)
         async with httpx.AsyncClient(timeout=WAIT_S_MAX, transport=transport) as client:
             return (await client.post(f"{self.url}/embed", content=BODY)).status_code
 
     async def metric(self, *names: str) -> float:
-        """The sum of the samples of metrics, at one time."""
+        """Returns the sum of the samples of metrics in one scrape."""
         async with httpx.AsyncClient(timeout=WAIT_S_MAX, verify=False) as client:
             text = (await client.get(f"{self.url}/metrics")).text
         families = text_string_to_metric_families(text)
         return sum(s.value for family in families for s in family.samples if s.name in names)
 
     async def until_metric(self, name: str, is_right: Callable[[float], bool]) -> None:
-        """Scrapes on; a connection to a worker that was just killed may break."""
+        """Scrapes until ``is_right``. A connection to a worker that was just killed may break."""
         async with asyncio.timeout(WAIT_S_MAX):
             while True:
                 with contextlib.suppress(httpx.TransportError):
@@ -78,7 +81,8 @@ class Supervised:
                 await asyncio.sleep(0.02)
 
     async def until_line(self, wanted: str) -> list[str]:
-        """What it prints up to a line that begins so, without the times of the log's lines."""
+        """Returns the output up to a line that begins with ``wanted``, without the times of log
+        lines."""
         lines: list[str] = []
         async with asyncio.timeout(WAIT_S_MAX):
             while not lines or not lines[-1].startswith(wanted):
@@ -88,7 +92,7 @@ class Supervised:
         return lines
 
     async def ended(self) -> tuple[int, str]:
-        """(exit status, what it still printed and logged)."""
+        """Returns (exit status, remaining output)."""
         async with asyncio.timeout(WAIT_S_MAX):
             return await self.process.ended()
 
@@ -120,7 +124,7 @@ async def supervised(
     hang_s: float = 0,
     is_warm: bool = True,
 ) -> AsyncIterator[Supervised]:
-    """Ready; whatever is left of it at the end is killed."""
+    """Starts a server and waits until it is ready. Kills its remaining processes at the end."""
     server = await start(tmp_path, workers, drain_s, lookup_s, hang_s, is_warm)
     try:
         server.http_port = int((await server.until_line("ready"))[-1].split()[1])
@@ -141,13 +145,13 @@ async def test_all_workers_serve_and_stop_on_sigterm(tmp_path: Path) -> None:
         server.process.terminate()
         status, output = await server.ended()
     assert status == 0
-    assert output.endswith("imported:\n")  # the supervisor stays free of what has threads
+    assert output.endswith("imported:\n")  # the supervisor imports no module with threads
     assert output.count("draining") == 3
 
 
 async def test_none_is_answered_before_what_answered_until_then_has_ended(tmp_path: Path) -> None:
-    """A caller that was told that the server is ready meets nobody who says that it loads; and one
-    that comes meanwhile waits, and is not refused."""
+    """Guards callers that know the server to be ready: none gets the startup server's response. A
+    request that comes meanwhile waits, and is not rejected."""
     (tmp_path / "failure.asked").touch()
     server = await start(tmp_path, workers=1)
     try:
@@ -168,7 +172,7 @@ async def test_workers_share_a_unix_socket_and_one_that_ends_is_missed_by_nobody
     async with supervised(tmp_path) as server:
         uds = str(server.socket_file)
         assert await asyncio.gather(*(server.post(uds) for _ in range(20))) == [200] * 20
-        os.kill(server.worker_pids()[0], signal.SIGSTOP)  # others take what it does not
+        os.kill(server.worker_pids()[0], signal.SIGSTOP)  # the others take its connections
         assert await asyncio.gather(*(server.post(uds) for _ in range(20))) == [200] * 20
         os.kill(server.worker_pids()[0], signal.SIGKILL)
         assert await asyncio.gather(*(server.post(uds) for _ in range(20))) == [200] * 20
@@ -183,7 +187,8 @@ async def test_workers_share_a_unix_socket_and_one_that_ends_is_missed_by_nobody
 async def test_what_was_accepted_is_answered_where_all_processes_are_signalled(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """A terminal sends SIGINT, and systemd SIGTERM, to the supervisor and to every worker."""
+    """Covers a terminal's SIGINT and systemd's SIGTERM, which reach the supervisor and every
+    worker."""
     async with supervised(tmp_path, drain_s=60, lookup_s=1.5) as server:
         ways = (None, str(server.socket_file))
         posts = [asyncio.create_task(server.post(way)) for way in ways for _ in range(5)]
@@ -205,7 +210,7 @@ async def test_a_killed_worker_is_replaced_and_no_counter_goes_back(tmp_path: Pa
         await asyncio.gather(*(server.post() for _ in range(40)))
         await server.until_metric("embedserve_requests_total", lambda value: value >= 40)
         first, second = server.worker_pids()
-        await asyncio.sleep(0.6)  # longer than FLUSH_S: all is where the other worker reads it
+        await asyncio.sleep(0.6)  # longer than FLUSH_S: the other worker can read all counts
         cpu_s = await server.metric("process_cpu_seconds_total")
         server.failure.write_text("not yet")  # no replacement is ready before the next scrape
         os.kill(first, signal.SIGKILL)
@@ -219,7 +224,7 @@ async def test_a_killed_worker_is_replaced_and_no_counter_goes_back(tmp_path: Pa
         pids = server.worker_pids()
         assert second in pids
         assert first not in pids
-        os.kill(second, signal.SIGKILL)  # the replacement counts on, too
+        os.kill(second, signal.SIGKILL)  # the replacement continues the counts
         await server.until_metric(
             "embedserve_worker_restarts_total", lambda value: value >= restarts + 1
         )
@@ -244,7 +249,7 @@ async def test_workers_that_fail_again_are_waited_for_longer(tmp_path: Path) -> 
             lines = await server.until_line("ERROR embedserve.processes.supervisor: worker 0")
             assert lines[-1].endswith(f"(no such thing): restarted in {delay} s")
         assert "ended with exit code 3 before it was ready" in lines[-1]
-        assert await server.post() == 200  # the other one serves meanwhile
+        assert await server.post() == 200  # the other worker serves meanwhile
         server.failure.unlink()
         await server.until_metric("embedserve_workers", lambda value: value >= 2)
 
@@ -308,7 +313,7 @@ async def test_a_worker_that_hangs_is_replaced(tmp_path: Path, number: signal.Si
 
 
 async def test_workers_that_live_are_left_alone(tmp_path: Path) -> None:
-    """Also where the supervisor itself did not run for longer than a worker may be silent."""
+    """Covers a supervisor that itself did not run for longer than a worker may be silent."""
     async with supervised(tmp_path, hang_s=3) as server:
         pids = server.worker_pids()
         for pid in (server.process.pid, *pids):
@@ -373,7 +378,7 @@ async def test_a_server_that_is_not_ready_yet_is_stopped(
 
 
 class Interrupted(RolloutCoordinator):
-    """Gets SIGHUP while it is at work, and ends the server once that is handled."""
+    """Gets SIGHUP while it works, and ends the server once the signal is handled."""
 
     def __init__(self) -> None:
         super().__init__({}, lambda name, path: None)
@@ -396,7 +401,8 @@ def wait_for_signal(index: int, channel: WorkerChannel) -> int:
 
 
 def test_a_reload_interrupts_nothing() -> None:
-    """A signal handler runs between any two instructions, also amid a change of what is served."""
+    """Covers signal handlers, which run between any two instructions, even in the middle of a
+    rollout."""
     coordinator = Interrupted()
     counters = SharedCounters(1, cells_per_worker(1, COLUMNS_MIN))
     Supervisor(wait_for_signal, counters, 1, 0, coordinator).run()

@@ -1,4 +1,4 @@
-"""A thread that cannot be started is not counted as one that runs."""
+"""Tests of threads: a thread that cannot start does not count as running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A server of one process ends itself where its event loop hangs, and only there."""
+"""Tests of the watchdog: a server of one process ends itself if its event loop hangs, and only
+then."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 @contextmanager
 def watched_server(log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server of one process that may hang for HANG_S, and its URL."""
+    """Runs a server of one process that may hang for HANG_S; yields its URL."""
     arguments = [SCRIPT, 0, 5, "native", HANG_S]
     with log.open("wb") as errors:
         process = WarmPopen(

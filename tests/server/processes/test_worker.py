@@ -1,4 +1,4 @@
-"""A worker listens once it serves what the other workers serve."""
+"""Tests of a worker: it listens once it serves the versions that the other workers serve."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Told:
         self._lines.flush()
 
     async def receive(self) -> list[Report | StartReport]:
-        """What it reports within a while."""
+        """Returns the next report of the worker, within a time limit."""
         await asyncio.sleep(0.2)
         return self._received()
 
@@ -62,7 +62,7 @@ class Told:
         return [report_from_bytes(line) for line in self._lines.receive() or ()]
 
     async def end(self) -> None:
-        """As where the supervisor is gone."""
+        """Closes the supervisor's end, as if the supervisor had ended."""
         self._supervisors.close()
         async with asyncio.timeout(WAIT_S_MAX):
             await self.running

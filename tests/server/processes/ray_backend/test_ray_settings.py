@@ -1,4 +1,4 @@
-"""What is checked before any shard is placed in Ray, without Ray."""
+"""Tests of the checks before any shard is placed in Ray, without Ray."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_shards_in_ray_are_those_of_this_host(tmp_path: Path) -> None:
 def test_a_store_in_the_present_folder_is_the_same_for_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its processes run in another folder."""
+    """Covers Ray's processes, which run in another folder."""
     monkeypatch.chdir(tmp_path)
     read: list[ClusterSettings] = []
 
@@ -137,7 +137,7 @@ def test_the_name_of_shards_is_checked_with_its_setting() -> None:
 
 
 def test_an_address_of_another_host_is_an_error() -> None:
-    """A Ray node may have the address of a router before it."""
+    """Covers a Ray node that has the address of a router in front of it."""
     child = Child("part 0", [sys.executable], shard_host="203.0.113.1")
     with pytest.raises(OSError, match=r"cannot listen on 203\.0\.113\.1"):
         child.start("")
@@ -168,7 +168,7 @@ os._exit(0)
 
 
 def test_an_actor_that_was_stopped_stays_until_it_is_ended() -> None:
-    """Otherwise Ray would start it again, and the shard with it."""
+    """Guards against a restart by Ray, which would also start the shard again."""
     command = [sys.executable, "-c", STOPPED]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (0, f"{-signal.SIGTERM}\n"), ended.stderr
@@ -189,7 +189,7 @@ def test_too_few_nodes_are_an_error_that_names_the_numbers() -> None:
 
 def test_shards_have_the_environment_of_their_node(monkeypatch: pytest.MonkeyPatch) -> None:
     started = Path("/proc/self/environ").read_bytes()
-    monkeypatch.setenv("OMP_NUM_THREADS", "17")  # since its start
+    monkeypatch.setenv("OMP_NUM_THREADS", "17")  # after its start
     found = shard_actor.environment_of(os.getpid())
     assert found.get("OMP_NUM_THREADS") != "17"
     assert f"PATH={found['PATH']}".encode() in started.split(b"\0")

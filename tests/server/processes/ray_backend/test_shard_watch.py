@@ -1,4 +1,5 @@
-"""The file of addresses of shards in Ray, over actors that answer when they are told to."""
+"""Tests of the file of addresses of shards in Ray, with actors that respond when the test says
+so."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ class EndedActorError(Exception):
 
 
 class FakeRay:
-    """Actors of shards.
+    """Fake Ray with the actors of shards.
 
     Attributes:
-        answering: shards whose actors answer.
+        answering: shards whose actors respond.
         ended: shards whose actors have ended.
     """
 
@@ -62,7 +63,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def watching(ray: FakeRay, path: Path) -> ShardWatch:
-    """Returns a watch that has polled once, when one shard has not answered yet."""
+    """Returns a watch that has polled once, before one of the shards has responded."""
     ray.answering = set(SHARDS[:-1])
     watch = ShardWatch(path)
     watch.adopt(ray.actors())

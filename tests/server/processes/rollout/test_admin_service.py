@@ -1,4 +1,4 @@
-"""What an administrator asks of one process: done, or refused with the reason."""
+"""Tests of the admin service of one process: commands are done, or rejected with the reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from embedserve_store.errors import NoSuchPartError
 
 
 def remember(monkeypatch: pytest.MonkeyPatch, operated: Operated) -> list[AdminCommand]:
-    """The commands that it sends from now on."""
+    """Returns a list that collects the commands from now on."""
     commands, send = list[AdminCommand](), operated.admin._send
 
     def record(command: AdminCommand) -> None:
@@ -39,7 +39,7 @@ def remember(monkeypatch: pytest.MonkeyPatch, operated: Operated) -> list[AdminC
 
 
 class Operated(Serving):
-    """A process with an administrator, which follows nothing by itself."""
+    """A process with an admin service, which follows no names by itself."""
 
     def __init__(self, store: Path, executor: ThreadPoolExecutor) -> None:
         super().__init__(store, executor, follow="none")
@@ -60,11 +60,11 @@ async def test_names_are_loaded_beside_others_and_unloaded(
     assert await admin.load("shop@canary") == 2
     assert await admin.load("shop@1") == 1
     assert operated.served() == {"shop": 1, "shop@canary": 2, "shop@1": 1}
-    assert await admin.load("shop") == 2  # in the place of the one before
+    assert await admin.load("shop") == 2  # replaces the version before
     assert operated.served() == {"shop": 2, "shop@canary": 2, "shop@1": 1}
     await admin.unload("shop")
     assert operated.served() == {"shop@canary": 2, "shop@1": 1}
-    assert await operated.answering() == 2  # the next of the model
+    assert await operated.answering() == 2  # the model's next version
     await admin.unload("shop@canary")
     with pytest.raises(RefusedError, match=r"^model is 'shop@1', and nothing else is served$"):
         await admin.unload("shop@1")
@@ -159,7 +159,7 @@ async def test_a_load_that_a_rollback_calls_off_is_refused(
 async def test_a_load_that_another_administrator_calls_off_is_refused(
     store: Path, later: Path, executor: ThreadPoolExecutor, gate: Gate, waits: bool
 ) -> None:
-    """Also one that waits for the version of another name."""
+    """Covers a load that still waits for the version of another name."""
     operated = Operated(store, executor)
     appear(later, store, 2)
     operated.before_restore = gate.before(lambda: None)
@@ -210,7 +210,7 @@ async def test_a_load_that_another_load_replaces_ends(
     monkeypatch: pytest.MonkeyPatch,
     fails: bool,
 ) -> None:
-    """The failure of the first is forgotten when the second begins."""
+    """Checks that the second load clears the failure of the first."""
     operated = Operated(store, executor)
     appear(later, store, 2)
     if fails:
@@ -244,7 +244,7 @@ async def test_a_load_of_a_name_that_is_unloaded_meanwhile_ends(
     name = "shop@2" if is_new else "shop"
     loading = asyncio.create_task(operated.admin.load(name))
     await until(lambda: gate.threads)
-    if is_new:  # as where it was activated and removed before the load looked again
+    if is_new:  # it was activated and removed between two polls
         operated.rollout.apply(Desired({}))
     else:
         await operated.admin.unload(name)
@@ -259,7 +259,7 @@ async def test_tables_that_workers_share_are_not_copied_again(
     executor: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They would fill the memory of one worker before the version is refused."""
+    """Guards the memory of a worker, which the tables would fill before the version is rejected."""
     operated, opened = Operated(store, executor), list[object]()
     settings = replace(operated.settings, tables="resident", workers=2)
     monkeypatch.setattr(version_resolver, "make_resident_and_verify", opened.append)

@@ -1,4 +1,4 @@
-"""Workers move to another version all together, or none of them does."""
+"""Tests of the rollout coordinator: all workers switch to a version, or none does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Told = tuple[int, int, TargetPhase]
 
 
 class Worker:
-    """A process that does what it is sent, and loads when it is told to."""
+    """A process that follows its targets, and loads when the test says so."""
 
     def __init__(self, versions: dict[str, int]) -> None:
         self.names = {name: NameStatus(number) for name, number in versions.items()}
@@ -62,7 +62,7 @@ class Worker:
         return WorkerStatus(dict(self.names))
 
     def load(self, name: str, reason: str = "", *, is_final: bool = True) -> None:
-        """What it loads is prepared, or fails for ``reason``."""
+        """Completes the load of a version, which is prepared, or fails for ``reason``."""
         state = LoadState.FAILED if reason else LoadState.PREPARED
         before = self.names[name]
         self.names[name] = replace(before, state=state, reason=reason, is_final=is_final)
@@ -74,7 +74,7 @@ class Worker:
 
 
 class Workers:
-    """The workers of a server, and what they are sent."""
+    """The workers of a server, and the targets that they receive."""
 
     def __init__(self) -> None:
         served = {
@@ -147,7 +147,7 @@ class Workers:
             self.coordinator.on_worker_exit(worker, how)
 
     def told(self) -> list[Told]:
-        """Other targets since this was asked."""
+        """Returns the targets that changed since the last call."""
         told, self._told = self._told, []
         return told
 
@@ -155,7 +155,7 @@ class Workers:
         return [worker.names[name].version for worker in self.workers.values()]
 
     def failures(self, name: str = "shop") -> list[tuple[int, str] | None]:
-        """(version, reason) that each worker is sent."""
+        """Returns the (version, reason) that each worker receives."""
         found = [worker.desired.names[name].failure for worker in self.workers.values()]
         return [None if one is None else (one.version, one.reason) for one in found]
 
@@ -171,7 +171,7 @@ class Workers:
 
 @pytest.fixture
 def workers() -> Workers:
-    """Two, of which the first looks at the store."""
+    """Returns two workers; the first one watches the store."""
     workers = Workers()
     workers.start(0, 1)
     assert workers.watchers() == [0]
@@ -197,7 +197,7 @@ def test_all_prepare_and_then_all_switch(
     workers.find(EIGHT)
     assert workers.told() == prepare(0, 1)
     workers.load(0)
-    workers.find(EIGHT)  # it looked again meanwhile
+    workers.find(EIGHT)  # it has polled again meanwhile
     assert workers.told() == []
     assert workers.serving() == [7, 7]
     workers.load(1)
@@ -223,7 +223,7 @@ def test_where_one_cannot_none_does_and_it_is_said_once(
     assert workers.told() == []
     assert workers.failures() == [(8, "damaged")] * 2
     assert caplog.messages == ["shop: version 8 stays out: damaged"]
-    for number in (7, 8):  # once another was wanted, it may be tried again
+    for number in (7, 8):  # it may be tried again after another version was desired
         workers.find(StoreEntry(number))
     assert workers.failures() == [None, None]
     workers.find(EIGHT)
@@ -328,7 +328,7 @@ def test_so_does_one_that_starts_with_the_version_before_for_the_new_one_is_gone
     assert caplog.messages == ["shop: workers start with version 7 still: 8 was deleted"]
     workers.start(2)
     assert workers.serving() == [8, 8, 7]
-    workers.load(2, reason="damaged")  # those that answer with it go on
+    workers.load(2, reason="damaged")  # those that serve it continue
     workers.report(2)
     assert workers.ended_by_us == [2]
     assert workers.failures() == [None] * 3
@@ -341,7 +341,8 @@ def test_so_does_one_that_starts_with_the_version_before_for_the_new_one_is_gone
 
 
 def test_one_that_is_behind_listens_once_it_has_followed(workers: Workers) -> None:
-    """Also where the next move has begun: it would answer with what was two moves ago."""
+    """Covers the start of the next rollout: the worker would serve the version before the last
+    two."""
     workers.fork(2)
     workers.find(EIGHT)
     workers.load(0, 1)
@@ -378,7 +379,7 @@ def test_the_others_neither_wait_for_one_that_is_behind_nor_miss_it(workers: Wor
 
 
 def test_where_no_other_serves_one_that_is_behind_listens(workers: Workers) -> None:
-    """The version that was served last is gone, and so are all that served it."""
+    """Covers a version that is deleted, after all workers that served it have ended."""
     workers.damage = "8 was deleted"
     workers.find(EIGHT)
     workers.load(0, 1)
@@ -457,7 +458,8 @@ def test_messages_are_read_as_they_were_written() -> None:
 
 
 def test_what_one_joins_and_what_comes_next_do_not_mix(workers: Workers) -> None:
-    """A worker that started with version 7 is to follow to 8, and 9 is found meanwhile."""
+    """Covers a worker that started with version 7, is to follow to 8, and has not when 9 is
+    found."""
     workers.fork(2)
     workers.find(EIGHT)
     workers.load(0, 1)
@@ -470,7 +472,7 @@ def test_what_one_joins_and_what_comes_next_do_not_mix(workers: Workers) -> None
     workers.load(0)
     assert workers.told() == []
     workers.load(0, reason="damaged")
-    assert workers.told() == activate(0, 1)  # back to what they answer with
+    assert workers.told() == activate(0, 1)  # back to the served version
     workers.load(2)
     assert workers.serving() == [8, 8, 8]
 
@@ -485,7 +487,7 @@ def test_all_show_a_version_that_cannot_be_opened_and_prepare_it_once_it_can(
     workers.told()
     workers.find(EIGHT)
     assert workers.told() == prepare(0, 1, 2)
-    workers.find(UNOPENED)  # an old look, while they load it
+    workers.find(UNOPENED)  # an old poll, while they load it
     assert workers.told() == []
     assert workers.failures() == [None] * 3
     workers.load(1, reason="damaged")
@@ -578,7 +580,7 @@ def test_of_several_loads_the_last_one_stays(workers: Workers) -> None:
 
 def test_a_name_is_loaded_and_removed_by_all(workers: Workers) -> None:
     name = "shop@canary"
-    workers.find(StoreEntry(9, path="/store/shop/9"), name)  # of a name that was removed meanwhile
+    workers.find(StoreEntry(9, path="/store/shop/9"), name)  # for a name that was removed meanwhile
     assert workers.told() == []
     workers.command(Operation.LOAD, name, 9)
     assert workers.told() == prepare(0, 1, version=9)
@@ -651,7 +653,8 @@ def test_shares_are_told_to_all_and_to_those_that_come(workers: Workers) -> None
 
 
 def test_a_version_keeps_its_share_until_the_next_one_serves(workers: Workers) -> None:
-    """Also in a worker that starts while the next one is loaded, or once that was refused."""
+    """Covers a worker that starts while the next version loads, and one that starts after it was
+    rejected."""
     before, after = AliasSettings(7, 10.0), AliasSettings(8, 50.0)
     workers.find(StoreEntry(7, before))
     found = StoreEntry(8, after, PATH)
@@ -668,11 +671,11 @@ def test_a_version_keeps_its_share_until_the_next_one_serves(workers: Workers) -
 
 
 def test_what_an_administrator_loads_is_what_the_store_names(workers: Workers) -> None:
-    """Where a name is not followed, no later look tells of it."""
+    """Covers a name that is not followed, and so is not reported by later polls."""
     workers.find(StoreEntry(7))
     workers.command(Operation.LOAD, "shop", 8)
     assert workers.workers[0].desired.names["shop"].wanted == 8
-    workers.command(Operation.LOAD, "films", 2)  # which nobody has looked at
+    workers.command(Operation.LOAD, "films", 2)  # no poll has read it
     assert workers.workers[0].desired.names["films"].wanted == 0
 
 

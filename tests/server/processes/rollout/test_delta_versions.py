@@ -1,4 +1,5 @@
-"""The supervisor gives a version that comes memory for its deltas, and waits until it has them."""
+"""Tests of the supervisor's delta versions: the next version gets memory for its deltas, and serves
+once it has them."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class Server:
         self.coordinator.on_report(0, StoreReport({"m": entry}))
 
     def prepared(self) -> None:
-        """The worker has prepared what it is to prepare."""
+        """Reports that the worker has prepared its target."""
         status = NameStatus(1, self.target.generation, LoadState.PREPARED)
         self.coordinator.on_report(0, WorkerStatus({"m": status}))
 
@@ -94,7 +95,7 @@ class Server:
 
     @property
     def reason(self) -> str:
-        """Why the version stays out; "" while it does not."""
+        """Returns why the version is not served; "" if there is no reason."""
         return self.failure.reason if self.failure is not None else ""
 
 
@@ -166,7 +167,8 @@ def test_the_memory_of_the_former_version_is_given_back(server: Server) -> None:
 
 
 def test_a_worker_with_the_rows_of_an_earlier_rollout_does_not_listen(server: Server) -> None:
-    """It was forked with version 1; the others have moved to 2 and back, to new memory."""
+    """Covers a worker that was forked with version 1, while the others switched to 2 and back, to
+    new memory."""
     for number in (2, 1):
         server.find(number)
         server.next.caught_up.set(True)
@@ -299,7 +301,7 @@ def test_a_version_keeps_its_delta_until_the_next_one_serves(server: Server) -> 
     server.coordinator.advance_rollout()
     assert (server.started_with, at_seqs(server)) == ([2], {"2": None})
     server.followed.prepare("m", RolloutVersion(1, str(server.training.deltas.parents[1] / "1")))
-    assert at_seqs(server) == {"1": None, "2": None}  # it comes back without the delta that it had
+    assert at_seqs(server) == {"1": None, "2": None}  # it comes back without its former delta
 
 
 def test_a_version_that_waits_for_another_keeps_its_delta(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""Which versions a shard holds, and when it lets one go."""
+"""Tests of the versions that a shard holds, and of when it unloads one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def wanted(*numbers: int, aliased: Collection[int] = ()) -> WantedVersions:
         (wanted(6, 7), {6}, set(), ("load", 7)),
         (wanted(6, 7), set(), set(), ("load", 7)),  # the newest first
         (wanted(6, 7), {7}, set(), ("load", 6)),
-        (wanted(7, 8), {6, 7}, set(), None),  # routers ask for both: the next one waits
+        (wanted(7, 8), {6, 7}, set(), None),  # routers use both: the next one waits
         (wanted(7, 8), {6, 7}, {6}, ("unload", 6)),
         (wanted(7, 8), {7}, {7}, ("load", 8)),
         (wanted(7, 8), {6, 7}, {7}, ("unload", 7)),  # routers rejected 7 and stay with 6
-        (wanted(7, 8), {6, 8}, {8}, None),  # 8 is the newest: it stays until routers ask for it
+        (wanted(7, 8), {6, 8}, {8}, None),  # 8 is the newest: it stays until routers use it
         (wanted(7, 8, aliased=[7]), {6, 7}, {7}, None),  # an alias names 7
         (wanted(3, 7, 8, aliased=[3]), {3, 7}, set(), ("load", 8)),  # aliases count apart
         (wanted(7, 8), {5, 6}, {5, 6}, ("unload", 5)),
@@ -48,7 +48,7 @@ def test_the_next_step(
 
 
 class Store:
-    """The versions of a store, and the aliases that name some."""
+    """The versions of a store, and the aliases that name some of them."""
 
     def __init__(self, numbers: list[int], aliases: dict[str, Any]) -> None:
         self.numbers, self.named = numbers, aliases
@@ -76,11 +76,11 @@ class Shard:
     """A shard of model shop, its clock, and the versions that it holds.
 
     Attributes:
-        wanted: versions that it is to hold.
+        wanted: versions that it should hold.
         refused: versions that cannot be loaded.
         whole: versions without parts.
-        unfit: those of which the shard knows it.
-        steps: what was loaded and unloaded.
+        unfit: versions that the shard knows to have no parts.
+        steps: loads and unloads so far.
     """
 
     def __init__(self, *held: int, wanted: WantedVersions) -> None:

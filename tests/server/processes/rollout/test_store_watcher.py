@@ -1,4 +1,4 @@
-"""A process follows what its store says, whatever becomes of the store meanwhile."""
+"""Tests of the store watcher: a process follows its store, and survives any fault of the store."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ for value in (1, 2, 3):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with versions 1, 2 and 3 of "shop"."""
+    """Returns a store with versions 1, 2 and 3 of "shop"."""
     store = tmp_path_factory.mktemp("versions") / "store"
     done = run_warm_python("-c", PUBLISH, store)
     assert done.returncode == 0, done.stderr
@@ -72,13 +72,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def later(published: Path, tmp_path: Path) -> Path:
-    """Where versions lie that are yet to appear in ``store``."""
+    """Returns the folder of the versions that are yet to appear in ``store``."""
     return shutil.copytree(published, tmp_path / "later")
 
 
 @pytest.fixture
 def store(later: Path, tmp_path: Path) -> Path:
-    """With version 1 alone."""
+    """Returns a store with version 1 only."""
     (tmp_path / "store" / "shop").mkdir(parents=True)
     (later / "shop" / "1").rename(tmp_path / "store" / "shop" / "1")
     return tmp_path / "store"
@@ -104,7 +104,7 @@ def before_open(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], object]
 
 
 class Serving:
-    """A process that answers from a store with fake engines, and looks at it when told to."""
+    """A process that serves a store with fake engines, and polls it when the test says so."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Serving:
         return Batcher(engine, info, self.pipeline.limits, metrics, self._executor)
 
     def shown(self) -> tuple[dict[str, Any] | None, bool]:
-        """(what /models tells of the next version, whether the metrics say that it was refused)"""
+        """Returns (the next version in /models, whether the metrics show it as rejected)."""
         models, metrics = self.pipeline.models, self.pipeline.metrics
         status = models.status(models.model(self.name))
         metrics.flush()
@@ -168,7 +168,7 @@ class Serving:
         self.agent = start_rollouts(self.settings, self.rollout, self.stop)
 
     async def look(self) -> int:
-        """Looks at the store; gives the version that answers once all is loaded."""
+        """Polls the store; returns the served version once all loads have ended."""
         if not hasattr(self, "agent"):
             self.start()
             await self.settled()
@@ -177,9 +177,9 @@ class Serving:
         return await self.answering()
 
     async def settled(self) -> None:
-        """Waits for the look that begins by itself at the start, too."""
+        """Waits until all loads have ended, also those of the poll at the start."""
         for _ in range(2):
-            for _ in range(10):  # what is sent through the event loop
+            for _ in range(10):  # events that the loop has yet to deliver
                 await asyncio.sleep(0)
             await until(
                 lambda: (
@@ -207,7 +207,7 @@ async def test_the_latest_version_answers(
     assert await serving.look() == 3
     appear(later, store, 2)
     assert await serving.look() == 3
-    shutil.rmtree(store / "shop" / "3")  # what is not there any more is not served any more
+    shutil.rmtree(store / "shop" / "3")  # a deleted version is no longer served
     assert await serving.look() == 2
     assert serving.attempts == [3, 2]
     assert caplog.messages == [
@@ -301,7 +301,7 @@ async def test_one_that_no_thread_is_left_to_open_is_tried_again(
 async def test_one_that_has_not_come_whole_is_waited_for(
     store: Path, later: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where a folder is copied into the store, file by file."""
+    """Covers a folder that is copied into the store file by file."""
     caplog.set_level(logging.INFO)
     serving = Serving(store, executor)
     (store / "shop" / "2").mkdir()
@@ -371,7 +371,8 @@ async def test_a_pulled_one_without_room_is_shown_with_why(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """How much is free differs at each look: it is shown, and logged once."""
+    """Checks that the reason, in which the free bytes differ at each poll, is shown, but logged
+    once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     serving = Serving(f"file://{store}", executor)
     appear(later, store, 2)
@@ -392,8 +393,8 @@ async def test_a_pulled_one_without_room_is_shown_with_why(
 async def test_one_that_is_mended_and_answers_wrongly_is_tried_once(
     store: Path, later: Path, executor: ThreadPoolExecutor
 ) -> None:
-    """A version that was opened and answers wrongly is tried once, also where it could not be
-    opened first."""
+    """Covers a version that opens and fails its goldens, also if it could not be opened at
+    first."""
     serving = Serving(store, executor)
     serving.failures[2] = StoreError("its goldens are answered otherwise")
     whole = shutil.copytree(later / "shop" / "2", later / "whole")
@@ -459,7 +460,7 @@ async def test_a_version_that_the_alias_leaves_while_it_is_opened_is_not_loaded(
     moved_to: int,
     loaded: list[int],
 ) -> None:
-    """As where a pull takes minutes, and an operator rolls back meanwhile."""
+    """Covers a pull that takes minutes, while an operator rolls back."""
     for number in (2, 3):
         appear(later, store, number)
     set_alias(store, "shop", "stable", 1)
@@ -514,7 +515,7 @@ async def test_the_store_is_looked_at_until_the_stop(
     appear(later, store, 2)
     await until(lambda: serving.rollout.number("shop") == 2)
     serving.stop.set()
-    await serving.settled()  # a look that had begun may end
+    await serving.settled()  # a poll in flight may end
     appear(later, store, 3)
     await asyncio.sleep(5 * serving.settings.follow_s)
     assert await serving.answering() == 2
@@ -550,7 +551,7 @@ class Manager:
 
 
 def opened_for(name: str, sent: list[Report]) -> list[str]:
-    """Folders of the versions that were opened for ``name``."""
+    """Returns the folders of the versions that were opened for ``name``."""
     reports = [one.names for one in sent if isinstance(one, StoreReport)]
     return [names[name].path for names in reports if name in names and names[name].path]
 
@@ -558,7 +559,7 @@ def opened_for(name: str, sent: list[Report]) -> list[str]:
 async def test_no_name_waits_for_the_version_of_another(
     store: Path, later: Path, monkeypatch: pytest.MonkeyPatch, gate: Gate
 ) -> None:
-    """As where the version of a canary is pulled for minutes."""
+    """Covers the version of a canary, whose pull takes minutes."""
     appear(later, store, 2)
     for alias, number in (("canary", 2), ("stable", 1)):
         set_alias(store, "shop", alias, number)
@@ -583,7 +584,7 @@ async def test_no_name_waits_for_the_version_of_another(
 async def test_versions_that_are_opened_at_once_are_read_into_memory_one_by_one(
     store: Path, later: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both would find the same memory free."""
+    """Guards memory: both reads would find the same memory free."""
     appear(later, store, 2)
     inside, most, meets = list[str](), list[int](), threading.Event()
 
@@ -605,7 +606,7 @@ async def test_versions_that_are_opened_at_once_are_read_into_memory_one_by_one(
 
 
 async def test_a_shard_is_polled_while_it_loads_a_version(store: Path) -> None:
-    """A poll meanwhile has it look again for what it is to hold."""
+    """Checks that a poll during the load makes the shard update the versions that it holds."""
     updates, loaded = list[int](), asyncio.Event()
 
     class Held:
@@ -681,7 +682,7 @@ async def test_a_start_does_not_end_where_the_shares_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whatever it is that a store raises: a follower looks again."""
+    """Checks this for any exception of the store, as the follower polls again."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("of a library")

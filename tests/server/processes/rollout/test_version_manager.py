@@ -1,4 +1,5 @@
-"""A process moves from one version of a model to the next, and stays where that fails."""
+"""Tests of the version manager: a process switches from one version of a model to the next, and
+keeps the former if that fails."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ IN_THREAD = Limits(inline_bytes_max=0)
 
 
 def engine_of(number: int) -> FakeEngine:
-    """Of that version of "shop", with rows of its own."""
+    """Returns an engine of that version of "shop", with rows of its own."""
     info = model_info()
     manifest = replace(info.manifest, version=number)
     return FakeEngine(replace(info, manifest=manifest), seed=number)
@@ -60,7 +61,7 @@ COPIED = TablesFile(Path("tables"), np.empty(0, np.uint8), {}, {})
 
 
 def version_of(manifest: Manifest, tables: TablesFile = COPIED) -> ModelVersion:
-    """What a rollout asks of a version: what it is, and where it lies."""
+    """Returns a version with the attributes that a rollout uses: its manifest and its location."""
     path = Path(f"store/shop/{manifest.version}")
     return ModelVersion(path, manifest, plan=None, tables=tables, id_maps={})  # type: ignore[arg-type]
 
@@ -70,7 +71,7 @@ def nothing(number: int) -> None:
 
 
 class Moving:
-    """A process that answers with version 7, and others that can be restored."""
+    """A process that serves version 7, and others that can be restored."""
 
     def __init__(self, executor: ThreadPoolExecutor) -> None:
         self.engines = {number: engine_of(number) for number in (7, 8, 9)}
@@ -90,7 +91,7 @@ class Moving:
         self._generation = 0
 
     def desire(self, name: str = "shop", **fields: Any) -> None:
-        """Changes the target of a name; a version that is prepared has another generation."""
+        """Changes the target of a name; a version to prepare gets another generation."""
         before = self._targets.get(name, Target(0, "", 0, TargetPhase.SERVE))
         if fields.get("phase") is TargetPhase.PREPARE:
             self._generation += 1
@@ -113,13 +114,13 @@ class Moving:
         self.desire(version=serving, generation=0, phase=TargetPhase.SERVE, failure=failure)
 
     def remove(self, name: str) -> dict[str, Target]:
-        """Gives the targets that are left."""
+        """Removes a name; returns the remaining targets."""
         del self._targets[name]
         self.rollout.apply(Desired(dict(self._targets)))
         return self._targets
 
     def state(self, name: str = "shop") -> NameStatus:
-        """As it was last reported."""
+        """Returns the last reported state."""
         return self.reports[-1].names[name]
 
     def _open(self, name: str, target: Target) -> ModelVersion:
@@ -154,12 +155,12 @@ class Moving:
         return None if coming is None else (coming.version, coming.state, coming.reason)
 
     def behind(self) -> tuple[bool, bool]:
-        """Whether another version is to answer, and whether it was refused."""
+        """Returns whether another version is desired, and whether it was rejected."""
         metrics = self.pipeline.metrics.models["shop"]
         return metrics.found_s is not None, metrics.is_refused
 
     async def check(self, number: int, name: str = "shop") -> None:
-        """That version ``number`` answers."""
+        """Checks that version ``number`` is served."""
         result = await submit_to(self.pipeline.models, make_request(USER, model=name))
         assert result.model.version == number
         assert np.array_equal(result.values, self.engines[number].expected(USER))
@@ -182,7 +183,7 @@ async def test_it_moves_once_the_next_version_is_loaded_and_it_is_told_to(
     await until(lambda: gate.threads)
     assert moving.coming() == (8, "loading", "")
     assert moving.state() == NameStatus(7, 1, LoadState.LOADING)
-    moving.desire(wanted=8)  # at the next look
+    moving.desire(wanted=8)  # at the next poll
     assert metrics.found_s == found_s
     await moving.check(7)
     gate.opened.set()
@@ -217,7 +218,7 @@ async def test_what_it_leaves_is_let_go(moving: Moving) -> None:
     moving.activate()
     await waiting
     del moving.engines[7], waiting
-    gc.collect()  # of asyncio's futures
+    gc.collect()  # frees asyncio's futures
     await until(lambda: engine() is None)
     await moving.check(8)
 
@@ -232,10 +233,10 @@ async def test_what_it_leaves_is_let_go_where_no_thread_is_left(
     assert moving.state() == NameStatus(8)
     await moving.prepared(9)
     refuse_thread(monkeypatch, "let go")
-    moving.desire(version=8, generation=0, phase=TargetPhase.SERVE)  # 9 is wanted no more
+    moving.desire(version=8, generation=0, phase=TargetPhase.SERVE)  # 9 is no longer desired
     assert moving.state() == NameStatus(8)
     del moving.engines[7]
-    gc.collect()  # of asyncio's futures
+    gc.collect()  # frees asyncio's futures
     assert engine() is None
     await moving.check(8)
 
@@ -256,14 +257,15 @@ async def test_what_is_restored_and_not_wanted_is_let_go(moving: Moving) -> None
     await moving.prepared(8)
     del moving.engines[8]
     moving.desire(version=7, generation=0, phase=TargetPhase.SERVE)
-    gc.collect()  # of asyncio's futures
+    gc.collect()  # frees asyncio's futures
     await until(lambda: engine() is None)
     assert moving.coming() is None
     await moving.check(7)
 
 
 async def test_its_rows_are_let_go_in_pieces(moving: Moving, tmp_path: Path) -> None:
-    """Not all at once, as where they are unmapped, which stops all who map memory meanwhile."""
+    """Guards against unmapping the rows in one call, which stalls all threads that map memory
+    meanwhile."""
     tables = map_tables(tmp_path / "rows", 1 << 20)
     moving.opened[8] = version_of(moving.engines[8].model.manifest, tables)
     populate(moving.opened[8], 1 << 30)
@@ -363,7 +365,7 @@ async def test_a_repeated_attempt_is_loaded_again(moving: Moving) -> None:
 
 
 async def test_a_version_that_serves_anew_is_loaded_for_its_changed_rows(moving: Moving) -> None:
-    """A worker that starts late has the version before a rollout and its rollback."""
+    """Covers a worker that starts late, with the version of before a rollout and its rollback."""
     moving.desire(version=7, generation=2, memory="/memory/2")
     await until(lambda: moving.reports and moving.state() == NameStatus(7, rows_generation=2))
     assert moving.restored_numbers == [7]
@@ -373,12 +375,12 @@ async def test_a_version_that_serves_anew_is_loaded_for_its_changed_rows(moving:
 
 
 async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> None:
-    """What torchrec builds, and torch.fx traces, is built by one thread."""
+    """Guards torchrec and torch.fx, whose building and tracing need a single thread."""
     begun: list[int] = []
     moving.restored = gate.before(begun.append)
     moving.prepare(8)
     await until(lambda: gate.threads)
-    moving.prepare(9)  # another is wanted meanwhile
+    moving.prepare(9)  # another is desired meanwhile
     await asyncio.sleep(0.05)
     assert len(gate.threads) == 1
     gate.opened.set()
@@ -426,7 +428,7 @@ async def test_a_name_is_added_and_removed(moving: Moving) -> None:
     moving.activate("shop@canary")
     for name, number in (("shop", 7), ("shop@canary", 8), ("shop@7", 7), ("shop@8", 8)):
         await moving.check(number, name)
-    assert moving.pipeline.metrics.models["shop@canary"].wanted_version == 0  # nobody watches
+    assert moving.pipeline.metrics.models["shop@canary"].wanted_version == 0  # no worker watches it
     said = r"^version is 9: the versions of shop are 7, 8 \(canary\)$"
     with pytest.raises(UnknownModelError, match=said):
         await moving.check(9, "shop@9")
@@ -441,7 +443,7 @@ async def test_a_name_is_added_and_removed(moving: Moving) -> None:
 
 
 async def test_the_last_name_serves_until_another_one_does(moving: Moving) -> None:
-    """As in a worker that started before the names changed."""
+    """Covers a worker that started before the names changed."""
     moving.prepare(8, "shop@canary")
     moving.remove("shop")
     await moving.check(7)
@@ -468,7 +470,7 @@ async def test_a_version_that_leaves_is_told_until_it_has_answered(moving: Movin
 
 @pytest.fixture
 async def canary(moving: Moving) -> Moving:
-    """Version 8 answers for the canary."""
+    """Returns a process that serves version 8 as the canary."""
     await moving.prepared(8, "shop@canary")
     moving.activate("shop@canary")
     return moving
@@ -479,7 +481,7 @@ def share(moving: Moving, version: int, traffic: float, shadow: float = 0.0) -> 
 
 
 def shares(moving: Moving) -> tuple[float, float]:
-    """(share, shadow) of what answers for the canary."""
+    """Returns (share, shadow) of the version that serves the canary."""
     models = moving.pipeline.models
     status = models.status(models.model("shop@canary"))
     return status["share"], status["shadow"]
@@ -497,7 +499,8 @@ async def test_a_share_begins_with_its_version_and_not_before(canary: Moving) ->
 
 
 async def test_a_version_that_cannot_be_loaded_gives_its_share_to_no_other(canary: Moving) -> None:
-    """A bad canary has no share. Another is to have half of all requests, and cannot be loaded."""
+    """Covers a bad canary without a share, whose next version, with half of the requests, cannot be
+    loaded."""
     share(canary, 8, 0.0)
     share(canary, 9, 50.0)
     canary.desire("shop@canary", wanted=9, failure=Failure(9, "it cannot be read", True, 0))

@@ -1,4 +1,5 @@
-"""Descriptors suffice for the connections, or these leave some for files."""
+"""Tests of descriptor limits: they suffice for the connections, or connections leave some for
+files."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ resource.setrlimit = forbid
 settings = ServeSettings(store="", limits=Limits(connections_max=1000))
 print(reserve_descriptors(settings).limits.connections_max)
 """
-"""As in a sandbox; the module resource raises ValueError for EPERM."""
+"""Script for a sandbox, where the module resource raises ValueError for EPERM."""
 RESERVED = """
 import resource, sys
 from embedserve.config import Limits, ServeSettings
@@ -58,7 +59,7 @@ def test_a_limit_that_may_not_be_raised_bounds_the_connections() -> None:
     [
         (256, 8192, 4000, "6048 4000"),
         (256, 4096, 16_384, "4096 2048"),
-        (4096, 8192, 1000, "4096 1000"),  # what suffices stays
+        (4096, 8192, 1000, "4096 1000"),  # a sufficient limit stays
         (256, 256, 16_384, "256 128"),
         (256, 256, 100, "256 100"),
     ],

@@ -1,5 +1,5 @@
-"""Which versions a shard starts with. A process that will fork has another one pull its versions,
-and learns why it cannot."""
+"""Tests of the versions that a shard starts with. A process that will fork has a child pull its
+versions, and reports the child's errors."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ except Exception as error:
 def test_an_error_of_the_process_that_pulls_keeps_its_kind(
     tmp_path: object, model: str, default: str, kind: str
 ) -> None:
-    """A setting that is wrong is not waited for, as a version that is missing may be."""
+    """Checks that an invalid setting fails immediately, while a missing version may be waited
+    for."""
     done = run_warm_python("-c", PULLED, str(tmp_path), model, default)
     assert done.stdout.startswith(kind)
     assert done.stderr == ""
@@ -161,7 +162,8 @@ ENDED = "StoreError file:///nowhere: the process that pulls it"
     ],
 )
 def test_the_process_that_pulls_ends_and_how_is_said(what: str, how: str, shown: str) -> None:
-    """SIGTERM to the parent alone would leave it with the ports, and pulling for nobody."""
+    """Covers SIGTERM to the parent alone, after which the child must not keep the ports and pull
+    on."""
     done = run_warm_python("-c", FORK, what)
     first, last = done.stdout.splitlines()
     assert first.startswith(how)
@@ -173,7 +175,7 @@ def test_the_process_that_pulls_ends_and_how_is_said(what: str, how: str, shown:
 def test_a_default_model_that_is_not_published_yet_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, default: str
 ) -> None:
-    """Without --model, where the store has another model already."""
+    """Covers a start without --model, when the store has another model already."""
     published = [["n"], ["m", "n"]]
 
     @contextmanager
@@ -188,7 +190,7 @@ def test_a_default_model_that_is_not_published_yet_is_waited_for(
     settings = ServeSettings("store", default_model=default, wait=True)
     if default == "m":
         assert list(loading.opened_in_time(settings, loading.open_versions)) == ["m", "n"]
-    else:  # a version that would not be served beside the newest one
+    else:  # a version that is not served beside the newest
         with pytest.raises(ValueError, match="default_model is 'm@3', but what is served is m, n"):
             loading.opened_in_time(settings, loading.open_versions)
     assert caplog.messages == [

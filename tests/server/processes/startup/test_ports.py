@@ -1,4 +1,4 @@
-"""Claiming the ports before models load, and the one line that a port in use is worth."""
+"""Tests of claiming the ports before models load, and of the one line about a port in use."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_grpc_gets_its_port_back() -> None:
 
 
 def leave_connection_behind(port: int) -> None:
-    """What a server leaves that was stopped: a connection that it closed first."""
+    """Leaves a connection that the server closed first, like a server that was stopped."""
     address = ("127.0.0.1", port)
     with socket.create_server(address) as listening, socket.create_connection(address) as client:
         listening.accept()[0].close()
@@ -115,7 +115,7 @@ def test_workers_listen_on_held_ports_together_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_the_port_of_grpc_is_refused_to_all_until_it_listens(is_fresh: bool) -> None:
-    """To clients, and to other servers; also where a server before it left connections."""
+    """Covers clients and other servers, also after a server that left connections behind."""
     port = free_port()
     if not is_fresh:
         leave_connection_behind(port)
@@ -141,4 +141,4 @@ def test_serving_on_a_taken_port_is_one_line(store: Path, taken_port: int, taken
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"embedserve: cannot listen on 127.0.0.1:{taken_port}")
-    assert done.stdout == "imported:\n"  # said at once, not after seconds of imports and loading
+    assert done.stdout == "imported:\n"  # immediately, without imports and loading

@@ -1,4 +1,5 @@
-"""Unix sockets' files: made for those who may connect, never taken from who listens, removed."""
+"""Tests of Unix socket files: their permissions, listening sockets that are not replaced, and
+removal."""
 
 from __future__ import annotations
 

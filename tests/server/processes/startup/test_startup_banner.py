@@ -1,4 +1,5 @@
-"""What a server says of its settings when it starts, and of its models when it is ready."""
+"""Tests of the startup banner: log lines about settings at the start, and about models when
+ready."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_settings_that_are_likely_a_mistake_are_logged(
 
 
 def test_a_start_logs_them_once(tmp_path: Path) -> None:
-    """Also with workers, and before anything is loaded: here there is nothing to load."""
+    """Covers workers, and checks that the lines come before loading: here there is no model to
+    load."""
     options = ["--host", "0.0.0.0", "--http-port", "0", "--grpc-port", "0", "--workers", "2"]
     arguments = ["embedserve", "serve", str(tmp_path), *options]
     code = f"import sys; from embedserve.__main__ import main; sys.argv = {arguments}; main()"

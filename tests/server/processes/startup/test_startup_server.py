@@ -1,4 +1,5 @@
-"""What answers while the models load ends when it is told to, whatever it does."""
+"""Tests of the startup server, which responds while the models load: it ends on request, in any
+state."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ print(answer.status, answer.read().decode())
 
 
 def test_a_front_that_ends_says_that_the_models_load() -> None:
-    """The server whose requests it rejects starts; it does not stop."""
+    """Checks the message, as the server starts rather than stops when it rejects these requests."""
     done = run_warm_python("-c", ENDING)
     assert done.stderr == ""
     assert done.stdout.startswith("503 ")
