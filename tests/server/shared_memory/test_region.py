@@ -1,4 +1,5 @@
-"""A region of shared memory: what it may be opened of, and what becomes of its file meanwhile."""
+"""Tests of a region of shared memory: the files that it accepts, and changes of its file
+meanwhile."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ def test_only_a_regular_file_of_one_name_is_opened(
 
 
 def test_whoever_has_a_lease_of_a_file_is_not_waited_for() -> None:
-    """The kernel would wait for 45 s."""
+    """Guards against the kernel's wait for a lease, which takes 45 s."""
     path = Path(FOLDER) / f"embedserve-test-{os.getpid()}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)
@@ -163,7 +164,7 @@ def test_a_file_that_is_cut_is_an_error_and_no_signal(opened: Open, file: Path) 
 
 
 def test_a_file_that_is_cut_again_and_again_while_it_is_used(opened: Open, file: Path) -> None:
-    """A mapping would end the process."""
+    """Guards the process, which would end if the region were a mapping."""
     nbytes = 1 << 20
     file.write_bytes(bytes(nbytes))
     region, values = opened("ids", 0, nbytes), memoryview(b"a" * nbytes)

@@ -1,4 +1,4 @@
-"""Whose regions are whose, how many there are, and when they go."""
+"""Tests of the region registry: owners of regions, their number, and their removal."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_those_whose_file_was_removed_go(shared: RegionRegistry, folder: Path) -
     assert not open_below(folder)
     shared.register(EVERYBODY, "ids", "c", 0, 100)
     (folder / "c").unlink()
-    shared.register(EVERYBODY, "ids", "d", 0, 100)  # of the same name
+    shared.register(EVERYBODY, "ids", "d", 0, 100)  # with the same name
     shared.close()
     assert not open_below(folder)
 

@@ -1,4 +1,4 @@
-"""Where a server may use shared memory."""
+"""Tests of the conditions for shared memory in the settings."""
 
 from __future__ import annotations
 
