@@ -1,4 +1,4 @@
-"""A collector that answers at length, or without end, is cut off."""
+"""Tests of the bounded session: a slow, large or endless response of a collector is cut off."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAIT_S_MAX = 60.0
 
 
 class Answering:
-    """A server that answers each request with the same pieces, with a pause before each.
+    """A server that responds to each request with the same pieces, with a pause before each.
 
     Attributes:
         connections: accepted so far.
@@ -39,7 +39,7 @@ class Answering:
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        with suppress(OSError):  # it was told to stop
+        with suppress(OSError):  # the test has stopped it
             while True:
                 connection, _ = self._open[0].accept()
                 self._open.append(connection)
@@ -52,7 +52,7 @@ class Answering:
                             connection.sendall(piece)
 
     def _is_asked(self, connection: socket.socket) -> bool:
-        """False once the client has closed the connection."""
+        """Reads a request; returns False once the client has closed the connection."""
         received = b""
         while not received.endswith(BODY):
             if not (more := connection.recv(1 << 16)):
@@ -72,7 +72,7 @@ class Answering:
 def answering(
     pieces: Iterable[bytes], context: ssl.SSLContext | None = None
 ) -> Iterator[Answering]:
-    """With TLS if there is a ``context``."""
+    """Runs a server until the block ends; with TLS if there is a ``context``."""
     with socket.create_server(("127.0.0.1", 0)) as plain, ExitStack() as opened:
         listening = plain
         if context is not None:
@@ -88,7 +88,7 @@ def answering(
 
 
 class Repeated:
-    """``first``, then ``rest`` without end."""
+    """Iterator over ``first``, then ``rest`` endlessly."""
 
     def __init__(self, first: bytes, rest: bytes) -> None:
         self._first, self._rest = first, rest
@@ -114,7 +114,7 @@ LONG = {
 
 @pytest.mark.parametrize("where", SLOW)
 def test_an_answer_that_trickles_is_not_waited_for(where: str) -> None:
-    """Each of its bytes comes in time."""
+    """Covers responses whose single bytes each come within the timeout."""
     with (
         answering(SLOW[where]) as server,
         BoundedSession() as session,

@@ -1,4 +1,4 @@
-"""Calls of other servers become spans below the requests of their batch."""
+"""Tests of the spans of calls to other servers: they are below the requests of their batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BODY = b'{"features": {"user": [[1], [2, 3]]}}'
 
 
 def calls_of(trace: TraceContext) -> CallTrace:
-    """Returns a call that is answered, one that fails and one in flight."""
+    """Returns a call that succeeds, one that fails and one in flight."""
     calls = CallTrace(trace)
     for part in range(3):
         assert calls.begin(part, f"h:{part}", "first") is not None
@@ -44,7 +44,7 @@ def calls_of(trace: TraceContext) -> CallTrace:
 
 
 def spans_below(trace: TraceContext, calls: CallTrace) -> tuple[ReadableSpan, list[ReadableSpan]]:
-    """Returns the span of a request of the batch of ``calls``, and those of the calls."""
+    """Returns the span of a request of the batch of ``calls``, and the spans of the calls."""
     end_s = perf_counter()
     times = StageTimings((end_s - 0.003, end_s - 0.002), end_s)
     record = RequestRecord("a7", "rest", "OK", times, trace=trace, calls=calls)
@@ -94,7 +94,7 @@ def test_spans_of_another_request_of_the_batch_link_to_those_that_the_shards_con
 
 
 class OneCall:
-    """Other servers, which answer with one call at once."""
+    """Other servers, which respond immediately with one call."""
 
     batches_max = 1
     traces_calls = True

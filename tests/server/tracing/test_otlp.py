@@ -1,4 +1,5 @@
-"""Spans of sampled requests reach a collector; one that hangs or is gone is felt by nobody."""
+"""Tests of OTLP export: sampled spans reach a collector. One that hangs or is missing delays no
+request."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ async def traced(
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the stop wait for the last spans of a machine that is busy."""
+    """Raises the time that the stop waits for the last spans, for a busy machine."""
     monkeypatch.setattr(otlp, "STOP_S_MAX", WAIT_S_MAX)
 
 
@@ -65,7 +66,7 @@ REASONS = {
 
 
 def has_ended(goes_on: Callable[[], bool]) -> bool:
-    """Whether it ends, within a minute."""
+    """Returns whether ``goes_on`` turns false within a minute."""
     end_s = time.monotonic() + WAIT_S_MAX
     while goes_on() and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -185,8 +186,8 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
     fault: str,
 ) -> None:
-    # One that hangs is found by the time, and others by what they send. Of one that is not there
-    # the library says so once it has time to try again.
+    # A collector that hangs is detected by the timeout, the others by their responses. For a
+    # missing collector the library reports the error once it has time to try again.
     times = {"hangs": 0.3, "is not there": 3.0}
     monkeypatch.setattr(otlp, "SEND_S_MAX", times.get(fault, WAIT_S_MAX))
     caplog.set_level(logging.INFO)
@@ -213,7 +214,7 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
         await until(lambda: said("traces do not reach"))
         if fault != "is not there":
             collector.status, collector.is_endless = 200, False
-            # A collector that is busy does not hang again.
+            # The new timeout keeps a collector on a busy machine from counting as hung again.
             hasty, session = traces._exporter, BoundedSession()
             traces._exporter = type(hasty)(traces._endpoint, timeout=WAIT_S_MAX, session=session)
             collector.may_answer.set()
@@ -227,7 +228,8 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
 
 
 def test_an_exporter_keeps_its_own_lines_alone() -> None:
-    """One that is still stopping must not take the reason of the next one's outage."""
+    """Guards the next exporter: one that is still stopping must not take the reason of its
+    outage."""
     reason = otlp._Reason()
     record = logging.LogRecord("exporter", logging.ERROR, "", 0, "no access", None, None)
     reason.thread = 1
@@ -251,10 +253,10 @@ def test_what_waits_is_bounded_and_what_is_left_out_is_named(
         traces.add(record(number))
     assert len([line for line in caplog.messages if "traces are left out" in line]) == 1
     traces.stop()
-    assert traces._thread.is_alive()  # it has not been waited for: it still sends
+    assert traces._thread.is_alive()  # the stop did not wait for it: it still sends
     assert not collector.spans
     collector.may_answer.set()
-    # The thread ends with what it sends just now: nobody waits for the others.
+    # The thread ends after the current send. The stop does not wait for the remaining spans.
     assert has_ended(lambda: any(one.name == "traces" for one in threading.enumerate()))
 
 

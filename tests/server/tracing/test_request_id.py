@@ -1,4 +1,4 @@
-"""A caller's id is used as it is, or not at all."""
+"""Tests of request ids: a caller's id is used unchanged, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The slowest requests: a few, of the last minutes, and asked for no more than is kept."""
+"""Tests of the slowest requests: a few of the last minutes. Fields are computed only for kept
+ones."""
 
 from __future__ import annotations
 

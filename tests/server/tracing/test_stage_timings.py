@@ -1,4 +1,5 @@
-"""The stages of a request follow each other without a gap, as far as it came."""
+"""Tests of the stages of a request: they follow each other without a gap, up to the last one
+reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""traceparent is read as W3C Trace Context has it, or not at all."""
+"""Tests of traceparent: it is parsed as W3C Trace Context says, or ignored."""
 
 from __future__ import annotations
 
