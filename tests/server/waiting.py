@@ -14,7 +14,7 @@ WAIT_S_MAX = 60.0
 async def until(is_true: Callable[[], object]) -> None:
     """Returns when ``is_true`` does; raises TimeoutError after a minute."""
     async with asyncio.timeout(WAIT_S_MAX):
-        while not is_true():  # noqa: ASYNC110  what is waited for knows no event
+        while not is_true():  # noqa: ASYNC110  the condition has no event
             await asyncio.sleep(0.001)
 
 

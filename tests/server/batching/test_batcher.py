@@ -230,7 +230,7 @@ async def test_a_batch_that_fills_as_its_delay_ends_begins_once(
     batcher = make_batcher(Limits(delay_ms_max=20, batch_ids_max=6, inline_bytes_max=0))
     engine.hold()
     answers = [submit(batcher, engine.request(USER))]
-    time.sleep(0.03)  # noqa: ASYNC251  the delay ends in the next turn, after what is added
+    time.sleep(0.03)  # noqa: ASYNC251  the delay ends after the next requests are queued
     asyncio.get_running_loop().call_soon(
         lambda: answers.extend(submit(batcher, engine.request(USER)) for _ in range(5))
     )

@@ -283,7 +283,7 @@ def test_a_broker_that_sends_garbage_is_read_within_limits(
 def test_a_pushed_delta_is_applied_long_before_the_next_poll(
     broker: Broker, tmp_path: Path
 ) -> None:
-    """Polls every hour. A first push wakes the applier even if it comes before the connection."""
+    """Polls are an hour apart, so the test waits for the connection before it pushes."""
     followed = Followed(tmp_path / "store")
     applier = Process(followed, tmp_path / "store", poll_s=3600.0, notify=broker.url)
     try:

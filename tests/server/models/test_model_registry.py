@@ -212,7 +212,7 @@ async def full(
 
 
 class Peek:
-    """Returns a fixed model name and size. Without a name, reading the body fails the test."""
+    """Estimator with a fixed model name and size. Without a name, reading the body is an error."""
 
     def __init__(self, named: str | None = None, sizes: tuple[int, int] = (0, 0)) -> None:
         self._named = named

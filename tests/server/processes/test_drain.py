@@ -98,7 +98,7 @@ async def server_process(grpc_server: str, lookup_s: float = 0) -> AsyncIterator
 async def until_seen(server: Process, queued: int) -> None:
     """Returns once one batch runs and ``queued`` requests wait."""
     async with asyncio.timeout(START_S_MAX):
-        while await server.seen() != (queued, 1):  # noqa: ASYNC110  it is another process
+        while await server.seen() != (queued, 1):  # noqa: ASYNC110  another process
             await asyncio.sleep(0.01)
 
 

@@ -51,7 +51,7 @@ class Told:
         self._lines.flush()
 
     async def receive(self) -> list[Report | StartReport]:
-        """Returns the next report of the worker, within a time limit."""
+        """Returns the reports that the worker sends within 0.2 s."""
         await asyncio.sleep(0.2)
         return self._received()
 

@@ -606,7 +606,7 @@ async def test_versions_that_are_opened_at_once_are_read_into_memory_one_by_one(
 
 
 async def test_a_shard_is_polled_while_it_loads_a_version(store: Path) -> None:
-    """Checks that a poll during the load makes the shard update the versions that it holds."""
+    """Checks that a poll completes during the load, and that another update follows the load."""
     updates, loaded = list[int](), asyncio.Event()
 
     class Held:
