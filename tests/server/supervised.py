@@ -1,7 +1,7 @@
 """A supervised server over the fake engine, for the tests of workers.
 
-Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Workers that have not ended twice DRAIN_S
-after their stop began, or sooner, are killed. The server prints its ports when it is ready. A
+Its arguments are WORKERS DRAIN_S LOOKUP_S HANG_S FILE. Workers that have not ended are killed
+twice DRAIN_S after their stop began, or sooner. The server prints its ports when it is ready. A
 worker prints a line when it starts, and hangs on SIGUSR1.
 
 Files control it:

@@ -308,8 +308,8 @@ async def test_requests_are_counted_by_who_asked(tokens: Tokens) -> None:
 
 
 async def test_callers_that_sent_nothing_cost_no_counter(tokens: Tokens) -> None:
-    """Guards the cost: a token file may have thousands of names, and the counts are taken twice a
-    second."""
+    """Guards against a cost per name: a token file may have thousands, and the counts are taken
+    twice a second."""
     asking = tokens.admit(await tokens.add("x"))
     assert asking.quota is not None
     before = asking.quota.outcomes

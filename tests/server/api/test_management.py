@@ -216,7 +216,7 @@ async def test_a_page_shows_the_document_and_loads_nothing_from_elsewhere(
 
 
 async def test_each_operation_has_a_name_of_its_own_that_stays(rest: httpx.AsyncClient) -> None:
-    """Guards generated clients: they name their functions after the operations."""
+    """Covers generated clients, which name their functions after the operations."""
     described = await schema(rest)
     operations = [one for path in described["paths"].values() for one in path.values()]
     assert sorted(one["operationId"] for one in operations) == sorted(OPERATIONS.split())

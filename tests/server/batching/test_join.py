@@ -75,7 +75,7 @@ def test_split_of_join_is_each_request_alone(engine: FakeEngine, data: st.DataOb
 @settings(max_examples=50)
 @given(data=st.data())
 def test_joining_leaves_the_requests_as_they_were(data: st.DataObject) -> None:
-    """Guards requests that are joined again, because another request of their batch was
+    """Covers requests that are joined again, because another request of their batch was
     rejected."""
     requests = [
         adapt_to_model(make_request(data.draw(bags_of(RULED.model))), RULED.model)

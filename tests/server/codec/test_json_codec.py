@@ -309,8 +309,8 @@ def calls_of(run: Callable[[], object]) -> int:
     ids=["flat", "bags", "strings", "weights"],
 )
 def test_diagnosing_calls_no_function_for_each_value(body: dict[str, Any]) -> None:
-    """Guards the event loop, where the diagnosis runs: only values near the invalid one are
-    examined individually."""
+    """Checks that only values near the invalid one are examined individually, because the diagnosis
+    runs on the event loop."""
     text = json.dumps(body).encode()
     assert explain_invalid_json(text) is not None
     assert calls_of(lambda: explain_invalid_json(text)) < 10_000
@@ -375,8 +375,8 @@ def test_a_feature_named_twice_counts_as_it_stands_last() -> None:
     "body", [b"", b"{", b'{"features": {"user": [["a", 1]]}}', b'{"features": 1}']
 )
 def test_a_refusal_leaves_no_circle_behind(body: bytes) -> None:
-    """Guards memory: a reference cycle would keep the frames and their data alive until garbage
-    collection."""
+    """Guards against reference cycles, which would keep the frames and their data alive until
+    garbage collection."""
     for _ in range(2):  # the first call creates objects that last
         gc.collect()
         with contextlib.suppress(InvalidRequestError):

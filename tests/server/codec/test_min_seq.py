@@ -136,8 +136,7 @@ def test_a_min_seq_is_read_and_is_none_where_there_is_none(make: type[Format]) -
 
 @each_format
 def test_requests_with_one_leave_no_templates(make: type[Format]) -> None:
-    """Guards other callers' templates, which these requests would evict, as each has another
-    min_seq."""
+    """Guards against one template per min_seq, which would evict the templates of other callers."""
     one = make()
     one.decode()
     before = one.templates()

@@ -328,7 +328,7 @@ def test_an_unpooled_model_is_described_as_such() -> None:
 
 
 def test_a_head_is_remembered_once_though_its_messages_are_not_plain() -> None:
-    """Guards other callers' templates: a template for each such message would evict them."""
+    """Guards against one template per message, which would evict the templates of other callers."""
     plain = pb.EmbedRequest(keys=["of", "others"], ids_bytes=bytes(8), lengths_bytes=bytes(8))
     decoded(plain.SerializeToString())
     rounded = pb.EmbedRequest(

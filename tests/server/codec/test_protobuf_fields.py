@@ -138,8 +138,8 @@ def test_groups_and_what_is_no_wire_type_are_refused(wire_type: int) -> None:
 
 
 def test_fields_in_a_group_are_unknown_and_count_as_others_do() -> None:
-    """Guards the event loop, which reads both: rejecting a message of one group takes no longer
-    than one of as many fields."""
+    """Checks that a message of one group is rejected as quickly as one of as many fields. Both are
+    read on the event loop."""
     known, inside, count = tag_of(1, 0), b"\x08\x01", 100_000
     body = inside + b"\x0b" + inside * count + b"\x0c" + inside
     found = [tag for tag, *_ in fields(body)]

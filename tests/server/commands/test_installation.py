@@ -63,7 +63,7 @@ def only_line(done: subprocess.CompletedProcess[str]) -> str:
 @commands
 @pytest.mark.parametrize("package", ["torch", "fbgemm_gpu", "torchrec"])
 def test_a_missing_package_of_the_engine(run: Run, package: str, command: list[str]) -> None:
-    """Guards `pip install 'embedserve[cpu]'`, which leaves out torchrec, as its wheel requires
+    """Covers `pip install 'embedserve[cpu]'`, which leaves out torchrec, as its wheel requires
     CUDA's FBGEMM."""
     line = only_line(run(f"sys.modules[{package!r}] = None", *command))
     assert line == f"embedserve: {package} is not installed: {INSTALL}"

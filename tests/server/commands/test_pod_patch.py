@@ -184,8 +184,8 @@ def test_the_variables_say_what_was_worked_out() -> None:
 
 
 def test_variables_that_nobody_asked_for_stay_as_they_are() -> None:
-    """Guards the overlay's ConfigMap, which a variable overrides: "none" would switch off its
-    following."""
+    """Checks that the patch sets no variable by default, as "none" would override the overlay's
+    ConfigMap and switch off its following."""
     (variable,) = container(patch(LARGE, PodOptions(workers=2)))["env"]
     assert variable == {"name": "EMBEDSERVE_WORKERS", "value": "2"}
     assert "env" not in container(patch(LARGE))

@@ -63,8 +63,8 @@ def test_steps_are_bounded(followed: Followed) -> None:
 def test_a_step_has_a_bounded_number_of_deltas(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards heartbeats: a server that is 100,000 small deltas behind would merge them without
-    one."""
+    """Guards against missing heartbeats, when a server that is 100,000 small deltas behind merges
+    them in one step."""
     monkeypatch.setattr(follower, "STEP_DELTAS_MAX", 2)
     followed.follower.poll_once()  # later polls list nothing
     for row in range(5):
@@ -238,7 +238,7 @@ def test_a_quiet_line_is_listed_ever_less_often(followed: Followed) -> None:
 def test_a_kill_after_the_rows_are_visible_loses_no_position(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Covers the recovery: the status that is written before the rows has their position."""
+    """Checks that the status written before the rows contains their position."""
     followed.push(1)
 
     def apply_and_die(seq: int, changes: Sequence[ChangedRows], check: object) -> None:

@@ -145,7 +145,7 @@ def test_beginning_and_end_are_logged_once(held: Held, caplog: pytest.LogCapture
 def test_a_damaged_delta_stalls_after_the_hold(
     held: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Covers the hold's reads: a delta's manifest is read during the hold, its rows are not."""
+    """Covers a delta with a bad manifest. Manifests are read during the hold, rows are not."""
     held.push(2)
     held.push(3)
     held.edit(3, lambda data: data.update(previous="0" * 64))

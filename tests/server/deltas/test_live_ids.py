@@ -268,7 +268,8 @@ def test_of_an_id_that_changes_twice_the_last_row_counts(live_ids: LiveIds) -> N
 
 
 def test_ids_cannot_be_chosen_to_meet_in_one_slot(live_ids: LiveIds) -> None:
-    """Guards the event loop, where each lookup would have to pass over all ids in the slot."""
+    """Guards against slow lookups on the event loop: each would have to pass over all ids in the
+    slot."""
     slots = live_ids.entries.num_embeddings
     ids = np.arange(1 << 22)
     ids = ids[mixed(ids) >> np.uint64(64 - (slots - 1).bit_length()) == 3]

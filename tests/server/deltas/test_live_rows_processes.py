@@ -123,7 +123,8 @@ def test_no_lookup_sees_two_deltas_whatever_instruction_a_writer_is_killed_at(
 
 
 def test_a_lookup_that_stands_still_reads_what_it_began_with(version: ModelVersion) -> None:
-    """Checks that spare rows run out meanwhile, and are used again after the lookup has ended."""
+    """Checks that spare rows, which run out meanwhile, are used again after the lookup has
+    ended."""
     live = LiveRows(version, MEMORY, 1)
     writer = RowsWriter(live)
     writer.apply(1, delta(live, 1))

@@ -27,7 +27,7 @@ def changed(table: str, rows: set[int], value: int) -> ChangedRows:
 def test_many_changes_take_as_many_steps_as_they_have_rows(
     table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards servers that are behind by thousands of small deltas."""
+    """Covers servers that are behind by thousands of small deltas."""
     searched, flatnonzero = [0], np.flatnonzero
 
     def counted(array: np.ndarray) -> np.ndarray:

@@ -103,7 +103,7 @@ def test_notifications_hasten_a_look_but_not_below_the_smallest_interval(
 
 
 def test_notifications_hasten_no_look_while_no_delta_can_be_applied(clock: list[float]) -> None:
-    """Guards the store: each poll may read a damaged delta of gigabytes again."""
+    """Guards against polls that each read a damaged delta of gigabytes again."""
 
     def fail(status: DeltaStatus) -> bool:
         status.write(replace(status.read(), state=STALLED, reason="damaged"))

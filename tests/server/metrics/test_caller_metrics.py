@@ -104,7 +104,7 @@ def test_the_place_of_a_name_that_is_gone_is_taken_from_zero() -> None:
 
 
 def test_names_past_the_most_are_hashed_once_for_each_token_file() -> None:
-    """Guards the event loop, which flushes: the cost of a flush must not be names times callers."""
+    """Checks that the cost of a flush, which runs on the event loop, is not names times callers."""
     metrics, asking = counting(SharedCounters(1, caller_cells(OUTCOMES)), 0)
     names = [CountedName(f"caller-{number}") for number in range(1000)]
     asking.known = frozenset(names)

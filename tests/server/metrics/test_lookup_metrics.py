@@ -200,7 +200,7 @@ def test_workers_are_added_up_and_a_replaced_one_counts_on() -> None:
 
 
 def test_what_is_divided_adds_up_to_what_was_read() -> None:
-    """Checks this for any sampled batches, and that no counter decreases."""
+    """Checks the sum for any choice of sampled batches, and that no counter decreases."""
     random = np.random.default_rng(0)
     metrics = Metrics([MODEL])
     lookups = metrics.models["shop"].version.lookups

@@ -421,8 +421,7 @@ def test_a_shard_has_places_for_all_versions_that_it_may_hold() -> None:
 
 
 def test_a_worker_that_starts_with_a_later_version_counts_where_the_others_do() -> None:
-    """Checks that it continues the row of cells of the former worker, whatever features its version
-    has."""
+    """Checks that its version uses the cells of the version before it, whatever features it has."""
     slots = SharedCounters(2, cells_per_worker(1, 2000))
     first = model_info("shop", {f"f{i}": (7, 4) for i in range(2000)})
     for worker, model in enumerate((first, model_info("shop", {"user": (7, 4)}))):

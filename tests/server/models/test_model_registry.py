@@ -170,7 +170,7 @@ async def test_a_look_that_fails_is_logged_and_is_no_damage(
 async def test_a_version_that_is_retired_while_others_are_checked_is_left_out(
     engine: FakeEngine, other: FakeEngine, executor: ThreadPoolExecutor, gate: Gate
 ) -> None:
-    """Guards the periodic check, which would otherwise end and find no further damage."""
+    """Checks that the periodic check continues. If it ended, later damage would stay undetected."""
     models = make_pipeline(engine, other, executor=executor).models
     engine.check = gate.before(engine.check)  # type: ignore[method-assign]
     check = asyncio.create_task(models.check_integrity())

@@ -145,8 +145,8 @@ async def test_new_connections_are_refused_while_draining(grpc_server: str) -> N
 async def test_grpcio_refuses_connections_before_the_http_port_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards clients that one port rejects: they would find the other port open, for a call that
-    waits."""
+    """Checks the order, because a client that one port rejects would find the other port open, for
+    a call that waits."""
     drain = WireServer.drain
     refused = []
     async with live_server(FakeEngine(), grpc_server="grpcio") as live:

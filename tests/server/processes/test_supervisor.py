@@ -150,8 +150,8 @@ async def test_all_workers_serve_and_stop_on_sigterm(tmp_path: Path) -> None:
 
 
 async def test_none_is_answered_before_what_answered_until_then_has_ended(tmp_path: Path) -> None:
-    """Guards callers that know the server to be ready: none gets the startup server's response. A
-    request that comes meanwhile waits, and is not rejected."""
+    """Checks that a caller who knows that the server is ready gets no response of the startup
+    server. A request that comes meanwhile waits, and is not rejected."""
     (tmp_path / "failure.asked").touch()
     server = await start(tmp_path, workers=1)
     try:

@@ -164,7 +164,7 @@ def test_a_file_that_is_cut_is_an_error_and_no_signal(opened: Open, file: Path) 
 
 
 def test_a_file_that_is_cut_again_and_again_while_it_is_used(opened: Open, file: Path) -> None:
-    """Guards the process, which would end if the region were a mapping."""
+    """Guards against a mapping, whose access to a truncated file would end the process."""
     nbytes = 1 << 20
     file.write_bytes(bytes(nbytes))
     region, values = opened("ids", 0, nbytes), memoryview(b"a" * nbytes)

@@ -228,7 +228,7 @@ async def test_a_collector_that_takes_nothing_is_named_once_and_felt_by_nobody(
 
 
 def test_an_exporter_keeps_its_own_lines_alone() -> None:
-    """Guards the next exporter: one that is still stopping must not take the reason of its
+    """Checks that an exporter that is still stopping does not take the reason of the next one's
     outage."""
     reason = otlp._Reason()
     record = logging.LogRecord("exporter", logging.ERROR, "", 0, "no access", None, None)

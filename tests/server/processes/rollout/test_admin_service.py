@@ -259,7 +259,7 @@ async def test_tables_that_workers_share_are_not_copied_again(
     executor: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Guards the memory of a worker, which the tables would fill before the version is rejected."""
+    """Checks that the version is rejected before its tables fill the memory of a worker."""
     operated, opened = Operated(store, executor), list[object]()
     settings = replace(operated.settings, tables="resident", workers=2)
     monkeypatch.setattr(version_resolver, "make_resident_and_verify", opened.append)

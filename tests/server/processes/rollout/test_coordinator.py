@@ -341,8 +341,8 @@ def test_so_does_one_that_starts_with_the_version_before_for_the_new_one_is_gone
 
 
 def test_one_that_is_behind_listens_once_it_has_followed(workers: Workers) -> None:
-    """Covers the start of the next rollout: the worker would serve the version before the last
-    two."""
+    """Covers a worker that becomes ready once the next rollout has begun: it would serve a version
+    that is two rollouts old."""
     workers.fork(2)
     workers.find(EIGHT)
     workers.load(0, 1)

@@ -584,7 +584,7 @@ async def test_no_name_waits_for_the_version_of_another(
 async def test_versions_that_are_opened_at_once_are_read_into_memory_one_by_one(
     store: Path, later: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards memory: both reads would find the same memory free."""
+    """Guards against concurrent reads, which would both find the same memory free."""
     appear(later, store, 2)
     inside, most, meets = list[str](), list[int](), threading.Event()
 
@@ -682,7 +682,7 @@ async def test_a_start_does_not_end_where_the_shares_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks this for any exception of the store, as the follower polls again."""
+    """Covers any exception of the store, after which the follower polls again."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("of a library")

@@ -375,7 +375,8 @@ async def test_a_version_that_serves_anew_is_loaded_for_its_changed_rows(moving:
 
 
 async def test_versions_are_loaded_one_at_a_time(moving: Moving, gate: Gate) -> None:
-    """Guards torchrec and torch.fx, whose building and tracing need a single thread."""
+    """Checks that loads do not overlap, because one thread builds what torchrec builds and torch.fx
+    traces."""
     begun: list[int] = []
     moving.restored = gate.before(begun.append)
     moving.prepare(8)
