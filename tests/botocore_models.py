@@ -1,4 +1,4 @@
-"""Caches what botocore reads of S3, where a process makes many clients."""
+"""A cache of the service models that botocore reads, for processes that make many S3 clients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 
 def cache_models() -> None:
-    """Has the JSON that describes S3 read once in this process, for all clients.
+    """Makes botocore read the JSON that describes S3 once in this process, for all clients.
 
-    Every session of botocore reads it anew, which is most of the time that a client takes.
+    Without the cache every botocore session reads it again, which is most of the time to create a
+    client.
     """
     import botocore.session
 

@@ -1,4 +1,4 @@
-"""Real brokers of notifications, Redis and NATS, on free loopback ports; and one that is none."""
+"""Real Redis and NATS brokers on free loopback ports, and a fake broker that sends given bytes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ def until(is_true: Callable[[], object]) -> None:
 
 
 class Broker:
-    """A broker whose process can be stopped, killed and started again on its port.
+    """A broker process that a test can stop, kill and start again on the same port.
 
     Attributes:
-        url: its address, with user and password if it has one.
+        url: address of the broker, with user and password if it has them.
+        address: the same address without user and password.
     """
 
     def __init__(
         self, kind: str, folder: Path, *, has_password: bool = False, authority: Path | None = None
     ) -> None:
-        """
+        """Takes the kind of broker and the folder for its files.
+
         Args:
             authority: folder with the certificate and key for TLS, as ``tls_files`` writes them.
         """
@@ -112,7 +114,7 @@ class Broker:
 
 @contextmanager
 def running(broker: Broker) -> Iterator[Broker]:
-    """Runs a broker, which ends with its process."""
+    """Runs a broker inside the context, and kills it at the end."""
     broker.start()
     try:
         yield broker
@@ -121,7 +123,7 @@ def running(broker: Broker) -> Iterator[Broker]:
 
 
 def tls_files(folder: Path) -> Path:
-    """Writes the certificate of a broker at 127.0.0.1, its key, and the authority's certificate."""
+    """Writes the certificate of a broker at 127.0.0.1, its key and the root certificate."""
     folder.mkdir()
     authority = Authority()
     authority.sign("broker").write(folder, "broker")
@@ -130,11 +132,11 @@ def tls_files(folder: Path) -> Path:
 
 
 class FakeBroker:
-    """A server that sends given bytes to whoever connects, again and again or once.
+    """A server that sends given bytes to every client, repeatedly or once.
 
     Attributes:
         connections: number of connections so far.
-        sent_bytes_max: bytes that a connection took, at most.
+        sent_bytes_max: most bytes that one connection has accepted.
     """
 
     def __init__(self, *parts: bytes, is_endless: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Chromium without a window, told what to do by the DevTools protocol over a pipe."""
+"""Headless Chromium, controlled by the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_S_MAX = 120
 KEYS = {"Tab": 9, "Enter": 13, "Backspace": 8, "Space": 32, "ArrowDown": 40}
 OPTIONS = (
     "--headless=new",
-    "--no-sandbox",  # where the tests run as root
+    "--no-sandbox",  # needed where the tests run as root
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -27,24 +27,24 @@ OPTIONS = (
     "--no-first-run",
     "--hide-scrollbars",
     "--remote-debugging-pipe",
-    # One process draws the pages of all servers, one after another, on the CPU.
+    # One process renders the pages of all servers, one after another, on the CPU.
     "--no-zygote",
     "--process-per-site",
     "--disable-site-isolation-trials",
     "--disable-threaded-compositing",
     "--disable-software-rasterizer",
-    "--force-prefers-reduced-motion",  # each frame of a transition would be drawn
+    "--force-prefers-reduced-motion",  # otherwise each frame of a transition is drawn
     "--disable-features=BackForwardCache,MediaRouter,OptimizationHints,"
     "ProactivelySwapBrowsingInstance,SpareRendererForSitePerProcess,Translate",
 )
 
 
 class Page:
-    """The one page of a browser.
+    """The only page of a browser.
 
     Attributes:
-        requests: URLs that it asked for.
-        errors: what the browser's own console said was wrong.
+        requests: URLs that the page requested.
+        errors: errors that the browser logged to its console.
     """
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
@@ -63,7 +63,7 @@ class Page:
             self.do(f"{domain}.enable")
 
     def do(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command; events that come before it are kept."""
+        """Sends a command and returns its result. Keeps events that arrive before it."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -105,7 +105,7 @@ class Page:
         self.until("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """Of an expression of JavaScript, awaited where it is a promise."""
+        """Returns the value of a JavaScript expression; awaits it if it is a promise."""
         done = self.do(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -113,7 +113,7 @@ class Page:
         return done["result"].get("value")
 
     def until(self, expression: str) -> None:
-        """Waits until the expression is true."""
+        """Waits until the JavaScript expression is true."""
         end, pause_s = time.monotonic() + ANSWER_S_MAX, 0.02
         while not self.value(f"Boolean({expression})"):
             assert time.monotonic() < end, (expression, self.text("body"), self.errors)
@@ -121,12 +121,12 @@ class Page:
             pause_s = min(1.5 * pause_s, 0.2)
 
     def text(self, selector: str) -> str:
-        """What a person reads there."""
+        """Returns the visible text of the first element that matches the selector, or ""."""
         text: str = self.value(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
         return text
 
     def press(self, key: str) -> None:
-        """A key of KEYS."""
+        """Presses and releases a key of KEYS."""
         code = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
         if key in ("Enter", "Space"):
             code |= {"text": "\r" if key == "Enter" else " ", "key": key if key == "Enter" else " "}
@@ -134,11 +134,11 @@ class Page:
         self.do("Input.dispatchKeyEvent", type="keyUp", **code)
 
     def write(self, text: str) -> None:
-        """Into what has the focus."""
+        """Types text into the focused element."""
         self.do("Input.insertText", text=text)
 
     def be(self, width: int, height: int, scheme: str = "light") -> None:
-        """Has the page be so large, and in a light or dark surrounding."""
+        """Sets the size of the page and the preferred colour scheme, "light" or "dark"."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.do("Emulation.setDeviceMetricsOverride", **size)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -152,10 +152,10 @@ class Page:
 
 @contextmanager
 def browsing(folder: Path) -> Iterator[Page]:
-    """A page of a browser that keeps what it writes in ``folder``."""
+    """Yields the page of a browser whose profile is in ``folder``."""
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
     chromium = [tool("chromium"), *OPTIONS, f"--user-data-dir={folder}"]
-    # Chromium reads commands from descriptor 3 and answers on 4.
+    # Chromium reads commands from descriptor 3 and writes its replies to 4.
     wired = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "bash", *chromium]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(wired, pass_fds=(theirs_in, theirs_out), stdout=log, stderr=log)
@@ -166,7 +166,7 @@ def browsing(folder: Path) -> Iterator[Page]:
         page.attach()
         yield page
     finally:
-        os.close(ours_out)  # ends it
+        os.close(ours_out)  # ends Chromium
         os.close(ours_in)
         process.terminate()
         process.wait(timeout=ANSWER_S_MAX)

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and what it and others sign, as PEM files."""
+"""Certificates for tests, as PEM files: an authority, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pair:
     key: bytes
 
     def write(self, folder: Path, name: str) -> tuple[Path, Path]:
-        """(NAME.pem, NAME.key)"""
+        """Writes NAME.pem and NAME.key, and returns their paths."""
         paths = folder / f"{name}.pem", folder / f"{name}.key"
         paths[0].write_bytes(self.certificate)
         paths[1].write_bytes(self.key)
@@ -34,10 +34,10 @@ class Pair:
 
 
 class Authority:
-    """Signs certificates with a root of its own.
+    """A certificate authority with a root certificate of its own.
 
     Attributes:
-        root: its certificate, in PEM.
+        root: the root certificate, in PEM.
     """
 
     def __init__(self, name: str = "test root") -> None:
@@ -76,7 +76,11 @@ class Authority:
         uris: Sequence[str] = (),
         hosts: Sequence[str] = (),
     ) -> Pair:
-        """For localhost, 127.0.0.1 and ``hosts``, valid from and until ``days`` from now."""
+        """Signs a certificate for localhost, 127.0.0.1 and ``hosts``.
+
+        Args:
+            days: start and end of its validity, in days from now.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.now(UTC)
         first, last = (now + day * DAY for day in days)
@@ -98,7 +102,7 @@ class Authority:
         return Pair(signed.public_bytes(PEM), private)
 
     def revoke(self, *certificates: bytes) -> bytes:
-        """A revocation list of these, in PEM."""
+        """Returns a revocation list of these certificates, in PEM."""
         now = datetime.now(UTC)
         builder = x509.CertificateRevocationListBuilder().issuer_name(self._name)
         builder = builder.last_update(now - DAY).next_update(now + 30 * DAY)
@@ -126,7 +130,10 @@ def _builder(
 
 
 def client_context(root: bytes, pair: tuple[Path, Path] | None = None) -> ssl.SSLContext:
-    """Of a client that trusts ``root``, and shows ``pair`` where it is asked."""
+    """Returns the TLS context of a client that trusts ``root``.
+
+    The client presents ``pair`` if the server requests a client certificate.
+    """
     context = ssl.create_default_context(cadata=root.decode())
     if pair is not None:
         context.load_cert_chain(*pair)

@@ -1,7 +1,7 @@
-"""Engines whose layouts are compiled once, for tests that are not about compiling.
+"""Engines whose layouts are compiled once, for tests that are not about compilation.
 
-Compiling a layout takes a second or more, and restoring it again with the same programs some
-hundredths of that.
+Compiling a layout takes a second or more; restoring it with a compiled program takes some
+hundredths of a second.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from embedserve_store import ModelVersion
 
 
 class CompiledOnce:
-    """Restores versions, and keeps the programs of all their layouts; `Programs` alone keeps
-    few."""
+    """Restores versions and keeps the programs of all their layouts; ``Programs`` keeps few."""
 
     def __init__(self) -> None:
         self._programs = Programs()
         self._kept: list[Sequence[Program | None]] = []
 
     def restore(self, version: ModelVersion, devices: str = "auto", **options: Any) -> Engine:
-        """Returns what ``restore`` does, with ``options`` of it."""
+        """Calls ``restore`` with ``options`` and the kept programs, and returns its engine."""
         engine = restore(version, devices, programs=self._programs, **options)
         self.keep(engine)
         return engine
 
     def keep(self, engine: Engine) -> None:
-        """Keeps what was compiled for ``engine``."""
+        """Keeps the compiled programs of ``engine``."""
         self._programs.add(engine)
         self._kept.append([one.program for one in engine.compiled])

@@ -1,4 +1,4 @@
-"""What takes long to make, such as a training run: each once for all folders and all processes."""
+"""Fixtures that are slow to make, such as training runs, shared by all folders and processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from trained import Trained
 
 TRUSTED = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-"""Variables that name the authorities to trust."""
+"""Environment variables that name the trusted certificate authorities."""
 
-with suppress(ModuleNotFoundError):  # on a host that has what the GPU tests need and no more
+with suppress(ModuleNotFoundError):  # hosts of the GPU tests may lack it
     from hypothesis import HealthCheck, settings
 
-    # A machine that is busy with something else is slow, and tests are right on it all the same.
+    # A busy machine makes examples slow, and that does not make a test fail.
     slow = [HealthCheck.too_slow]
     settings.register_profile("any speed", deadline=None, suppress_health_check=slow)
     settings.load_profile("any speed")
@@ -36,8 +36,11 @@ with suppress(ModuleNotFoundError):
 
     @cache
     def create_default_context(trust_env: bool, *trusted: str | None) -> Any:
-        """Reading the certificates of all authorities takes 30 ms, and httpx does so for each
-        client, also for one that asks over plain HTTP."""
+        """Creates an SSL context, once for each set of arguments.
+
+        Reading the certificates of all authorities takes 30 ms. httpx reads them for each client,
+        even for one that sends plain HTTP.
+        """
         return create_ssl_context(trust_env=trust_env)
 
     def create_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> Any:
@@ -53,15 +56,21 @@ WARM_S_MAX = 300
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For -n auto: one more than there are cores, as tests wait for the servers that they start; at
-    most 4, each of which may take 4 GB."""
+    """Returns the number of processes for ``-n auto``: one more than there are cores, at most 4.
+
+    Tests wait for the servers that they start, so that one more process keeps the cores busy. Each
+    process may take 4 GB.
+    """
     return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What torch, the other modules and the tests themselves are made of stays to the end, and is
-    looked through for garbage no more: that takes half a second each time."""
+    """Collects the tests without garbage collection, and freezes all objects afterwards.
+
+    The objects of torch, other modules and the tests live until the end. Each scan of them by the
+    garbage collector takes half a second.
+    """
     gc.disable()
     try:
         return (yield)
@@ -72,9 +81,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
-    """made_once("demo", make): a folder that make(folder) filled. It is not to be changed.
+    """Returns a function: ``made_once("demo", make)`` is a folder that ``make(folder)`` filled
+    once.
 
-    The tests run in several processes (pytest-xdist), whose own folders lie in a common one.
+    Tests must not change that folder. The tests run in several processes (pytest-xdist), whose
+    temporary folders are inside a common one.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -94,8 +105,8 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 
 @pytest.fixture(scope="session")
 def trained_by(made_once: MadeOnce) -> Callable[[int], Trained]:
-    """trained_by(2): what two processes trained."""
-    from trained import read_trained, train  # torch, which who starts the tests need not import
+    """Returns a function: ``trained_by(2)`` is the result of a training run on two processes."""
+    from trained import read_trained, train  # imports torch, which the controller does not need
 
     def trained(world_size: int) -> Trained:
         folder = made_once(f"trained-by-{world_size}", lambda folder: train(folder, world_size))
@@ -106,5 +117,5 @@ def trained_by(made_once: MadeOnce) -> Callable[[int], Trained]:
 
 @pytest.fixture(scope="session")
 def warm() -> None:
-    """Warm Python has started: those seconds are no test's own."""
+    """Starts the fork server before the first test, so that no test's time includes its start."""
     assert run_warm([*PYTHON, "-c", ""], timeout=WARM_S_MAX).returncode == 0

@@ -1,4 +1,4 @@
-"""Ed25519 keys of deltas, and manifests that an attacker changes."""
+"""Ed25519 keys of deltas, and manifests that an attacker has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PEM = serialization.Encoding.PEM
 
 @dataclass(frozen=True)
 class KeyPair:
-    """Files of a private key and its public key."""
+    """Files with a private key and its public key."""
 
     private: Path
     public: Path
@@ -47,7 +47,7 @@ def public_pem(key: Any) -> bytes:
 
 
 def resealed(manifest: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """Returns a manifest with changed fields and a new seal; the signature stays as it is."""
+    """Returns a manifest with changed fields and a new seal. The signature stays unchanged."""
     data = json.loads(manifest)
     change(data)
     return sealed_json(data)

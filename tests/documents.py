@@ -1,4 +1,4 @@
-"""The documents of the repository, its Markdown files, and what can be read out of them."""
+"""Functions that extract prose, links and code from the Markdown files of the repository."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_OURS = {"store", "dist", "build", "results"}
-"""Folders that git ignores, beside hidden ones."""
+"""Folders that git ignores, apart from hidden ones."""
 
 
 def markdown_files() -> list[Path]:
@@ -22,20 +22,20 @@ def markdown_files() -> list[Path]:
 
 
 def prose(path: Path) -> str:
-    """The document without its code: neither blocks, fenced or indented, nor what is in `…`."""
+    """Returns the document without code: no fenced or indented blocks, and no text in backticks."""
     text = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^( {4}|\t).*$", "", text, flags=re.MULTILINE)
     return re.sub(r"`[^`\n]*`", "", text)
 
 
 def links(path: Path) -> list[str]:
-    """The targets of its links, without those on the web."""
+    """Returns the targets of the document's links, except links to the web."""
     targets = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", prose(path))
     return [target for target in targets if not re.match(r"[a-z]+:", target)]
 
 
 def anchors(path: Path) -> set[str]:
-    """What its headings are called in links, as GitHub has it."""
+    """Returns the anchors that GitHub generates for the document's headings."""
     text = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -43,7 +43,7 @@ def anchors(path: Path) -> set[str]:
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of code: where it stands, its language and its text."""
+    """A fenced code block: its location, language and text."""
 
     path: Path
     line: int

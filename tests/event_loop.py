@@ -1,4 +1,4 @@
-"""The event loop of servers in tests, which a conftest imports."""
+"""The event loop policy of servers in tests; a conftest.py imports it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import uvloop
 
 @pytest.fixture(scope="session")
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """uvloop's, as served. asyncio leaves Nagle's algorithm on, which holds responses up, and
-    accepts connections in tasks of their own. Its transports do not pause a writer in
-    ``writelines`` before Python 3.12.9 and 3.13.2 (CVE-2024-12254)."""
+    """Returns uvloop's policy, which the server uses in production.
+
+    asyncio leaves Nagle's algorithm on, which delays responses, and accepts each connection in a
+    task. Before Python 3.12.9 and 3.13.2 its transports do not pause a writer in ``writelines``
+    (CVE-2024-12254).
+    """
     policy: asyncio.AbstractEventLoopPolicy = uvloop.EventLoopPolicy()
     return policy

@@ -1,12 +1,13 @@
-"""Python that has imported torch already: forked, where a start would import for seconds.
+"""A fork server for Python processes that need torch, whose import takes seconds.
 
-What is run so is a process as any other: a child of the one that asked, with its own pid,
-arguments, environment, folder and files, and an end that wait() tells. What an interpreter reads
-but once is not its own: -W ignore and OMP_NUM_THREADS=1 hold for all. What is about starting, or
-about what is imported, is not to be run so.
+A forked process behaves like any other. It is a child of the process that requested it, with its
+own pid, arguments, environment, folder and files. ``wait()`` returns its exit status. Settings that
+an interpreter reads only once are common to all processes: -W ignore and OMP_NUM_THREADS=1. Tests
+of start-up or of imports must start Python normally.
 
-As a script this is the process that forks. It has one thread, and starts when first asked. It has
-compiled a lookup, too: what TorchScript reads and makes at the first one, the others need not.
+As a script this module is the fork server. It has one thread, and starts at the first request. It
+also compiles a lookup, so that forked processes do not repeat the work that TorchScript does for
+the first one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 PYTHON = (sys.executable, "-W", "ignore")
-"""What each command begins with: -m MODULE, -c CODE or a script and arguments follow."""
+"""The start of each command. "-m MODULE", "-c CODE" or a script follows, then arguments."""
 IMPORTED = (
     "torch.distributed.checkpoint",
     "embedserve.commands.cli",
@@ -49,9 +50,13 @@ IMPORTED = (
     "rich.status",
     "uvloop",
 )
-"""With what these import. The server, torchrec or a library imports the last ones when used."""
+"""Modules that the fork server imports, with their own imports.
+
+The server, torchrec or another library imports the last ones only when they are used."""
 NOT_FOR_ALL = ("COLUMNS", "PYTHONHASHSEED", "PYTHONPATH")
-"""Variables of who asks first that would be read once, by the interpreter or as it imports."""
+"""Environment variables that must not be inherited from the process that starts the fork server.
+
+The interpreter or an imported module reads them only once."""
 LENGTH_BYTES = 8
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS = 0x20000
@@ -60,12 +65,14 @@ _ONE_AT_A_TIME = threading.Lock()
 
 @dataclass(frozen=True)
 class Asked:
-    """A process that is to be forked.
+    """A process to fork.
 
     Attributes:
-        is_session: it leads a session of its own.
-        has_warm_children: what it starts of PYTHON by subprocess is forked, too.
-        mounts: path of the mount namespace that it enters, as in /proc/PID/ns; "" for none.
+        is_session: whether the process leads a session of its own.
+        has_warm_children: whether children that it starts with PYTHON and subprocess are forked,
+            too.
+        mounts: path of the mount namespace that the process enters, as in /proc/PID/ns; "" for
+            none.
     """
 
     args: list[str]
@@ -77,7 +84,9 @@ class Asked:
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """subprocess.Popen of PYTHON and what follows; see Asked for the other arguments."""
+    """subprocess.Popen for a forked process. The command begins with PYTHON; Asked describes the
+    other arguments.
+    """
 
     def __init__(
         self,
@@ -125,7 +134,10 @@ def run_warm(
     has_warm_children: bool = False,
     mounts: str = "",
 ) -> subprocess.CompletedProcess[str]:
-    """subprocess.run(command, capture_output=True, text=True, …) of PYTHON and what follows."""
+    """Runs a forked process like ``subprocess.run(command, capture_output=True, text=True, …)``.
+
+    The command begins with PYTHON.
+    """
     pipe = subprocess.PIPE
     with WarmPopen(
         command,
@@ -146,7 +158,7 @@ def run_warm(
 
 
 class Forker:
-    """The process that forks, as the one that asks it sees it."""
+    """The client side of the fork server."""
 
     def __init__(self, channel: socket.socket, wait: Callable[[], object]) -> None:
         self._channel = channel
@@ -154,7 +166,7 @@ class Forker:
         atexit.register(self._end)
 
     def fork(self, asked: Asked, files: list[int]) -> int:
-        """The pid of what is now a child of this process."""
+        """Forks a process that becomes a child of this one, and returns its pid."""
         if tuple(asked.args[: len(PYTHON)]) != PYTHON:
             raise ValueError(f"is not run by {PYTHON}: {asked.args}")
         message = json.dumps(vars(asked)).encode()
@@ -174,7 +186,7 @@ class Forker:
 
 @cache
 def started_forker() -> Forker:
-    """The one of this process."""
+    """Starts the fork server of this process."""
     channel, theirs = socket.socketpair()
     environment = {name: os.environ[name] for name in os.environ if name not in NOT_FOR_ALL}
     with theirs:
@@ -187,7 +199,7 @@ def started_forker() -> Forker:
 
 
 def _adopt_orphans(is_wanted: bool) -> None:
-    """Whether descendants whose parent ends become children of this process."""
+    """Sets whether orphaned descendants become children of this process."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, int(is_wanted), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -203,7 +215,7 @@ def received(channel: socket.socket, length: int) -> bytes:
 
 
 def _fork_until_closed(channel: socket.socket) -> Asked:
-    """Returns in each process that it forks, with what that one is to be."""
+    """Forks a process per request. Returns only in the forked processes, with their description."""
     while True:
         head, files, _, _ = socket.recv_fds(channel, LENGTH_BYTES, 3)
         if not head:
@@ -228,7 +240,7 @@ def _fork_until_closed(channel: socket.socket) -> Asked:
             os.environ.clear()
             os.environ.update(asked.env)
             return asked
-        os.waitpid(between, 0)  # from now on its child is that of the process that asks
+        os.waitpid(between, 0)  # from now on its child belongs to the process that sent the request
         os.write(let_go, b"!")
         channel.sendall(os.read(told, LENGTH_BYTES))
         for file in (*files, told, tell, adopted, let_go):
@@ -236,15 +248,17 @@ def _fork_until_closed(channel: socket.socket) -> Asked:
 
 
 def _enter(mounts: str) -> None:
-    """Enters a mount namespace, which a process of one thread may."""
+    """Enters a mount namespace. The kernel allows that only to single-threaded processes."""
     with open(mounts) as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNS):
             raise OSError(ctypes.get_errno(), "setns", mounts)
 
 
 def _fork_what_this_starts() -> Asked | None:
-    """Forks another that forks, for what this process starts of PYTHON. Returns None here, and in
-    what that one forks what it is to be."""
+    """Forks a second fork server, for the PYTHON processes that this process starts.
+
+    Returns None in this process, and the description in each process that the second server forks.
+    """
     channel, theirs = socket.socketpair()
     pid = os.fork()
     if not pid:
@@ -267,7 +281,7 @@ def _fork_what_this_starts() -> Asked | None:
 
 
 def _compile_lookups() -> None:
-    """As a server does: of a model on one rank, and of one on two."""
+    """Compiles lookups as a server does: one for a model on one rank, and one for two ranks."""
     import torch
     from torchscript import cache_definitions
 
@@ -283,11 +297,11 @@ def _compile_lookups() -> None:
         for ranks, sharding in ((1, "table_wise"), (2, "row_wise")):
             publish(rows, store, model=sharding, tables=tables, sharding=sharding, world_size=ranks)
             restore(ModelStore(store).load(sharding))
-    logging.getLogger().handlers.clear()  # made for what torchrec says
+    logging.getLogger().handlers.clear()  # added when torchrec logs
 
 
 def _build_command_line() -> None:
-    """Has typer make click's commands of the app once, and what converts their arguments."""
+    """Makes typer build the click commands of the app, and their argument converters, only once."""
     from typer import main
 
     from embedserve.commands.cli import app
@@ -299,15 +313,17 @@ def _build_command_line() -> None:
 
 def _build_parameters(command: Any) -> None:
     for parameter in command.params:
-        if hasattr(parameter, "get_runtime_param"):  # not in each version of typer
+        if hasattr(parameter, "get_runtime_param"):  # not in every version of typer
             parameter.get_runtime_param()
     for one in getattr(command, "commands", {}).values():
         _build_parameters(one)
 
 
 class _End:
-    """Ends a forked process after all that it does at its end: without tearing down what it was
-    forked with, which takes longer than most of what is run. Called by atexit, last."""
+    """Exits a forked process after its atexit functions, without tearing down inherited objects.
+
+    Tearing them down takes longer than most of the processes run. atexit calls this object last.
+    """
 
     status = 0
 
@@ -326,7 +342,7 @@ def _main() -> None:
     _build_command_line()
     try:
         _compile_lookups()
-    except Exception:  # whatever is wrong, there are tests of it
+    except Exception:  # other tests report the error
         traceback.print_exc()
     if os.listdir("/proc/self/task") != [str(os.getpid())]:
         raise RuntimeError("what forks has several threads: what is forked would lack them")
@@ -342,7 +358,7 @@ def _main() -> None:
         end.status = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     except KeyboardInterrupt:
-        atexit.unregister(end)  # Python ends itself by the signal
+        atexit.unregister(end)  # Python exits by the signal
         raise
     except BaseException:
         end.status = 1

@@ -1,9 +1,10 @@
-"""Stored int8 and int4 rows as FBGEMM's CUDA kernels dequantize them, step by step.
+"""Stored int8 and int4 rows, dequantized step by step like FBGEMM's CUDA kernels do.
 
-Written from vecn.cuh (dequantize_permuted_int8, dequantize_permuted_int4): a code's bits are read
-as a float16, which is code / 2**24; times 32768 that is a normal number; one fused multiply-add
-takes it times 512 times the scale (32 times, where an int4 code stands in the upper half of its
-byte), plus the bias, rounded to float16 once. What follows is added up in float32.
+Follows dequantize_permuted_int8 and dequantize_permuted_int4 in vecn.cuh. The kernels read the bits
+of a code as a float16, which is code / 2**24. Multiplied by 32768 it is a normal number. One fused
+multiply-add multiplies it by 512 times the scale, adds the bias and rounds to float16 once. For an
+int4 code in the upper half of its byte the factor is 32 times the scale. The kernels add up the
+float16 values in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from embedserve_store.format.table_spec import CODES_MAX, SCALE_BIAS_BYTES
 
 
 def rows_in_half(rows: np.ndarray, dtype: str, dim: int) -> np.ndarray:
-    """float32 [n, dim] of stored bytes [n, row_bytes]; of float32 and float16 rows unchanged."""
+    """Returns stored bytes [n, row_bytes] as float32 [n, dim]; float32 and float16 rows are
+    unchanged.
+    """
     if dtype not in CODES_MAX:
         return dequantize_rows(rows, dtype, dim)
     heads = np.ascontiguousarray(rows[:, :SCALE_BIAS_BYTES]).view("<f2")
@@ -32,7 +35,9 @@ def rows_in_half(rows: np.ndarray, dtype: str, dim: int) -> np.ndarray:
 
 
 def _fused(bits: np.ndarray, factor: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """float16 of ``bits`` (uint16) times ``factor`` plus ``bias``, which float64 holds exactly."""
+    """Returns ``bits`` (uint16) times ``factor`` plus ``bias`` as float16; float64 holds the exact
+    value.
+    """
     normal = (bits.view(np.float16) * np.float16(32768)).astype(np.float64)
     result: np.ndarray = (normal * factor + bias).astype(np.float16)
     return result

@@ -1,6 +1,6 @@
-"""What lookups must answer on any devices, case by case: every dtype, sharding and pooling.
+"""Expected results of lookups on any devices, case by case: every dtype, sharding and pooling.
 
-tests/engine/test_gpu.py goes through all of it on GPUs, bench/gpu_check.py on what it is told.
+tests/engine/test_gpu.py runs all cases on GPUs, bench/gpu_check.py the requested ones.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from embedserve_store.plans.plan import Plan, Shard, TablePlan
 from embedserve_store.plans.sharding_types import SHARDING_TYPES, UNPOOLED_SHARDING_TYPES
 
 Look = Callable[..., np.ndarray]
-"""As Engine.lookup."""
+"""The type of Engine.lookup."""
 RELATIVE = {"cpu": 1e-6, "cuda": 1e-5}
-"""Of the largest value, that float32 sums may differ by: kernels on GPUs add in other orders."""
+"""Allowed difference of float32 sums, relative to the largest value. Kernels on GPUs add in other
+orders."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tables of one dtype under one sharding; sums and means, or rows that are not pooled."""
+    """Tables of one dtype and sharding: pooled with sum and mean, or not pooled."""
 
     dtype: str
     sharding: str
@@ -56,7 +57,9 @@ CASES = [
 
 
 def pooled_source() -> EmbeddingBagCollection:
-    """Four tables: two features on one, one feature on two, sum and mean, uneven rows."""
+    """Returns four tables: two features on one table, one feature on two, sum and mean, uneven
+    rows.
+    """
     torch.manual_seed(3)
     return collection(
         [
@@ -69,7 +72,10 @@ def pooled_source() -> EmbeddingBagCollection:
 
 
 def unpooled_source() -> EmbeddingCollection:
-    """Two features on one table, one feature on two; uneven rows, fewer of them than ranks."""
+    """Returns four tables: two features on one table, one feature on two, uneven rows.
+
+    One table has fewer rows than there are ranks.
+    """
     return unpooled_collection(
         [
             ("movie", 1001, ["history", "candidate"]),
@@ -81,12 +87,12 @@ def unpooled_source() -> EmbeddingCollection:
 
 
 def check(case: Case, store: Path, devices: str, gpu_layout: str = "shards") -> None:
-    """Publishes the case to ``store``, restores it on ``devices`` and compares what each
-    replica answers.
+    """Publishes the case to ``store``, restores it on ``devices`` and checks what each replica
+    returns.
 
     Raises:
-        AssertionError: an answer is wrong.
-        StoreError: it is refused, as where its goldens are answered wrongly.
+        AssertionError: a result is wrong.
+        StoreError: restoring fails, for example because the results for the goldens are wrong.
     """
     ranks = 1
     if gpu_layout == "shards":
@@ -111,8 +117,11 @@ def check(case: Case, store: Path, devices: str, gpu_layout: str = "shards") -> 
 
 
 def check_lookup(lookup: Look, engine: Engine | RouterEngine, version: ModelVersion) -> None:
-    """Compares what a lookup of ``engine`` answers with the rows of ``version``; raises
-    AssertionError."""
+    """Compares the results of an engine's lookup with the rows of ``version``.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
     rows = stored_rows(version, as_float16=engine.device_type == "cuda")
     is_pooled = version.manifest.is_pooled
     (_check_pooled if is_pooled else _check_unpooled)(lookup, engine, version, rows)
@@ -121,7 +130,7 @@ def check_lookup(lookup: Look, engine: Engine | RouterEngine, version: ModelVers
 def _check_pooled(
     lookup: Look, engine: Engine | RouterEngine, version: ModelVersion, rows: dict[str, np.ndarray]
 ) -> None:
-    """Without weights and with; bags of one example, and nothing but empty bags."""
+    """Checks lookups without and with weights, of one example, and of empty bags alone."""
     manifest, relative = version.manifest, RELATIVE[engine.device_type]
     random = np.random.default_rng(6)
     for batch_size in (7, 1):
@@ -141,7 +150,7 @@ def _check_pooled(
 def _check_unpooled(
     lookup: Look, engine: Engine | RouterEngine, version: ModelVersion, rows: dict[str, np.ndarray]
 ) -> None:
-    """Bags with nothing of one feature, and nothing at all."""
+    """Checks lookups of bags that have no id of one feature, and of no ids at all."""
     manifest = version.manifest
     bags = sample(version) | {"candidate": [[]] * 7}
     values = lookup(*to_kjt(bags, manifest.features))
@@ -160,8 +169,11 @@ def _check_half(
 
 
 def most_rows(store: Path, rows: int = ROWS_MAX) -> tuple[ModelVersion, dict[int, np.ndarray]]:
-    """A version whose one table has as many rows as ids may name on CUDA, and some of its rows by
-    their numbers: the others are zeros that take no place on the disk."""
+    """Returns a version of one table with as many rows as ids can address on CUDA.
+
+    The second result maps row numbers to vectors. All other rows are zeros that take no space on
+    disk.
+    """
     table = TableSpec("most", rows, 4, ("id",), "sum", "int4")
     marked = {0: 1.0, 1 << 30: 2.0, rows - 2: 3.0, rows - 1: 4.0}
     vectors = {row: np.arange(4, dtype=np.float32) + value for row, value in marked.items()}
@@ -169,8 +181,10 @@ def most_rows(store: Path, rows: int = ROWS_MAX) -> tuple[ModelVersion, dict[int
 
 
 def mostly_zeros(store: Path, table: TableSpec, vectors: Mapping[int, np.ndarray]) -> ModelVersion:
-    """A version of ``table`` alone, all of whose rows but ``vectors`` (float32 [dim], by their
-    numbers) are zeros that take no place on the disk."""
+    """Returns a version of the single table ``table``.
+
+    Its rows are zeros that take no space on disk, except ``vectors``: row number to float32 [dim].
+    """
     folder = store / table.name / "1"
     folder.mkdir(parents=True)
     path = folder / "tables.safetensors"
@@ -191,7 +205,7 @@ def mostly_zeros(store: Path, table: TableSpec, vectors: Mapping[int, np.ndarray
 
 
 def check_most_rows(store: Path, devices: str) -> None:
-    """Ids next to the last that CUDA takes are those rows; raises as check."""
+    """Checks that the largest ids that CUDA accepts return their rows; raises as ``check`` does."""
     version, vectors = most_rows(store)
     engine = restore(version, devices)
     ids = np.array([*vectors, version.manifest.tables[0].num_embeddings - 3])

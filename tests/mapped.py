@@ -1,4 +1,4 @@
-"""Tables mapped from a file, and how much of it a process has mapped."""
+"""Tables mapped from a file, and the amount of a file that this process has mapped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from embedserve_store.format.tables_file import FileState, TablesFile
 
 
 def map_tables(path: Path, nbytes: int, start: int = 0) -> TablesFile:
-    """No table of ``nbytes`` zeros, from byte ``start`` of ``path`` on."""
+    """Maps ``nbytes`` zeros from byte ``start`` of ``path``, and returns a TablesFile without
+    tables.
+    """
     path.write_bytes(bytes(start + nbytes))
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -21,7 +23,7 @@ def map_tables(path: Path, nbytes: int, start: int = 0) -> TablesFile:
 
 
 def mapped_kb(path: Path) -> int:
-    """Of ``path``, by this process."""
+    """Returns the resident size of this process's mapping of ``path``, in kB."""
     maps = Path("/proc/self/smaps").read_text()
     of_file = maps[maps.index(str(path)) :]
     found = re.search(r"Rss: +(\d+) kB", of_file)

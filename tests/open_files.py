@@ -1,7 +1,7 @@
-"""Which files this process has open.
+"""Which files of a folder this process has open.
 
-Of all its descriptors a test can say nothing: what tests before it left to the garbage collector is
-closed meanwhile.
+Tests cannot check all descriptors of the process: the garbage collector may close those of earlier
+tests at any time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 def open_below(folder: Path) -> list[str]:
-    """The files of ``folder`` that are open, removed ones too; once for each descriptor."""
+    """Returns the open files below ``folder``, including removed ones; one entry per descriptor."""
     files = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the list itself, and what was closed
+        with contextlib.suppress(FileNotFoundError):  # the listing's own, or one just closed
             files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return sorted(file for file in files if file.startswith(f"{folder}/"))

@@ -1,4 +1,4 @@
-"""Pooled collections of random rows, to publish."""
+"""Pooled collections of random rows, for tests that publish."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 Tables = Sequence[tuple[str, int, int, list[str], PoolingType]]
-"""(name, rows, dim, features, pooling) of each."""
+"""(name, rows, dim, features, pooling) of each table."""
 
 
 def collection(tables: Tables) -> EmbeddingBagCollection:
-    """Its rows are what torch's generator gives next."""
+    """Returns a collection whose rows are the next values of torch's generator."""
     made = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(

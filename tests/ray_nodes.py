@@ -1,9 +1,9 @@
 """A Ray cluster of three nodes on loopback, each a raylet with processes of its own.
 
-As a script it starts the nodes in a folder, prints a line of JSON and ends them when its stdin
-does: address of the head node, and process ids of the GCS and of the raylets, the head's first. It
-answers each line of stdin, a question of QUESTIONS, with a line of JSON: a process of its own for
-each would import ray again.
+As a script this module starts the nodes in a folder and prints a line of JSON. The line has the
+address of the head node and the process ids of the GCS and of the raylets, the head's first. When
+its stdin closes it ends the nodes. Each line of stdin is a question of QUESTIONS, and the response
+is a line of JSON. A process per question would import ray each time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from warm_relay import SITE, warm_relay
 
 NODES = 3
 CPUS = 4
-"""CPUs of a node, as Ray counts them: two nodes are enough for all shards of a test."""
+"""CPUs of a node, as Ray counts them. Two nodes have enough for all shards of a test."""
 OBJECT_STORE_BYTES = 80 << 20
-"""What Ray needs at least, of /dev/shm."""
+"""Size of Ray's object store in /dev/shm: the minimum that Ray accepts."""
 STARTED_S_MAX = 300
-"""Seconds for Ray's processes to start, on a host that is busy with other tests."""
+"""Timeout in seconds for the start of Ray's processes, on a host that runs other tests, too."""
 ENDED_S_MAX = 120
 ATTEMPTS = 3
-"""Starts of the cluster. Ray gives up a node that does not start within 30 s, which no option
-changes."""
+"""Attempts to start the cluster. Ray gives up on a node that does not start within 30 s, and has no
+option for that limit."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class RayNodes:
         address: HOST:PORT of the head node.
         gcs: process id of the control plane.
         raylets: process id of the raylet of each node, the head's first.
-        environment: variables of processes that use the cluster. What these and Ray's actors
-            start as `embedserve serve` is warm (warm_relay).
-        servers: process ids of these to those of the servers that they stand for.
+        environment: variables of processes that use the cluster. An `embedserve serve` that they or
+            Ray's actors start is forked from warm Python (warm_relay).
+        servers: process id of each such stand-in to the process id of its server.
     """
 
     address: str
@@ -55,7 +55,7 @@ class RayNodes:
     _process: subprocess.Popen[str]
 
     def ask(self, question: str) -> Any:
-        """Returns the answer to a question of QUESTIONS."""
+        """Sends a question of QUESTIONS, and returns the response."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{question}\n")
@@ -65,26 +65,26 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes() -> Iterator[RayNodes]:
-    """Starts the nodes, and ends them after its block."""
+    """Starts the nodes, and ends them when the context ends."""
     # Not pytest's folder: the path of a Unix socket has at most 107 bytes.
     with (
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
         warm_relay(Path(folder)) as relay,
     ):
-        # Ray takes another address of the host in place of 127.0.0.1, except where it supports no
-        # more than one host, which this variable of macOS and Windows says.
+        # Ray replaces 127.0.0.1 by another address of the host, unless it supports only clusters of
+        # one host. This variable, meant for macOS and Windows, selects that.
         variables = {
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": folder,
             "RAY_prestart_worker_first_driver": "0",
-            # What nobody reads here: figures, events and the memory that workers take.
+            # Turns off what no test reads: metrics, events and the memory of workers.
             "RAY_enable_metrics_collection": "0",
             "RAY_enable_timeline": "0",
             "RAY_event_stats": "0",
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_task_events_report_interval_ms": "0",
-            "RAY_health_check_period_ms": "1000",  # a node is lost after five of them
+            "RAY_health_check_period_ms": "1000",  # five failed checks mark a node as lost
             "RAY_agent_register_timeout_ms": str(STARTED_S_MAX * 1000),
             "RAY_worker_register_timeout_seconds": str(STARTED_S_MAX),
         }
@@ -118,7 +118,7 @@ def ray_nodes() -> Iterator[RayNodes]:
 
 
 def left() -> object:
-    """Returns [named actors, number of placement groups] that Ray has."""
+    """Returns [named actors, number of placement groups] of the Ray cluster."""
     import ray
 
     groups = ray.util.placement_group_table().values()
@@ -127,7 +127,7 @@ def left() -> object:
 
 
 def kill() -> None:
-    """Ends an actor for good."""
+    """Kills an actor, without a restart."""
     import ray
 
     ray.kill(ray.get_actor("shop/1/2/0"))
@@ -137,7 +137,7 @@ QUESTIONS = {"left": left, "kill": kill}
 
 
 def answer(question: str, address: str) -> str:
-    """Connects to Ray for one question only: Ray ends a connected process without its GCS."""
+    """Connects to Ray for one question only: Ray ends a connected process if the GCS dies."""
     import ray
 
     ray.init(address=address, namespace="embedserve", logging_level="error", log_to_driver=False)
@@ -148,7 +148,7 @@ def answer(question: str, address: str) -> str:
 
 
 def main(folder: str) -> None:
-    # Ray writes the address there before it makes the folder.
+    # Ray writes its address to this folder before it creates it.
     os.makedirs(f"{folder}/ray", exist_ok=True)
     from ray.cluster_utils import Cluster
 
@@ -157,7 +157,7 @@ def main(folder: str) -> None:
         "num_cpus": CPUS,
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
-        "no_monitor": True,  # nothing is scaled
+        "no_monitor": True,  # no autoscaling
         "temp_dir": f"{folder}/ray",
     }
     cluster = Cluster()

@@ -1,4 +1,4 @@
-"""What the vectors must be, computed outside of the server: nn.EmbeddingBag and plain numpy."""
+"""Expected vectors, computed without the server: by nn.EmbeddingBag and plain numpy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pooled(
     pooling: str = "sum",
     weights: Sequence[Sequence[float]] | None = None,
 ) -> np.ndarray:
-    """float32 [B, dim] of torch's own nn.EmbeddingBag over ``table``."""
+    """Returns float32 [B, dim] from torch's nn.EmbeddingBag over ``table``."""
     mode = "sum" if weights is not None else pooling
     module = nn.EmbeddingBag.from_pretrained(torch.from_numpy(table), mode=mode)
     ids = torch.tensor([i for bag in bags for i in bag], dtype=torch.int64)
@@ -37,10 +37,10 @@ def pooled(
 
 
 def dequantized_int8(table: np.ndarray) -> np.ndarray:
-    """``table`` through 8 bits a value by hand, as FBGEMM quantizes a row.
+    """Returns ``table`` after quantization to 8 bits and back, computed like FBGEMM does for a row.
 
-    A row's scale is its range over 255 and its bias its minimum, both kept as float16; a
-    value is the nearest of bias + scale * 0 … 255.
+    A row's scale is its range divided by 255 and its bias is its minimum, both as float16. Each
+    value becomes the nearest of bias + scale * 0 … 255.
     """
     low = table.min(axis=1, keepdims=True).astype(np.float16).astype(np.float32)
     span = table.max(axis=1, keepdims=True) - low
@@ -53,7 +53,7 @@ def dequantized_int8(table: np.ndarray) -> np.ndarray:
 def random_bags(
     rng: np.random.Generator, rows: Mapping[str, int], batch_size: int, ids_max: int = 8
 ) -> dict[str, list[list[int]]]:
-    """Jagged ids for each feature, empty bags among them."""
+    """Returns random jagged ids for each feature, including empty bags."""
     return {
         feature: [
             rng.integers(0, count, rng.integers(0, ids_max + 1)).tolist() for _ in range(batch_size)
@@ -63,27 +63,31 @@ def random_bags(
 
 
 def to_kjt(bags: Bags, features: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """(ids int64 [n], lengths int32 [F * B]), feature-major."""
+    """Returns (ids int64 [n], lengths int32 [F * B]), feature-major."""
     ids = [i for feature in features for bag in bags[feature] for i in bag]
     lengths = [len(bag) for feature in features for bag in bags[feature]]
     return np.array(ids, np.int64), np.array(lengths, np.int32)
 
 
 def assert_same(actual: Any, expected: np.ndarray, relative: float = 1e-6) -> None:
-    """Equal within ``relative`` of the largest expected magnitude: float32 sums vary in order."""
+    """Checks equality within ``relative`` of the largest expected magnitude: the order of float32
+    sums varies.
+    """
     scale = float(np.abs(expected).max(initial=1e-30))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=relative * scale)
 
 
 def sample(version: ModelVersion, batch_size: int = 7) -> dict[str, list[list[int]]]:
-    """random_bags over all features of ``version``."""
+    """Returns random_bags over all features of ``version``."""
     manifest = version.manifest
     rows = dict(zip(manifest.features, manifest.rows_per_feature, strict=True))
     return random_bags(np.random.default_rng(5), rows, batch_size)
 
 
 def stored_rows(version: ModelVersion, *, as_float16: bool = False) -> dict[str, np.ndarray]:
-    """Every table of ``version`` as float32, dequantized by hand; ``as_float16`` as on GPUs."""
+    """Returns every table of ``version`` as float32, dequantized by numpy; ``as_float16`` as GPUs
+    do.
+    """
     dequantize = rows_in_half if as_float16 else dequantize_rows
     return {
         table.name: dequantize(version.tables.rows(table.name), table.dtype, table.embedding_dim)
@@ -97,7 +101,7 @@ def expected(
     bags: Bags,
     weights: Weights | None = None,
 ) -> np.ndarray:
-    """float32 [B, sum(dims)] in ``manifest.keys`` order, of float32 ``tables``."""
+    """Returns the expected response, float32 [B, sum(dims)] in ``manifest.keys`` order."""
     blocks = [
         pooled(
             tables[table.name],

@@ -1,4 +1,4 @@
-"""Real servers in processes of their own, on free loopback ports."""
+"""Real server processes on free loopback ports."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ STOPPED_S_MAX = 60
 COMMAND_S_MAX = 600
 COMMANDS_AT_ONCE = 4
 PORTS = (10_000, 30_000)
-"""Below the ports from which the kernel takes those of outgoing connections: one of these could be
-taken before a server listens on it."""
+"""Range of ports for servers, below the ports that the kernel assigns to outgoing connections.
+
+An outgoing connection could otherwise take a port before a server listens on it."""
 ANSWER_S_MAX = 60
-"""Seconds for an answer of a server that may be loading, or waiting for a core, meanwhile."""
+"""Timeout in seconds for a response. The server may be loading, or waiting for a core."""
 WIDE = {"COLUMNS": "200"}
-"""No line is wrapped."""
+"""Environment in which the command line wraps no line."""
 
 
 @dataclass
 class Running:
-    """A server process and where it listens."""
+    """A server process and its addresses."""
 
     process: subprocess.Popen[bytes]
     http: str
@@ -42,9 +43,9 @@ class Running:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on, and that no other call has returned or will return.
+    """Returns a port that is free, and that no other call has returned or will return.
 
-    Servers listen on their ports seconds later, so that it would not do to look which are free.
+    Servers listen on their ports seconds later, so that finding a port free would not reserve it.
     """
     for port in _ports():
         with socket.socket() as sock, suppress(OSError):
@@ -55,21 +56,22 @@ def free_port() -> int:
 
 @cache
 def _ports() -> Iterator[int]:
-    """Returns the ports of this process that are left, in random order: other runs of the tests may
-    use the same ones."""
+    """Returns the ports of this process in random order: concurrent runs of the tests use the same
+    range.
+    """
     own = ports_of_worker()
     return iter(random.SystemRandom().sample(own, len(own)))
 
 
 def ports_of_worker() -> range:
-    """Returns the ports that the other workers of pytest-xdist leave to this one."""
+    """Returns the ports that belong to this worker of pytest-xdist."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     return range(PORTS[0] + worker % workers, PORTS[1], workers)
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; one that nobody waited for has."""
+    """Returns whether a process is running. A zombie is not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -90,11 +92,11 @@ def running(
     is_warm: bool = True,
     management_port: int | None = None,
 ) -> Iterator[Running]:
-    """`embedserve serve STORE …`, ready; stopped with SIGTERM at the end.
+    """Runs `embedserve serve STORE …`, yields it once it is ready and stops it with SIGTERM.
 
-    Its (HTTP, gRPC) ports are free ones, or ``ports_used`` by a server before it. It has torch
-    imported already (forkserver), and so have its workers, unless it is not ``is_warm``. With a
-    ``management_port`` that is asked whether it is ready.
+    The (HTTP, gRPC) ports are free ones, or ``ports_used`` of an earlier server. If ``is_warm``,
+    the server and its workers are forked from Python that has imported torch (forkserver). If
+    ``management_port`` is given, readiness is checked on that port.
     """
     http_port, grpc_port = ports_used or (free_port(), free_port())
     ports: tuple[object, ...] = ("--http-port", http_port, "--grpc-port", grpc_port)
@@ -132,7 +134,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], log: Path, url: str) -> N
 def run_commands(
     *commands: Sequence[object],
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Embedserve commands to their ends, warm, a few of them at a time."""
+    """Runs embedserve commands to their ends, forked from warm Python, a few at a time."""
     with ThreadPoolExecutor(COMMANDS_AT_ONCE) as pool:
         return list(pool.map(lambda arguments: run_warm_command(*arguments), commands))
 
@@ -140,7 +142,7 @@ def run_commands(
 def run_command(
     *arguments: object, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """An embedserve command to its end, as it is run from a shell."""
+    """Runs an embedserve command to its end, like from a shell."""
     return subprocess.run(
         command(*arguments),
         capture_output=True,
@@ -153,7 +155,10 @@ def run_command(
 def run_warm_command(
     *arguments: object, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The same of one that imports torch, where another test runs it as from a shell."""
+    """Runs an embedserve command to its end, forked from warm Python.
+
+    For commands that import torch, where another test covers their start from a shell.
+    """
     return run_warm(
         command(*arguments), timeout=COMMAND_S_MAX, env=os.environ | WIDE | (environment or {})
     )

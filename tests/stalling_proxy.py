@@ -1,4 +1,4 @@
-"""A TCP proxy that delivers some bytes of each connection, and the rest when it is told to."""
+"""A TCP proxy that stalls each connection after some bytes, until a test releases them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class StallingProxy:
     """Forwards connections to a port of this host.
 
     Attributes:
-        stalled: set once a connection has more bytes than pass.
-        released: set to deliver the rest, too.
-        nbytes: bytes of answers on connections that have ended.
+        stalled: set once a connection has more bytes than the proxy passes.
+        released: set by the test to deliver all remaining bytes.
+        nbytes: response bytes of the connections that have ended.
     """
 
     def __init__(self, server_port: int, nbytes_passed: int) -> None:
@@ -44,8 +44,7 @@ class StallingProxy:
                     threading.Thread(target=self._forward, args=forward, daemon=True).start()
 
     def stall(self) -> None:
-        """Holds all answers from now on, of new connections, too: a host that vanished looks like
-        this."""
+        """Holds all responses from now on, also of new connections, as if the host had vanished."""
         self._nbytes_passed = 0
 
     def close(self) -> None:

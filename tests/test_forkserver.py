@@ -1,4 +1,4 @@
-"""What is forked from warm Python is a process as one that starts by itself."""
+"""Tests of the fork server: a forked process behaves like one that starts normally."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_torch_is_imported_and_nothing_runs_beside_it() -> None:
         "os.listdir('/proc/self/task') == [str(os.getpid())], len(os.listdir('/proc/self/fd')))"
     )
     done = run_warm([*PYTHON, "-c", code], timeout=TIMEOUT_S)
-    assert done.stdout == "True True 4\n"  # three, and that of the folder
+    assert done.stdout == "True True 4\n"  # three standard files, and the listed folder
 
 
 @pytest.mark.parametrize(

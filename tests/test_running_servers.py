@@ -1,4 +1,4 @@
-"""Ports of the servers of all tests, several of which run at once."""
+"""Tests of the ports of servers: tests that run concurrently get different ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is forked for a process stands in for it: signals, exit code and end."""
+"""Tests of stand-ins for forked servers: signals, exit codes and ends are relayed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_server_ends_with_the_process(
 ) -> None:
     with start(relay, tmp_path, "--wait") as process:
         assert process.stderr is not None
-        process.stderr.readline()  # it waits for a model
+        process.stderr.readline()  # the server waits for a model
         assert is_running(relay.servers[process.pid])
         process.send_signal(number)
         process.communicate(timeout=WAIT_S_MAX)

@@ -1,4 +1,4 @@
-"""Caches what TorchScript reads of functions, where a process compiles many lookups."""
+"""A cache of the functions that TorchScript reads, for processes that compile many lookups."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def cache_definitions() -> None:
-    """Has each function read and parsed once in this process, for all models.
+    """Makes TorchScript read and parse each function once in this process, for all models.
 
-    TorchScript reads the same few hundred functions of torchrec for each engine: a third of the
-    time that restoring one takes. Methods are cached as their functions, which keep no module.
+    TorchScript reads the same few hundred functions of torchrec for each engine, which takes a
+    third of the time of restoring one. Methods are cached by their functions, which reference no
+    module.
     """
     from torch.jit import _recursive, _script, frontend
 
@@ -28,5 +29,5 @@ def cache_definitions() -> None:
 
 
 def _function_of(one: Any) -> Any:
-    """Returns the function of a method, and anything else as it is."""
+    """Returns the function of a method, and any other object unchanged."""
     return getattr(one, "__func__", one)

@@ -1,4 +1,4 @@
-"""Runs trainer.py in processes of its own, and reads what it wrote."""
+"""Runs trainer.py in processes, and reads the files that it writes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ TIMEOUT_S = 600
 @dataclass(frozen=True)
 class Trained:
     world_size: int
-    """Processes that trained."""
+    """Number of processes that trained."""
     checkpoint: Path
-    """The DCP folder of the larger model and its optimizer."""
+    """DCP folder of the larger model and its optimizer."""
     description: Path
-    """YAML, as publishing needs it."""
+    """YAML file that describes the tables, for publishing."""
     state_dict: Path
-    """The tables alone, whole, by torch.save."""
+    """Whole tables alone, saved by torch.save."""
     tables: dict[str, torch.Tensor]
     features: list[tuple[str, str, str]]
-    """Table, feature and pooling, in the order of the answers."""
+    """(table, feature, pooling), in the order of the response."""
     bags: dict[str, list[list[int]]]
     """Sampled ids by feature."""
     answers: dict[str, np.ndarray]
-    """What the trained model answers to the bags: by feature, float32 [bags, dim]."""
+    """Results of the trained model for the bags: float32 [bags, dim] by feature."""
 
 
 def train(folder: Path, world_size: int, dtype: str = "float32") -> None:
-    """Trains a few steps over ``world_size`` gloo processes; takes ten seconds or so."""
+    """Trains a few steps over ``world_size`` gloo processes; takes about ten seconds."""
     script = Path(__file__).with_name("trainer.py")
     done = run_warm([*PYTHON, script, str(world_size), folder, dtype], timeout=TIMEOUT_S)
     if done.returncode:
@@ -41,7 +41,7 @@ def train(folder: Path, world_size: int, dtype: str = "float32") -> None:
 
 
 def read_trained(folder: Path, world_size: int) -> Trained:
-    """What ``world_size`` processes left in ``folder``."""
+    """Reads the results of a training run of ``world_size`` processes from ``folder``."""
     described = yaml.safe_load((folder / "tables.yaml").read_text())["tables"]
     features = [(t["name"], f, t["pooling"]) for t in described for f in t["feature_names"]]
     gathered = torch.load(folder / "gathered.pt", weights_only=True)

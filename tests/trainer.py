@@ -1,13 +1,16 @@
-"""Trains a sharded TorchRec model over gloo processes and saves what training jobs save.
+"""Trains a sharded TorchRec model over gloo processes and saves the files of a training job.
 
     python trainer.py WORLD_SIZE OUT_FOLDER [DTYPE]
 
-OUT_FOLDER gets ``checkpoint/`` (torch.distributed.checkpoint: the larger model and its
-optimizer), ``gathered.pt`` (the tables alone, whole, as a state dict), ``answers.npz`` (sampled
-bags and what the trained model itself answers to them) and ``tables.yaml`` (their description).
+Writes to OUT_FOLDER:
+- ``checkpoint/``: the larger model and its optimizer, by torch.distributed.checkpoint
+- ``gathered.pt``: the tables alone, whole, as a state dict
+- ``answers.npz``: sampled bags, and the results of the trained model for them
+- ``tables.yaml``: the description of the tables
 
-DTYPE is float32 or float16. Row-wise, table-wise, column-wise and data-parallel tables lie in
-one collection, SUM and MEAN, one table with two features, dense layers around it.
+DTYPE is float32 or float16. One collection holds row-wise, table-wise, column-wise and
+data-parallel tables, pooled by SUM and MEAN. One table has two features. Dense layers surround the
+collection.
 """
 
 from __future__ import annotations
@@ -61,13 +64,13 @@ SHARDING = {
     "item": ShardingType.TABLE_WISE,
     "tag": ShardingType.COLUMN_WISE,
     "country": ShardingType.DATA_PARALLEL,
-    "device": ShardingType.ROW_WISE,  # four ranks: the last has one row
+    "device": ShardingType.ROW_WISE,  # on four ranks the last has one row
 }
 FEATURES = {f: table["rows"] for table in TABLES.values() for f in table["features"]}
 
 
 class CpuSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """Offers row-wise on the CPU too, where TorchRec's own (untyped) does not."""
+    """Offers row-wise sharding on the CPU, which TorchRec's own (untyped) sharder does not."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [*super().sharding_types(compute_device_type), ShardingType.ROW_WISE.value]
@@ -98,7 +101,7 @@ class Ranker(nn.Module):
 
 
 def sample(rng: np.random.Generator, batch_size: int) -> KeyedJaggedTensor:
-    """Bags of 0 to 6 ids."""
+    """Returns random bags of 0 to 6 ids."""
     lengths = rng.integers(0, 7, (len(FEATURES), batch_size))
     ids = [
         rng.integers(0, rows, total)
@@ -131,7 +134,7 @@ def shard(world_size: int, dtype: str) -> DistributedModelParallel:
 
 
 def train(dmp: DistributedModelParallel, rank: int) -> CombinedOptimizer:
-    """A few steps, each rank with its own examples."""
+    """Trains a few steps; each rank has its own examples."""
     dense = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     own = KeyedOptimizerWrapper(
         dense, lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-4)
@@ -147,7 +150,7 @@ def train(dmp: DistributedModelParallel, rank: int) -> CombinedOptimizer:
 
 
 def gathered(dmp: DistributedModelParallel, rank: int) -> dict[str, torch.Tensor]:
-    """Every table, whole, on rank 0; what the others get is of no use."""
+    """Returns every whole table on rank 0. The results of other ranks have no use."""
     whole = {}
     for key, value in dmp.state_dict().items():
         if ".embedding_bags." in key:
@@ -160,7 +163,9 @@ def gathered(dmp: DistributedModelParallel, rank: int) -> dict[str, torch.Tensor
 
 
 def answers(dmp: DistributedModelParallel) -> dict[str, np.ndarray]:
-    """ids, lengths and, for each key, float32 [SAMPLED, dim]; every rank asks the same."""
+    """Returns ids, lengths and, for each key, float32 [SAMPLED, dim]. Every rank looks up the same
+    ids.
+    """
     bags = sample(np.random.default_rng(1234), SAMPLED)
     with torch.no_grad():
         result: KeyedTensor = dmp.module.sparse["ebc"](bags)
@@ -200,8 +205,8 @@ def run(rank: int, world_size: int, out: Path, dtype: str, rendezvous: str) -> N
         (out / "tables.yaml").write_text(describe(dtype))
     dist.barrier()
     dist.destroy_process_group()
-    # All is written. On a busy machine torch's own threads may outlive what they use in an
-    # orderly end, which aborts the process.
+    # All files are written. On a busy machine torch's threads may outlive the objects that they use
+    # in an orderly exit, which aborts the process.
     os._exit(0)
 
 
@@ -211,7 +216,7 @@ def main(world_size: str, out: str, dtype: str = "float32") -> None:
     with tempfile.TemporaryDirectory() as meeting:
         rendezvous = f"file://{meeting}/rendezvous"
         arguments = (int(world_size), folder, dtype, rendezvous)
-        # Forked, the ranks need not import torch again, which takes longer than they train.
+        # Forked ranks need not import torch again, which takes longer than their training.
         mp.start_processes(run, arguments, nprocs=int(world_size), start_method="fork")
 
 

@@ -1,4 +1,4 @@
-"""Versions of an EmbeddingCollection, written file by file, and the rows they must answer."""
+"""Versions of an EmbeddingCollection, written file by file, and their expected rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIM = 32
 
 
 def unpooled_collection(tables: Sequence[tuple[str, int, list[str]]]) -> EmbeddingCollection:
-    """Of (name, rows, features) each."""
+    """Returns a collection of tables that are given as (name, rows, features)."""
     torch.manual_seed(4)
     return EmbeddingCollection(
         tables=[
@@ -47,7 +47,12 @@ def write_version(
     sharding: str | Mapping[str, str] = "table_wise",
     world_size: int = 1,
 ) -> ModelVersion:
-    """The next version of "rows" in ``store``; dtype and sharding of all tables or of each."""
+    """Writes the next version of "rows" to ``store``.
+
+    Args:
+        dtype: of all tables, or by table.
+        sharding: of all tables, or by table.
+    """
     tables = tuple(
         TableSpec(
             config.name,
@@ -86,7 +91,10 @@ def write_version(
 
 
 def _table_plan(table: TableSpec, sharding: str, position: int, world_size: int) -> TablePlan:
-    """table_wise: one table after the other on the next rank. row_wise: as torchrec cuts."""
+    """Returns the plan of a table.
+
+    table_wise places each table on the next rank; row_wise splits like torchrec.
+    """
     rows, dim = table.num_embeddings, table.embedding_dim
     if sharding == "data_parallel":
         return TablePlan(
@@ -119,7 +127,7 @@ def _goldens(folder: Path, ec: EmbeddingCollection, manifest: Manifest) -> Golde
 
 
 def write_small_files(folder: Path, manifest: Manifest, plan: Plan, goldens: Goldens) -> None:
-    """All files of a version but its tables."""
+    """Writes all files of a version except its tables."""
     save_goldens(goldens, folder / "goldens.safetensors")
     (folder / "plan.json").write_text(json.dumps(plan.to_json()))
     files = {name: hashlib.sha256((folder / name).read_bytes()) for name in CHECKED_FILES}
@@ -139,7 +147,7 @@ def source_rows(ec: EmbeddingCollection) -> dict[str, np.ndarray]:
 
 
 def rows_of(tables: Mapping[str, np.ndarray], manifest: Manifest, bags: Bags) -> np.ndarray:
-    """float32 [N, dim]: for each of ``manifest.keys`` the row of each id of its feature."""
+    """Returns the expected rows, float32 [N, dim]: for each of ``manifest.keys`` a row per id."""
     return np.concatenate(
         [
             tables[table.name][to_kjt(bags, [feature])[0]]

@@ -1,4 +1,4 @@
-"""Small volumes that fill up, become read-only or stop, in a mount namespace of their own."""
+"""Small volumes that fill up, become read-only or stall, in a mount namespace of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DISK_BYTES = 64 << 20
 
 
 def can_mount() -> bool:
-    """Whether this process may mount volumes, as root can where it is not limited."""
+    """Returns whether this process may mount volumes, which an unrestricted root may."""
     if os.geteuid() or not all(map(shutil.which, TOOLS)):
         return False
     tried = [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
@@ -27,16 +27,17 @@ def can_mount() -> bool:
 
 
 def can_freeze() -> bool:
-    """Whether it may also mount a file, as a disk that can be made to stop."""
+    """Returns whether this process may also mount a file as a disk that can be frozen."""
     return can_mount() and Path("/dev/loop-control").exists()
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A file system at ``folder``, which only processes with the prefix ``enter`` see.
+    """A file system at ``folder`` that only processes in its mount namespace see.
 
     Attributes:
-        files: the folder, as this process reaches it.
+        files: path of the folder for this process.
+        enter: command prefix that enters the namespace.
         mounts: path of the mount namespace, for forkserver.
     """
 
@@ -46,14 +47,14 @@ class Volume:
     mounts: str
 
     def run(self, *words: object) -> None:
-        """Runs a command that sees the volume."""
+        """Runs a command in the mount namespace."""
         subprocess.run([*self.enter, *map(str, words)], check=True, timeout=TOOL_S_MAX)
 
     def remount(self, options: str) -> None:
-        """Changes what a tmpfs allows: "ro", "rw", "size=4m", "nr_inodes=9".
+        """Changes the mount options of a tmpfs: "ro", "rw", "size=4m", "nr_inodes=9".
 
-        The kernel refuses it while a process has a file open for writing, or has made more than is
-        to be allowed. A server does so for moments, so that it is tried again.
+        The kernel rejects the change while a process has a file open for writing, or uses more than
+        the options allow. A server does so only for moments, so that this method retries.
         """
         end_s = time.monotonic() + TOOL_S_MAX
         while True:
@@ -66,7 +67,7 @@ class Volume:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """A disk on which every write waits."""
+        """Freezes the disk inside the context: every write blocks."""
         self.run("fsfreeze", "--freeze", self.folder)
         try:
             yield
@@ -76,9 +77,9 @@ class Volume:
 
 @contextmanager
 def _namespace(folder: Path) -> Iterator[Volume]:
-    """Gives ``folder`` in a namespace that ends with the last process in it."""
+    """Yields ``folder`` in a mount namespace that ends with the last process in it."""
     folder.mkdir()
-    # The namespace is there once a line comes.
+    # The namespace exists once the process prints a line.
     command = [*UNSHARE, "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -99,7 +100,7 @@ def memory_volume(folder: Path, options: str) -> Iterator[Volume]:
 
 @contextmanager
 def disk_volume(folder: Path) -> Iterator[Volume]:
-    """Mounts an empty disk of DISK_BYTES at ``folder``, which is a file beside it."""
+    """Mounts an empty disk of DISK_BYTES at ``folder``; its image file is next to the folder."""
     image = folder.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(DISK_BYTES)

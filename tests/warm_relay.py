@@ -1,9 +1,9 @@
-"""Warm servers (forkserver) for processes that the tests do not start themselves, such as Ray's
+"""Forked servers (forkserver) for processes that tests do not start themselves, such as Ray's
 actors.
 
-What such a process starts as `embedserve serve` remains a small process of Python
-(warm_site/sitecustomize.py), which has the server forked here, and is its stand-in: signals that it
-receives are passed on, it ends as the server does, and the server is killed when it ends otherwise.
+When such a process starts `embedserve serve`, warm_site/sitecustomize.py makes the new process a
+stand-in. It requests a forked server from this relay and passes on the signals that it receives. It
+exits with the server's status. If the stand-in dies, the relay kills the server.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CREDENTIALS = struct.Struct("3i")
 
 
 class WarmRelay:
-    """Starts what is asked for at a socket.
+    """Starts the servers that stand-ins request at a socket.
 
     Attributes:
-        environment: variables of the processes whose children are to be warm; PYTHONPATH must have
-            SITE first.
+        environment: variables of the processes whose children are forked. PYTHONPATH must begin
+            with SITE.
         servers: process id of each stand-in to that of its server.
     """
 
@@ -46,13 +46,13 @@ class WarmRelay:
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # the listener is closed
             while True:
                 channel, _ = self._listener.accept()
                 threading.Thread(target=self._run, args=(channel,), daemon=True).start()
 
     def _run(self, channel: socket.socket) -> None:
-        """Starts a server, and tells its stand-in how it ended."""
+        """Starts a server, and reports its exit status to its stand-in."""
         with channel:
             head, files, _, _ = socket.recv_fds(channel, LENGTH_BYTES, 3)
             try:
@@ -88,7 +88,7 @@ def _pass_on_signals(channel: socket.socket, process: WarmPopen) -> None:
 
 @contextmanager
 def warm_relay(folder: Path) -> Iterator[WarmRelay]:
-    """Relays in its block; ``folder`` has a short path, as that of a socket."""
+    """Runs a relay inside the context. ``folder`` needs a short path, because it holds a socket."""
     relay = WarmRelay(folder / "warm")
     try:
         yield relay

@@ -1,4 +1,4 @@
-"""Published files are read-only: what a test damages, it makes writable first."""
+"""Write access to published files, which are read-only, for tests that damage them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def writable(path: Path) -> Path:
-    """A file, or a folder and all in it, that its owner may write to from now on."""
+    """Makes a file, or a folder and everything in it, writable by its owner; returns the path."""
     for one in (path, *path.rglob("*")):
         one.chmod(one.stat().st_mode | stat.S_IWUSR)
     return path
