@@ -1,4 +1,4 @@
-"""The demo is trained once for all tests that ask it, and served."""
+"""Fixtures of the demo: trained and served once for all tests that use it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m e2e.dashboard_picture dashboard.png --seconds 60
 
-Grafana is not among what the tests install. Its panels are drawn with matplotlib (make bench
-installs it) where dashboard.json has them, with their units and stacks: what a person is shown.
+The tests do not install Grafana. matplotlib (installed by make bench) draws the panels at the
+positions of dashboard.json, with their units and stacking.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from embedserve_client import EmbedClient, EmbedServeClientError, GrpcEmbedClien
 from embedserve_store.terminal.sizes import human_bytes
 
 COLUMNS = 24
-"""Of Grafana's grid."""
+"""Width of Grafana's grid, in columns."""
 RATES_S = 25
-"""What they are made of is of the 20 s before."""
+"""Seconds before the first sample is drawn: rates are computed over the preceding 20 s."""
 PAUSE_S = 0.005
 UNKNOWN = 0.02
 WRONG = 0.005
 Curve = tuple[list[float], list[float]]
-"""Times, values."""
+"""Times and values of a curve."""
 
 
 def main() -> None:
@@ -58,14 +58,14 @@ def main() -> None:
             time.sleep(RATES_S)
             start_s = time.time()
             time.sleep(arguments.seconds / 2)
-            run_command("demo", folder / "store")  # the next version
+            run_command("demo", folder / "store")  # publishes the next version
             time.sleep(arguments.seconds / 2)
             draw(arguments.output, prometheus, start_s, time.time())
 
 
 @contextmanager
 def asking(demo: Demo, token: str) -> Iterator[None]:
-    """Asked over REST and gRPC, with some unknown ids and wrong requests among them."""
+    """Sends requests over REST and gRPC inside the context, some with unknown ids, some invalid."""
     ids = {
         key: [int(line) for line in (demo.folder / f"demo.{key}.txt").read_text().split()]
         for key in ("user", "movie")
@@ -81,7 +81,7 @@ def asking(demo: Demo, token: str) -> Iterator[None]:
                 model = "none" if chance.random() < WRONG else None
                 try:
                     client.embed({"user": [[user]], "history": [history]}, model=model)
-                except EmbedServeClientError:  # those that are wrong on purpose
+                except EmbedServeClientError:  # expected for the invalid requests
                     if model is None:
                         raise
 
@@ -129,7 +129,7 @@ def draw(path: Path, prometheus: httpx.Client, start_s: float, end_s: float) -> 
 def curves_of(
     panel: dict[str, Any], prometheus: httpx.Client, start_s: float, end_s: float
 ) -> dict[str, Curve]:
-    """By their names in the legend."""
+    """Returns the curves of a panel by their names in the legend."""
     curves: dict[str, Curve] = {}
     for target in panel["targets"]:
         query = target["expr"]
@@ -174,7 +174,7 @@ def show_curves(axis: Any, panel: dict[str, Any], curves: dict[str, Curve]) -> N
 
 
 def said(value: float, unit: str) -> str:
-    """A figure as Grafana writes it, nearly."""
+    """Returns a figure nearly as Grafana formats it."""
     if math.isnan(value):
         return "NaN"
     if unit == "percentunit":

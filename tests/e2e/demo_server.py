@@ -1,4 +1,4 @@
-"""The demo model with what its training left, and a server of it."""
+"""The demo model with the files of its training, and a server of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from running_servers import Running, run_warm_command
 
 @dataclass(frozen=True)
 class Demo:
-    """
+    """The demo's folder and a server.
+
     Attributes:
-        folder: store/, demo.pt and the vocabularies demo.TABLE.txt; not to be changed.
-        server: of the store and its labels, with no other option.
+        folder: store/, demo.pt and the vocabularies demo.TABLE.txt; tests must not change it.
+        server: serves the store with its labels, without other options.
     """
 
     folder: Path

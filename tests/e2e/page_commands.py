@@ -1,4 +1,4 @@
-"""Runs the commands of a page, and compares what they print with what the page shows."""
+"""Runs the commands of a page, and compares their output with the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = {"embedserve": ("-m", "embedserve"), "python": ()}
 
 
 def run(line: str, folder: Path) -> str:
-    """Runs a command of the page and returns what it writes."""
+    """Runs a command of the page and returns its output."""
     program, *arguments = shlex.split(line)
     if program in MODULES:
         done = run_warm([*PYTHON, *MODULES[program], *arguments], cwd=folder, timeout=COMMAND_S_MAX)
@@ -28,7 +28,10 @@ def run(line: str, folder: Path) -> str:
 
 
 def assert_prints(block: Block, said: str) -> None:
-    """Every line of ``block`` is in ``said``, whatever its spaces; … is anything."""
+    """Checks that every line of ``block`` is in the output ``said``.
+
+    Spaces are ignored, and … matches any text.
+    """
     without_spaces = re.sub(r"\s", "", said)
     for line in block.text.splitlines():
         pieces = re.sub(r"\s", "", line).split("…")

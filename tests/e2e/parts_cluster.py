@@ -1,4 +1,4 @@
-"""Shards and a router, each a process, and a caller that checks the version of each answer."""
+"""Processes of shards and a router, and a client that checks the version of each response."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ WAIT_S_MAX = 120
 PAUSE_S = 0.01
 LOOK_S = 0.1
 PATIENT = ("--shard-timeout-ms", 60_000)
-"""Options of a router whose calls may be slow: other processes may have all cores meanwhile."""
+"""Options of a router with slow calls: other processes may use all cores meanwhile."""
 SHARD_METRIC = re.compile("^embedserve_shard_|_total$")
-"""Parts of a metric's name that are left out."""
+"""Parts of a metric's name that ``shard_metrics`` removes."""
 SHARD_LINES = re.compile(r"^(?:# (?:HELP|TYPE) )?embedserve_shard_.*\n", re.MULTILINE)
-"""Of /metrics: to read all of them would take most of the time of a test that waits for these."""
+"""Lines of /metrics to parse. Parsing all would take most of the time of a test that polls."""
 
 
 @dataclass
 class Cluster:
-    """Shards and a router, each a process.
+    """Processes of shards and a router.
 
     Attributes:
         addresses: file of the shards' addresses.
         shards: (part, number of the replica) to the server.
-        ports: (part, number of the replica) to its ports for HTTP and gRPC, at every start.
+        ports: (part, number of the replica) to its HTTP and gRPC ports, the same at every start.
     """
 
     store: Path
@@ -56,7 +56,7 @@ class Cluster:
         return self.folder / "shards.json"
 
     def ports_of(self, part: int, replica: int = 0) -> tuple[int, int]:
-        """Returns the ports of a shard, which it also has when it is started again."""
+        """Returns the ports of a shard, which stay the same when it is restarted."""
         return self.ports.setdefault((part, replica), (free_port(), free_port()))
 
     def start_shard(self, part: int, replica: int = 0, *arguments: object) -> Running:
@@ -79,8 +79,10 @@ class Cluster:
         return self.stack.enter_context(running(self.store, log, *options))
 
     def begin_router(self, words: str) -> Callable[[], Running]:
-        """Starts a router that cannot be ready yet, and returns once its log has ``words``. The
-        returned function waits until the router is ready."""
+        """Starts a router that cannot be ready yet, and returns once its log contains ``words``.
+
+        The returned function waits until the router is ready.
+        """
         started: list[Running] = []
         starting = threading.Thread(target=lambda: started.append(self.start_router()))
         starting.start()
@@ -108,7 +110,7 @@ class Cluster:
 
 
 def shard_metrics(server: Running) -> dict[str, float]:
-    """Returns the samples of the calls to parts, without buckets, by name, part and other label."""
+    """Returns the metrics of calls to parts, without buckets, by name, part and other label."""
     text = httpx.get(f"{server.http}/metrics", timeout=ANSWER_S_MAX).text
     found = {}
     for family in text_string_to_metric_families("".join(SHARD_LINES.findall(text))):
@@ -120,11 +122,11 @@ def shard_metrics(server: Running) -> dict[str, float]:
 
 
 def replicas(router: Running) -> list[float]:
-    """Returns the number of joined replicas of each part of the model and version that serves."""
+    """Returns the number of joined replicas of each part of the version that is being served."""
     found = {}
     for name, value in shard_metrics(router).items():
         family, part, *others = name.split()
-        if family == "replicas" and others[1] == "served":  # model, state, version
+        if family == "replicas" and others[1] == "served":  # labels: model, state, version
             found[int(part)] = value
     return [found[part] for part in range(PARTS)]
 
@@ -149,8 +151,10 @@ def publish_next(store: Path, number: int) -> None:
 
 
 class Load:
-    """A client that asks one request after the other, and compares each answer with the rows of the
-    version that it names."""
+    """A client that sends one request after another.
+
+    It compares each response with the rows of the version that the response names.
+    """
 
     def __init__(self, server: Running, rows: list[int]) -> None:
         self.answers: dict[int, int] = {}
@@ -186,7 +190,7 @@ class Load:
             time.sleep(LOOK_S)
 
     def wait_for_more(self, count: int = 50) -> None:
-        """Waits for ``count`` further answers."""
+        """Waits for ``count`` further responses."""
         before = sum(self.answers.values())
         self.wait_for(lambda: sum(self.answers.values()) >= before + count)
 

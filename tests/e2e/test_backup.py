@@ -1,4 +1,4 @@
-"""A store that was backed up, lost and restored is served as before, by the page's own commands."""
+"""Tests of backup and restore with the page's commands: a restored store is served as before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for number in range(1, 8):
 
 
 def commands() -> list[str]:
-    """The commands of the page's section, in its order."""
+    """Returns the commands of the page's section, in its order."""
     page = (ROOT / "docs" / "failures.md").read_text("utf-8")
     section = page.partition("## Backup and restore")[2].partition("\n## ")[0]
     found = re.findall(r"`((?:embedserve|cp) [^`]+)`|^ +((?:embedserve|mv) .*)$", section, re.M)
@@ -41,8 +41,10 @@ def commands() -> list[str]:
 
 
 def shell(command: str, folder: Path) -> str:
-    """Runs a command in ``folder``, where STORE and COPY are; what it said. Those of embedserve
-    have torch imported already."""
+    """Runs a command in ``folder``, where STORE and COPY are, and returns its output.
+
+    embedserve commands are forked from warm Python.
+    """
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = command.replace("MODEL", "dlrm")
     if command.startswith("embedserve "):
@@ -63,7 +65,9 @@ def shell(command: str, folder: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With STORE: seven versions of "dlrm", a delta after the last one, an alias and a note."""
+    """Makes a folder with STORE: seven versions of "dlrm", a delta after the last, an alias and a
+    note.
+    """
     done = run_warm_python("-c", PUBLISH, tmp_path / "STORE")
     assert done.returncode == 0, done.stderr
     set_alias(tmp_path / "STORE", "dlrm", "stable", 6)

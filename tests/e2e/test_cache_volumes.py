@@ -1,4 +1,4 @@
-"""Caches that are full or read-only, or shared by servers: the fault is named, nothing is lost."""
+"""Tests of full, read-only and shared caches: the server names the fault and loses nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_mount = pytest.mark.skipif(not can_mount(), reason="only root may mount a 
 needs_disk = pytest.mark.skipif(not can_freeze(), reason="only root may mount a file")
 
 ROWS, DIM = 50_000, 16
-"""Of a version of 3.2 MB."""
+"""Rows and dimension of a version's table, which has 3.2 MB."""
 WAIT_S_MAX = 240
 COMMAND_S_MAX = 120
 TABLES_BYTES = ROWS * DIM * 4
@@ -37,7 +37,7 @@ FEW_FILES = "size=32m,nr_inodes=4"
 
 
 def publish_next(store: Path, number: int) -> None:
-    """Version ``number`` of "m", in which every value of row r is r + ``number``."""
+    """Publishes version ``number`` of "m", in which every value of row r is r + ``number``."""
     import torch
 
     weight = (torch.arange(ROWS)[:, None] + number).repeat(1, DIM).float()
@@ -62,7 +62,7 @@ def volume(tmp_path: Path) -> Iterator[Volume]:
 def starting(
     store: str, cache: Path, log: Path, *options: object, mounts: str = ""
 ) -> Iterator[Running]:
-    """`embedserve serve STORE --cache CACHE …`, not waited for; killed at the end."""
+    """Starts `embedserve serve STORE --cache CACHE …` without waiting; kills it at the end."""
     http_port, grpc_port = free_port(), free_port()
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
     words = command("serve", store, "--cache", cache, *ports, *options)
@@ -78,7 +78,7 @@ def starting(
 
 
 def status(url: str) -> int:
-    """0 where nobody answers."""
+    """Returns the status of a GET request, or 0 if no server responds."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_S_MAX) as answer:
             return int(answer.status)
@@ -97,7 +97,7 @@ def until(is_so: Callable[[], bool], server: Running) -> None:
 
 
 def until_logged(server: Running, *parts: str) -> None:
-    """Until one line of the log has all ``parts``."""
+    """Waits until one line of the log contains all ``parts``."""
 
     def is_logged() -> bool:
         lines = server.log.read_text().splitlines()
@@ -107,7 +107,7 @@ def until_logged(server: Running, *parts: str) -> None:
 
 
 def until_serving(server: Running, number: int) -> None:
-    """Until all rows that are asked for are those of version ``number``."""
+    """Waits until all looked-up rows are those of version ``number``."""
     until(lambda: status(f"{server.http}/health/ready") == 200, server)
     with EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client:
         ids = [[0], [7], [ROWS - 1]]
@@ -118,13 +118,13 @@ def until_serving(server: Running, number: int) -> None:
 
 
 def pulled(cache: Path) -> list[str]:
-    """Paths of all files in the cache but locks, below the folder of the store."""
+    """Returns the paths of all files in the cache except locks, relative to the store's folder."""
     found = (path.relative_to(cache) for path in cache.rglob("*") if path.is_file())
     return sorted("/".join(path.parts[1:]) for path in found if path.suffix != ".lock")
 
 
 def is_whole(cache: Path, *numbers: int) -> bool:
-    """Whether the cache has these versions and no rest of a pull."""
+    """Returns whether the cache has exactly these versions and no leftover of a pull."""
     names = ("goldens.safetensors", "manifest.json", "plan.json", "tables.safetensors")
     return pulled(cache) == [f"m/{number}/{name}" for number in numbers for name in names]
 
@@ -198,7 +198,7 @@ def test_a_version_without_room_stays_out_until_there_is_room(
         until_serving(server, 2)
     assert is_whole(volume.files, 1, 2)
     volume.remount("ro")
-    # What is there already is served from a cache that nothing can be added to.
+    # Cached versions are served even if the cache is read-only.
     with starting(
         store.as_uri(), volume.folder, tmp_path / "again", mounts=volume.mounts
     ) as server:
@@ -206,9 +206,9 @@ def test_a_version_without_room_stays_out_until_there_is_room(
 
 
 def is_writing(server: Running) -> bool:
-    """Whether a thread of the server waits for a disk that takes no writes."""
+    """Returns whether a thread of the server waits for a frozen disk."""
     for task in Path(f"/proc/{server.process.pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             if "percpu" in (task / "wchan").read_text():
                 return True
     return False
@@ -243,7 +243,10 @@ def test_a_cache_on_a_disk_that_stops_delays_no_health_check_and_no_lookup(
 def stalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: Path
 ) -> Iterator[StallingProxy]:
-    """s3://bucket/store, whose connections deliver half of the rows until it is released."""
+    """Serves s3://bucket/store through a proxy that stalls after half of the rows.
+
+    Setting its ``released`` delivers the rest.
+    """
     (tmp_path / "s3" / "bucket").mkdir(parents=True)
     store.rename(tmp_path / "s3" / "bucket" / "store")
     s3fs.S3FileSystem.clear_instance_cache()

@@ -1,4 +1,4 @@
-"""The Go and the TypeScript of docs/clients.md, with what is generated for them, as pasted."""
+"""Tests of the Go and TypeScript examples of docs/clients.md, run as pasted."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from interop.tools import TOOL_S_MAX, run_tool, tool
 
 PAGE = ROOT / "docs" / "clients.md"
 EXAMPLES = {one.language: (one, printed) for one, printed in pairwise(blocks(PAGE))}
-"""Each with what it prints."""
+"""Each example, with its printed output."""
 TYPESCRIPT = [HERE / "typescript" / name for name in ("package.json", "package-lock.json")]
 COMPILER_OPTIONS = ("--strict", "--target", "es2022", "--module", "nodenext", "--skipLibCheck")
 OF_DEBIAN = "github.com/golang/protobuf/protoc-gen-go"
-"""It writes messages and service in one; what the page names is younger than Debian's grpc-go."""
+"""Plugin that writes messages and service together. The page's plugin is newer than Debian's
+grpc-go."""
 
 
 def generate_go(folder: Path, sources: Sequence[Path]) -> None:
-    """src/embedserve/embeddingpb."""
+    """Generates the Go package src/embedserve/embeddingpb."""
     plugin = folder / "protoc-gen-go"
     run_tool("go", "build", "-o", plugin, OF_DEBIAN, environment=GO, limit_s=BUILD_S_MAX)
     (folder / "src").mkdir()
@@ -37,13 +38,13 @@ def generate_go(folder: Path, sources: Sequence[Path]) -> None:
 
 
 def run(*command: object) -> tuple[int, str]:
-    """(status, what it wrote)."""
+    """Runs a command and returns (status, output)."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=TOOL_S_MAX)
     return done.returncode, done.stdout + done.stderr
 
 
 def go_programs(folder: Path, texts: Sequence[str]) -> list[tuple[object, ...]]:
-    """The command of each."""
+    """Builds each Go program, and returns the commands that run them."""
     generated = made("go-generated", [PROTO, Path(__file__)], generate_go)
     environment = GO | {"GOPATH": f"{generated}:{GO['GOPATH']}"}
     for number, text in enumerate(texts):
@@ -90,4 +91,4 @@ def test_it_prints_what_the_page_says_and_tells_what_is_wrong(
     assert status == 1
     field = "features.candidate_genres[0][1]"
     assert f"{field} is 'Sci': not one of the 28 ids of 'candidate_genres'" in said
-    assert language == "ts" or f"[{field}]" in said  # of the trailer
+    assert language == "ts" or f"[{field}]" in said  # from the trailer

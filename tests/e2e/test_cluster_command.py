@@ -1,4 +1,4 @@
-"""`embedserve cluster`: shards and a router on one host, started by one command."""
+"""Tests of `embedserve cluster`: one command starts shards and a router on one host."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_killed_shard_comes_back_and_no_request_fails(tmp_path: Path) -> None:
             ask()
             assert time.monotonic() < end, log.read_text()
             time.sleep(PAUSE_S)
-        os.kill(int(started["part 1 replica 1"]), signal.SIGKILL)  # the other one answers
+        os.kill(int(started["part 1 replica 1"]), signal.SIGKILL)  # the other replica responds
         for _ in range(50):
             ask()
         process.terminate()

@@ -1,5 +1,4 @@
-"""The console in Chromium: the demo asked by keys alone, hostile names, tokens, and a server that
-does not answer any more."""
+"""Tests of the console in Chromium: keyboard use, hostile names, tokens, and a stopped server."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ from embedserve_store.format.id_rule import IdRule
 from embedserve_store.format.table_spec import TableSpec
 
 MARKUP = '<img src=x onerror="document.title=1">'
-"""As a name: were it ever markup, the page's title would change."""
+"""A name with markup: if a page ever rendered it, the script would change the page's title."""
 HOSTILE_NAMES = {"t_user": {"9007199254740993": MARKUP, "1": "</option><b>1", "2": MARKUP + "2"}}
 TITLE = "embedserve console"
 FORM_IS_THERE = "document.querySelector('#ask-features .feature')"
@@ -63,7 +62,7 @@ def focused(page: Page) -> str:
 
 
 def tab_to(page: Page, wanted: str) -> None:
-    """Presses Tab until an element of that id or class has the focus, which must show."""
+    """Presses Tab until the element with this id or class has the focus, which must be visible."""
     for _ in range(60):
         page.press("Tab")
         shown = page.value("getComputedStyle(document.activeElement).outlineStyle")
@@ -97,7 +96,7 @@ def test_the_demo_is_asked_by_keys_alone(page: Page, demo: Demo) -> None:
     tab_to(page, "ids-2")
     page.write("Action, Sci-Fi")
     page.press("Enter")
-    # The answer to all three: each Enter asks.
+    # The response covers all three features: each Enter submits the form.
     page.until("document.querySelectorAll('.vector').length === 3")
     page.until("document.querySelectorAll('.nearest').length === 2")
     with EmbedClient(demo.server.http) as client:
@@ -233,11 +232,11 @@ def test_rates_and_quantiles_of_two_readings(page: Page, demo: Demo) -> None:
     assert read["quantiles"] == pytest.approx([0.05, 0.1, 0.198])
     assert read["mean"] == 2
     assert read["nothing"] == [None, None, None]
-    assert read["anew"] == 4  # a counter that began again
+    assert read["anew"] == 4  # a counter that was reset
 
 
 def hostile_engine() -> FakeEngine:
-    """Its features, strings and model are named as no store would let them be."""
+    """Returns an engine whose features, strings and model have names that no store would accept."""
     as_map = IdRule("map", id_type="string", unknown="skip")
     tables = [
         TableSpec("t_tag", 3, 4, (MARKUP,), "sum", "float32", ids=as_map),
@@ -256,7 +255,7 @@ async def served(
     management_host: str = "",
     names: Mapping[str, Mapping[str, str]] = HOSTILE_NAMES,
 ) -> AsyncIterator[Live]:
-    """A server of ``engine`` with ``names`` as labels, and tokens where there are ``lines``."""
+    """Serves ``engine`` with ``names`` as labels, and with the tokens of ``lines``, if any."""
     labels, tokens = folder / "labels.json", folder / "tokens"
     labels.write_text(json.dumps({engine.model.name: names}))
     tokens.write_text("\n".join(map(json.dumps, lines)))
@@ -284,7 +283,7 @@ def look_at_hostile_names(page: Page, port: int) -> None:
     assert MARKUP in page.text("#unknown")
     assert MARKUP in page.text("#ask-features")
     assert f"Nearest to </option><b>1, {MARKUP}, 7" in page.text("#answer")
-    assert "[[1, 9007199254740993, 7]]" in page.text("#curl")  # no digit is rounded
+    assert "[[1, 9007199254740993, 7]]" in page.text("#curl")  # all digits are kept
     page.until("document.querySelector('#slow tbody tr')")
     assert "shop 7" in page.text("#slow")
     assert "nobody'\\''s" in page.text("#curl")
@@ -306,7 +305,7 @@ NICKNAMES = {
 
 
 async def test_cities_of_an_unpooled_model_have_nearest_ones(page: Page, tmp_path: Path) -> None:
-    rule = IdRule("map", id_type="string")  # an unknown id is an error
+    rule = IdRule("map", id_type="string")  # an unknown id is rejected
     table = TableSpec("t_city", 3, 4, ("city",), "none", "float32", ids=rule)
     engine = FakeEngine(info_of("trips", [table], {"t_city": CITIES}))
     engine.tables["t_city"][:] = [[1, 0, 0, 0], [3, 4, 0, 0], [0, 1, 0, 0]]
@@ -328,7 +327,7 @@ def add_a_city_by_name(page: Page, port: int) -> None:
     near = page.value("[...document.querySelectorAll('.nearest li')].map((one) => one.innerText)")
     assert [" ".join(one.split()) for one in near] == ["The Valley 0.60", "Eternal City 0.00"]
     refused = [one for one in page.errors if "status of 400" in one]
-    assert (len(refused), page.errors) == (1, refused)  # Atlantis is in no vocabulary
+    assert (len(refused), page.errors) == (1, refused)  # Atlantis is not in the vocabulary
 
 
 async def test_parts_and_their_replicas_are_shown(page: Page, tmp_path: Path) -> None:
@@ -355,7 +354,7 @@ async def test_a_token_is_asked_for_and_kept_in_the_tab(page: Page, tmp_path: Pa
 def give_tokens(page: Page, port: int) -> None:
     page.open(f"http://127.0.0.1:{port}/console")
     page.until("!document.querySelector('#access').hidden")
-    page.until("document.querySelector('#state.paused')")  # nobody did anything wrong yet
+    page.until("document.querySelector('#state.paused')")  # no token was rejected yet
     assert "UNAUTHENTICATED" not in page.text("main")
     page.until("document.activeElement.id === 'token'")
     page.write("es_none")
@@ -365,14 +364,14 @@ def give_tokens(page: Page, port: int) -> None:
     page.value("document.querySelector('#token').focus()")
     page.write("es_call")
     page.press("Enter")
-    page.until(FORM_IS_THERE)  # what it may
+    page.until(FORM_IS_THERE)  # this token may send requests
     page.until("/PERMISSION_DENIED/.test(document.querySelector('#state').innerText)")
     page.value("document.querySelector('#token').focus()")
     page.write("es_admin")
     page.press("Enter")
     page.until("document.querySelector('#access').hidden")
     page.value("document.querySelector('#ask-form').requestSubmit()")
-    page.until("!document.querySelector('#access').hidden")  # the figures are shown all the same
+    page.until("!document.querySelector('#access').hidden")  # the figures stay visible
     assert "PERMISSION_DENIED" in page.text("#access")
     page.value("document.querySelector('#token').focus()")
     page.write("es_both")
@@ -380,10 +379,10 @@ def give_tokens(page: Page, port: int) -> None:
     page.until(IS_LIVE)
     page.until("document.querySelector('#access').hidden")
     assert "$TOKEN" in page.text("#curl")
-    assert page.value("document.querySelector('#links').hidden")  # browsers follow without a token
+    assert page.value("document.querySelector('#links').hidden")  # links carry no token
     assert "es_both" not in page.value("document.documentElement.outerHTML")
     assert page.value("[localStorage.length, document.cookie]") == [0, ""]
-    page.open(f"http://127.0.0.1:{port}/console")  # again, in the same tab
+    page.open(f"http://127.0.0.1:{port}/console")  # reloads in the same tab
     page.until(IS_LIVE)
     page.value("sessionStorage.clear()")
 
@@ -394,7 +393,7 @@ POLLS = """performance.getEntriesByType("resource").filter((one) => one.name.end
 
 
 def until_polled(page: Page) -> None:
-    """Waits until a poll that began after the call has shown its answers."""
+    """Waits until the page shows the results of a poll that began after this call."""
     polled = page.value(POLLS)
     page.until(f"{BEGIN_POLL} && {POLLS} > {polled + 2}")
 
@@ -423,7 +422,7 @@ def look_up_with_a_token(page: Page, port: int) -> None:
     page.until("document.querySelector('#access').hidden")
     assert "$TOKEN" in page.text("#curl")
     page.value("document.querySelector('#ask-form').requestSubmit()")
-    page.until("document.querySelector('.vector')")  # of the ids that were typed before
+    page.until("document.querySelector('.vector')")  # for the ids typed before
     until_polled(page)
     assert page.value("document.querySelector('#access').hidden")
     page.value("sessionStorage.clear()")
@@ -469,7 +468,7 @@ def look_up_after_a_switch(page: Page) -> None:
     assert page.text("#hint-1") == "rows 0 to 8 of table t_user"
     assert "weights" not in page.text("#ask-features")
     assert page.value("document.querySelector('#ids-1').value") == "1, 2"
-    assert focused(page) == "ids-1"  # of the same feature
+    assert focused(page) == "ids-1"  # the field of the same feature
     page.value("document.querySelector('#ask-form').requestSubmit()")
     page.until("/^Answered by shop version 8/.test(document.querySelector('#answered').innerText)")
     select = "document.querySelector('#ask-model')"
@@ -489,7 +488,7 @@ def see_the_newest_version(page: Page) -> None:
     page.write(", 3")
     assert page.value("document.querySelector('#ids-0').value") == "1, 2, 3"
     assert page.value("document.querySelector('#weights-0').value") == "0.5, 2"
-    assert page.value("document.querySelector('details').open")  # what is sent is seen
+    assert page.value("document.querySelector('details').open")  # the request is visible
     assert page.errors == []
 
 
@@ -511,7 +510,7 @@ def hide_and_show(page: Page, port: int) -> None:
     event = "document.dispatchEvent(new Event('visibilitychange'))"
     page.value(hide.format("true") + event)
     page.until("document.querySelector('#state').innerText === 'Paused while nobody looks'")
-    page.until("new Promise((done) => setTimeout(done, 2500, true))")  # longer than between polls
+    page.until("new Promise((done) => setTimeout(done, 2500, true))")  # exceeds the poll interval
     page.requests.clear()
     page.until("new Promise((done) => setTimeout(done, 2500, true))")
     assert page.requests == []
@@ -536,7 +535,7 @@ import("/console/neighbours.js").then(async ({ nearest }) => {
 def test_the_nearest_are_fetched_again_after_a_delta(page: Page, demo: Demo) -> None:
     page.open(f"{demo.server.http}/console")
     page.value(NEAREST)
-    page.value("1")  # events that came before it are noted
+    page.value("1")  # waits for earlier events
     assert sum(url.endswith("/embed") for url in page.requests) == 2
 
 
@@ -572,7 +571,7 @@ import("/console/neighbours.js").then(async ({ nearest }) => {
 def test_a_rejected_id_is_asked_for_again_after_a_delta_alone(page: Page, demo: Demo) -> None:
     page.open(f"{demo.server.http}/console")
     refused, still, found, other, again = page.value(REJECTED)
-    assert refused == ["INVALID_ARGUMENT: no such id", 17]  # more than 16 ids of 20
+    assert refused == ["INVALID_ARGUMENT: no such id", 17]  # rejects more than 16 of 20 ids
     assert still == ["INVALID_ARGUMENT: no such id", 0]
     assert found == other == ["1 2 3 4 5 6", 3]
     assert again == ["1 2 3 4 5 6", 1]
@@ -603,7 +602,7 @@ def test_requests_and_failures_are_shown_by_version(page: Page, demo: Demo) -> N
     stable, canary = (" ".join(row.split()) for row in page.value(VERSIONS))
     assert "stable when asked 91 0 % " in stable
     assert "canary when asked 8 25 % 99 ms" in canary
-    assert ("(default)" in stable, "(default)" in canary) == (True, False)  # the first answers
+    assert ("(default)" in stable, "(default)" in canary) == (True, False)  # default: the first
 
 
 DELTAS = """

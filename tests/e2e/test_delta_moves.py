@@ -1,4 +1,4 @@
-"""A server that follows deltas moves to other versions while it answers and deltas come."""
+"""Tests of a server that follows deltas and switches versions while requests and deltas arrive."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MEMORY = re.compile(r" (\d+) +/memfd:embedserve-deltas")
 
 
 class Trainer:
-    """A training job that pushes a delta every 50 ms, within its block."""
+    """A training job that pushes a delta every 50 ms inside its context."""
 
     def __init__(self, store: Path) -> None:
         self._writer = DeltaWriter(store, model="m")
@@ -81,20 +81,24 @@ def described(url: str) -> dict[str, Any]:
 
 
 def memories(server: Running) -> list[set[str]]:
-    """Returns the inodes of the memory of versions that each process has mapped."""
+    """Returns, for each process, the inodes of the versions' memory that it has mapped."""
     pids = [server.process.pid, *children(server)]
     return [set(MEMORY.findall(Path(f"/proc/{pid}/maps").read_text())) for pid in pids]
 
 
 def has_one_memory(server: Running) -> bool:
-    """Whether all processes have mapped the same memory, and no other. They move one after the
-    other."""
+    """Returns whether all processes have mapped the same memory, and no other.
+
+    They switch one after another.
+    """
     first, *others = memories(server)
     return len(first) == 1 and all(one == first for one in others)
 
 
 def compact_and_move(store: Path, server: Running, trainer: Trainer, callers: Callers) -> int:
-    """Publishes a compacted version, and waits until the server has rows after it."""
+    """Publishes a compacted version, waits until the server returns later rows, and returns its
+    number.
+    """
     made = compact_deltas(store, "m").version
     until(lambda: version(server.http) == made)
     later = trainer.seq + 3
@@ -199,14 +203,14 @@ def test_a_version_that_was_trained_anew_has_a_line_of_its_own(
             push(writer, 1)
             push(writer, 2)
         until(lambda: deltas(management)["seq"] == 2)
-        assert publish_values(store, 5, ranks) == 2  # of another line
+        assert publish_values(store, 5, ranks) == 2  # not in the line of version 1
         with DeltaWriter(store, model="m", version=2) as writer:
             push(writer, 1)
         hold("hold")
         refused = load("m")
         assert (refused.status_code, "its deltas are held" in refused.text) == (409, True)
         assert client.embed(BAGS).version == 1
-        # A worker that hears of this failure later takes it for that of the next load.
+        # A worker that receives this failure late would take it for that of the next load.
         until(lambda: all("next" in described(management) for _ in range(20)))
         hold("go-on")
         assert load("m").status_code == 200

@@ -1,4 +1,6 @@
-"""A server whose broker notifies it of deltas: they are served at once, and no secret is shown."""
+"""Tests of a server that a broker notifies of deltas: they are served immediately, secrets stay
+hidden.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ HOUR = "3600"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
-    """It would poll once in an hour. Without the broker it goes on with what it has."""
+    """Checks a server that polls hourly: notified deltas are served, also after the broker has
+    died.
+    """
     store, log, management_port = tmp_path / "store", tmp_path / "log", free_port()
     weights = {"ebc.embedding_bags.t.weight": torch.zeros(10, 4)}
     publish(weights, store, model="m", tables=[TableSpec("t", 10, 4, ("f",), "sum", "float32")])

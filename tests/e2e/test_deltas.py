@@ -1,4 +1,4 @@
-"""Deltas that a training job pushes are served: whole, in order, whoever is killed meanwhile."""
+"""Tests of served deltas: each is applied whole and in order, whichever process is killed."""
 
 from __future__ import annotations
 
@@ -42,21 +42,26 @@ PUSHES = 40
 SEEN_AT = 5
 KILLED_AT = {"applier": 10, "worker": 20}
 UNDONE = {27: 24, 30: 3}
-"""Undos, each with the delta that it reverts to: of the last deltas, which are in memory, and of
-what came before the applier was killed, which is read from the store."""
+"""Seq of each undo, and the seq that it reverts to.
+
+One undoes the last deltas, which are in memory. The other undoes deltas from before the applier was
+killed, which it reads from the store."""
 WAIT_S_MAX = 120
 PAUSE_S = 0.01
-"""Between a caller's requests: servers that apply deltas have the cores."""
+"""Seconds between a client's requests, so that servers that apply deltas get the cores."""
 LOOK_S = 0.05
 HOLD = "/admin/deltas/hold"
 BAGS = {"user": [[1, 2, 500], [299]], "item": [[3], [0, 49]]}
 COUNTS = np.array([[2, 1], [1, 2]])
-"""Changed rows in the bags of each example and key."""
+"""Number of changed rows in the bags, by example and key."""
 
 
 @pytest.fixture
 def ranks() -> int:
-    """Of the model. Over more than one each worker compiles its lookups, which takes a second."""
+    """Returns the number of ranks of the model.
+
+    With more than one, each worker compiles its lookups, which takes a second.
+    """
     return 1
 
 
@@ -68,7 +73,7 @@ def store(tmp_path: Path, ranks: int) -> Path:
 
 
 def publish_values(store: Path, value: float, ranks: int) -> int:
-    """Publishes a version all of whose values are ``value``."""
+    """Publishes a version in which every value is ``value``."""
     weights = {
         f"ebc.embedding_bags.{name}.weight": torch.full((rows, DIM), value, dtype=torch.float32)
         for name, rows in ROWS.items()
@@ -80,7 +85,7 @@ def publish_values(store: Path, value: float, ranks: int) -> int:
 
 
 def push(writer: DeltaWriter, seq: int) -> None:
-    """Pushes delta ``seq``: every value of the changed rows is its seq."""
+    """Pushes delta ``seq``, in which every value of the changed rows is its seq."""
     changes = {
         name: (np.arange(count), np.full((count, DIM), seq, np.float32))
         for name, count in CHANGED.items()
@@ -91,7 +96,7 @@ def push(writer: DeltaWriter, seq: int) -> None:
 def until(is_true: Callable[[], Any]) -> None:
     ends_s = time.monotonic() + WAIT_S_MAX
     while True:
-        with suppress(httpx.TransportError):  # of a worker that is killed meanwhile
+        with suppress(httpx.TransportError):  # the worker was killed meanwhile
             if is_true():
                 return
         assert time.monotonic() < ends_s
@@ -105,7 +110,7 @@ def children(server: Running) -> list[int]:
 
 
 def deltas(url: str) -> dict[str, Any]:
-    """Returns what the server of a management port says of its deltas."""
+    """Returns the state of the deltas from /models of a server."""
     (model,) = httpx.get(f"{url}/models", timeout=ANSWER_S_MAX).json()["models"]
     found: dict[str, Any] = model["deltas"]
     return found
@@ -118,10 +123,14 @@ def version(url: str) -> int:
 
 
 class Callers:
-    """Callers over REST and gRPC, which check that each result has the values of its seq."""
+    """Clients over REST and gRPC that check that each result has the values of its seq."""
 
     def __init__(self, server: Running, undone: Mapping[int, int] | None = None) -> None:
-        """``undone`` has the seqs that are undos, and of each the seq that it reverts to."""
+        """Starts the clients.
+
+        Args:
+            undone: seq of each undo to the seq that it reverts to.
+        """
         self._undone = undone or {}
         self.wrong: list[str] = []
         self.failures: list[str] = []
@@ -140,7 +149,7 @@ class Callers:
             while not self._stop.wait(PAUSE_S):
                 try:
                     result = client.embed(BAGS)
-                except EmbedServeClientError as error:  # that of a worker that was killed
+                except EmbedServeClientError as error:  # the worker was killed
                     self.failures.append(repr(error))
                     continue
                 seq = result.seq
@@ -199,7 +208,7 @@ def test_every_answer_is_of_one_delta_while_processes_are_killed(
 
 
 def test_a_damaged_delta_changes_nothing_until_it_is_repaired(store: Path, tmp_path: Path) -> None:
-    """The delta is written into a copy of the store, damaged, and then appears in the store."""
+    """Checks a delta that is copied to the store in a damaged state, and repaired."""
     published = tmp_path / "published"
     with DeltaWriter(store, model="m") as writer:
         push(writer, 1)
@@ -213,7 +222,7 @@ def test_a_damaged_delta_changes_nothing_until_it_is_repaired(store: Path, tmp_p
         running(published, tmp_path / "log", "--deltas", "follow") as server,
         EmbedClient(server.http, timeout_s=ANSWER_S_MAX) as client,
     ):
-        assert client.embed(BAGS).seq == 1  # ready with what was there
+        assert client.embed(BAGS).seq == 1  # ready with the first delta
         (published / line / rows.name).write_bytes(whole[:-1] + b"!")
         shutil.copy(store / line / manifest_name(2), tmp_path)
         (tmp_path / manifest_name(2)).rename(published / line / manifest_name(2))
@@ -298,7 +307,7 @@ def test_a_hold_outlives_processes_until_it_ends(
     ):
 
         def seq() -> int:
-            """The seq of an answer, over a connection of its own, so of any worker."""
+            """Returns the seq of a response over a new connection, which any worker may accept."""
             with EmbedClient(server.http, retries=5, timeout_s=ANSWER_S_MAX) as client:
                 result = client.embed(BAGS)
             assert result.seq is not None
@@ -342,7 +351,10 @@ def test_a_hold_outlives_processes_until_it_ends(
 
 
 def test_an_alias_stays_at_a_delta_beside_one_that_follows(store: Path, tmp_path: Path) -> None:
-    """Its rows go back and forth with it, whoever is killed meanwhile; shadows compare the two."""
+    """Checks two aliases of a version: one bound to a delta, one that follows, and their shadow.
+
+    The rows of the bound alias follow its changes in both directions, whichever process is killed.
+    """
     options = ["--workers", "2", "--deltas", "follow", "--follow", "alias", "--follow-s", "0.1"]
     names = ("--model", "m@stable", "--model", "m@canary")
     with DeltaWriter(store, model="m") as writer:
@@ -353,7 +365,7 @@ def test_an_alias_stays_at_a_delta_beside_one_that_follows(store: Path, tmp_path
         with running(store, tmp_path / "log", *names, *options) as server:
 
             def seqs(name: str) -> set[int | None]:
-                """Returns the seqs of some answers of any workers, and checks their values."""
+                """Returns the seqs of ten responses from any workers, and checks their values."""
                 found = set()
                 for _ in range(10):
                     with EmbedClient(server.http, retries=5, timeout_s=ANSWER_S_MAX) as client:
@@ -400,7 +412,7 @@ def _metrics(server: Running) -> str:
 
 
 def publish_mixed(store: Path) -> None:
-    """Publishes a model with a feature of two tables, which the plan divides differently."""
+    """Publishes a model with a feature of two tables that the plan shards differently."""
     names = ("t", "u")
     weights = {f"ebc.embedding_bags.{name}.weight": torch.zeros(9, DIM) for name in names}
     tables = [TableSpec(name, 9, DIM, ("f",), "sum", "float32") for name in names]
@@ -427,8 +439,11 @@ def test_a_feature_of_two_tables_is_followed(tmp_path: Path) -> None:
 
 
 def test_each_answer_has_the_ids_of_one_delta(tmp_path: Path) -> None:
-    """Three ids at a time share four rows: delta n adds id n + 3 and removes id n. Meanwhile the
-    server moves to a compacted version, which has another vocabulary."""
+    """Checks that no response mixes the ids of two deltas, also during a rollout.
+
+    Three ids at a time share four rows: delta n adds id n + 3 and removes id n. The server switches
+    to a compacted version, which has another vocabulary.
+    """
     store, ids, pushes, compacted = tmp_path / "store", 3, 30, 15
     weights = {"ebc.embedding_bags.user.weight": torch.arange(1.0, 5)[:, None].repeat(1, DIM)}
     rule = IdRule("map", unknown="skip")

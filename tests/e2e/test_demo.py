@@ -1,6 +1,6 @@
-"""The README's path: train, publish, serve, ask over REST and gRPC, compare with the checkpoint.
+"""Tests of the README's path: train, publish, serve, request over REST and gRPC, compare.
 
-And the examples of the documents, as they are pasted.
+They also run the examples of the documents as pasted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FEATURES: dict[str, list[list[Any]]] = {
     "candidate_genres": [["Action", "Drama"], [], ["Western"]],
     "user": [[37287], [1], [2]],
 }
-"""Movies by IMDb id, of which 1 is in no table; genres by name; users by their id."""
+"""Movies by IMDb id (1 is in no table), genres by name, users by their id."""
 TABLE_OF = {
     "history": ("movie", "mean"),
     "candidate": ("movie", "mean"),
@@ -61,7 +61,7 @@ def server(demo: Demo) -> Running:
 
 @pytest.fixture
 def from_checkpoint(folder: Path) -> np.ndarray:
-    """float32 [3, sum of dims], by nn.EmbeddingBag from the saved state dict."""
+    """Returns float32 [3, sum of dims], computed by nn.EmbeddingBag from the saved state dict."""
     weights = torch.load(folder / "demo.pt", weights_only=True)
     blocks = []
     for feature, (table, pooling) in TABLE_OF.items():
@@ -163,7 +163,7 @@ DOCUMENTS = (
 )
 EXAMPLES = [block for name in DOCUMENTS for block in blocks(ROOT / name)]
 CURLS = [pair for pair in pairwise(EXAMPLES) if "curl " in pair[0].text]
-"""Each with the block that follows, which is its answer if that is JSON."""
+"""Each curl example with the block that follows. If that is JSON, it is the expected response."""
 SCRIPTS = [
     pair
     for pair in pairwise([*EXAMPLES, Block(ROOT, 0, "", "")])
@@ -171,20 +171,25 @@ SCRIPTS = [
     and "localhost:" in pair[0].text
     and "tritonclient" not in pair[0].text
 ]
-"""Each with the block that follows, which is what it prints if that is text; but for those of a
-client that is not installed here."""
+"""Each Python example with the block that follows. If that is text, it is the expected output.
+
+Excludes the examples of a client that is not installed here."""
 
 
 def to(server: Running, text: str) -> str:
-    """``text`` with the server's addresses in the place of those in the documents, and with the
-    time limit of a busy machine in the place of a caller's."""
+    """Returns ``text`` with the server's addresses and a longer timeout.
+
+    A busy machine needs more time than the document's example allows.
+    """
     text = text.replace("localhost:8001", server.grpc)
     text = re.sub(r"\b(timeout(?:_s)?)=0\.25\b", rf"\1={ANSWER_S_MAX}", text)
     return re.sub(r"localhost:80[01]0", server.http.removeprefix("http://"), text)
 
 
 def pattern_of(answer: str) -> str:
-    """Matches an answer without white space and with all fractions 0.0; … is anything."""
+    """Returns a pattern for a response without white space, with all fractions 0.0. … matches
+    anything.
+    """
     return ".*".join(map(re.escape, without_fractions(answer).split("…")))
 
 

@@ -1,4 +1,4 @@
-"""A real server moves from version to version under load, and no answer mixes two of them."""
+"""Tests of rollouts on a real server under load: no response mixes two versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LOOKS_MIN = 10
 
 
 def publish_next(store: Path | str, number: int) -> None:
-    """Version ``number``, in which every value of row r is number * STEP + r."""
+    """Publishes version ``number``, in which every value of row r is number * STEP + r."""
     values = number * STEP + torch.arange(ROWS, dtype=torch.float32)
     tables = [
         TableSpec("user", ROWS, DIM, ("user",), "sum", "float32"),
@@ -46,9 +46,11 @@ def publish_next(store: Path | str, number: int) -> None:
 
 
 class Load:
-    """Clients of both protocols that ask one request after the other; each answer is compared
-    with the rows of the version that it names. They pause between two, so that a version that loads
-    has the cores."""
+    """Clients of both protocols that send one request after another.
+
+    Each response is compared with the rows of the version that it names. The clients pause between
+    requests, so that a loading version gets the cores.
+    """
 
     def __init__(self, server: Running) -> None:
         self.answers: Counter[int] = Counter()
@@ -101,7 +103,7 @@ class Load:
             thread.join(timeout=WAIT_S_MAX)
 
     def until_all_have(self, number: int) -> None:
-        """Until fifty answers are of version ``number``, and of no other."""
+        """Waits until fifty consecutive responses are of version ``number``."""
         end = time.monotonic() + WAIT_S_MAX
         while True:
             before = self.answers.copy()
@@ -125,7 +127,7 @@ def test_versions_take_over_under_load(tmp_path: Path, workers: int) -> None:
                 load.until_all_have(number)
         assert load.wrong == []
         assert set(load.answers) == {1, 2, 3, 4}
-        # The clients may all be connected to one of the workers.
+        # All clients may be connected to the same worker.
         wait_until(lambda: all(is_settled(described(server), 4) for _ in range(20)))
         metrics = httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
         for wanted in ("version", "wanted_version"):
@@ -134,7 +136,7 @@ def test_versions_take_over_under_load(tmp_path: Path, workers: int) -> None:
         wait_until(lambda: server.log.read_text().count(": switched to version") == 3)
         assert "Traceback" not in server.log.read_text()
         wait_until(lambda: not mapped_versions(server, store, workers) - {4})
-        assert prune(store, "m", 1) == [1, 2, 3]  # which nobody holds any more
+        assert prune(store, "m", 1) == [1, 2, 3]  # no process maps them any more
 
 
 def test_what_is_served_is_not_removed(tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_all_workers_show_a_version_that_cannot_be_opened_until_it_is_mended(
         wait_until(lambda: "stays out" in server.log.read_text())
         wait_until(lambda: all(is_unopened(server) for _ in range(20)))
         assert metric(server, "wanted_version") == 2
-        time.sleep(LOOKS_MIN * FOLLOW_S)  # it is tried again, and nothing is logged
+        time.sleep(LOOKS_MIN * FOLLOW_S)  # the server retries, and logs nothing
         assert is_unopened(server)
         tables = store / "m" / "2" / "tables.safetensors"
         assert tables.stat().st_size == size
@@ -197,7 +199,7 @@ def test_all_workers_show_a_version_that_cannot_be_opened_until_it_is_mended(
 
 
 def cut_tables(version: Path) -> int:
-    """Removes the last bytes of its tables, and returns how many are left."""
+    """Removes the last bytes of a version's tables, and returns the remaining size."""
     tables = version / "tables.safetensors"
     tables.chmod(0o644)
     size = tables.stat().st_size - 16
@@ -206,10 +208,12 @@ def cut_tables(version: Path) -> int:
 
 
 def is_unopened(server: Running) -> bool:
-    """Whether the worker that takes this connection shows why version 2 is not served; the metrics
-    are of all workers."""
+    """Returns whether the worker that accepts this connection reports why version 2 is not served.
+
+    The metrics are those of all workers.
+    """
     coming = described(server).get("next")
-    if coming is None or coming["state"] != "failed":  # the version is mended, and loads
+    if coming is None or coming["state"] != "failed":  # the repaired version is loading
         return False
     assert coming["version"] == 2
     assert "tables.safetensors" in coming["reason"]
@@ -217,14 +221,16 @@ def is_unopened(server: Running) -> bool:
 
 
 def metric(server: Running, name: str) -> float:
-    """The gauge embedserve_model_``name``."""
+    """Returns the gauge embedserve_model_``name``."""
     text = httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
     (line,) = [one for one in text.splitlines() if one.startswith(f"embedserve_model_{name}{{")]
     return float(line.rpartition(" ")[2])
 
 
 def make_wrong(store: Path, elsewhere: Path) -> None:
-    """Version 2 with the rows of version 3: of the right size, and not those of its goldens."""
+    """Makes a version 2 with the rows of version 3: the size is right, but the goldens do not
+    match.
+    """
     for number in (1, 2, 3):
         publish_next(elsewhere, number)
     tables = elsewhere / "m" / "2" / "tables.safetensors"
@@ -235,7 +241,7 @@ def make_wrong(store: Path, elsewhere: Path) -> None:
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket on an S3 server, which this process and those it starts may write."""
+    """Yields the URL of an S3 bucket that this process and its children may write to."""
     (tmp_path / "s3" / "bucket").mkdir(parents=True)
     with serve_s3(tmp_path / "s3") as endpoint:
         for name, value in environment(endpoint).items():
@@ -262,7 +268,7 @@ def test_an_alias_on_s3_is_followed_there_and_back(bucket: str, tmp_path: Path) 
 
 
 def described(server: Running) -> dict[str, Any]:
-    """The model, as /models of any worker tells it."""
+    """Returns the model from /models of any worker."""
     (model,) = httpx.get(f"{server.http}/models", verify=False, timeout=ANSWER_S_MAX).json()[
         "models"
     ]
@@ -270,12 +276,12 @@ def described(server: Running) -> dict[str, Any]:
 
 
 def is_settled(model: dict[str, Any], number: int) -> bool:
-    """Whether a worker serves the version ``number``, and loads no other."""
+    """Returns whether a worker serves version ``number`` and loads no other."""
     return model["version"] == number and "next" not in model
 
 
 def has_refused(model: dict[str, Any]) -> bool:
-    """As a worker tells it that has heard so."""
+    """Returns whether a worker reports that version 2 was rejected."""
     if model.get("next", {}).get("state") != "failed":
         return False
     assert (model["version"], model["next"]["version"]) == (1, 2)
@@ -284,7 +290,7 @@ def has_refused(model: dict[str, Any]) -> bool:
 
 
 def mapped_versions(server: Running, store: Path, workers: int) -> set[int]:
-    """Those that the processes which answer have mapped."""
+    """Returns the versions that the serving processes have mapped."""
     pid = server.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     maps = [Path(f"/proc/{one}/maps").read_text() for one in (children if workers > 1 else [pid])]

@@ -1,4 +1,4 @@
-"""make gpu-check, on CPU ranks: a table of what is right, as far as it is."""
+"""Tests of ``make gpu-check`` on CPU ranks: it prints a table, and stops at a wrong result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw ids, strings, unknown ids and rows that are not pooled, over REST, gRPC and its stream."""
+"""Tests of raw ids, strings, unknown ids and unpooled rows, over REST, gRPC and its stream."""
 
 from __future__ import annotations
 

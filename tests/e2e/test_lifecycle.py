@@ -1,4 +1,4 @@
-"""Starting on what cannot be served, and stopping under load."""
+"""Tests of a server that starts on invalid stores, waits for a model, or stops under load."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def weight() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory, weight: torch.Tensor) -> Path:
-    """A store published from the command line, from a checkpoint with more in it."""
+    """Returns a store published by the command line, from a checkpoint with further tensors."""
     folder = tmp_path_factory.mktemp("lifecycle")
     checkpoint, description = folder / "model.pt", folder / "tables.yaml"
     torch.save(
@@ -72,7 +72,7 @@ def published(tmp_path_factory: pytest.TempPathFactory, weight: torch.Tensor) ->
 
 @pytest.fixture
 def store(published: Path, tmp_path: Path) -> Path:
-    """A test's own copy of the store."""
+    """Returns a copy of the store for one test."""
     return shutil.copytree(published, tmp_path / "store")
 
 
@@ -91,7 +91,7 @@ def test_a_published_checkpoint_is_served(server: Running, weight: torch.Tensor)
 
 @contextmanager
 def waiting(log: Path, *arguments: object, is_warm: bool) -> Iterator[Running]:
-    """A server that waits for a store that has no model yet."""
+    """Runs a server that waits for a model in its store."""
     http_port, grpc_port = free_port(), free_port()
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
     with log.open("wb") as output:
@@ -115,7 +115,7 @@ def waiting(log: Path, *arguments: object, is_warm: bool) -> Iterator[Running]:
 
 
 def status(url: str, body: bytes | None = None) -> int:
-    """0 where nobody answers."""
+    """Returns the status of a request, or 0 if no server responds."""
     try:
         with urllib.request.urlopen(url, body, timeout=ANSWER_S_MAX) as answer:
             return int(answer.status)
@@ -136,13 +136,15 @@ def until(is_so: Callable[[], bool]) -> None:
 def test_a_server_that_loads_lives_and_is_not_ready(
     published: Path, weight: torch.Tensor, tmp_path: Path, workers: int
 ) -> None:
-    """The one that loads nothing in the end is started as from a shell."""
+    """Checks liveness and readiness while a server waits. The one with two workers starts as from a
+    shell.
+    """
     store = tmp_path / "store"
     store.mkdir()
     uds = tmp_path / "http.sock"
     options = ("--model", "m", "--workers", workers, "--http-uds", uds)
     with waiting(tmp_path / "log", store, *options, is_warm=workers == 1) as server:
-        server.process.send_signal(signal.SIGHUP)  # systemctl reload: a reload, not an end
+        server.process.send_signal(signal.SIGHUP)  # reloads (systemctl reload), does not end
         assert status(server.http + "/health/ready") == 503
         with (
             EmbedClient(f"unix:{uds}") as client,
@@ -156,7 +158,7 @@ def test_a_server_that_loads_lives_and_is_not_ready(
         host, _, port = server.grpc.rpartition(":")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(port)))
-        grpc_too = server.http.removeprefix("http://")  # which takes gRPC, too
+        grpc_too = server.http.removeprefix("http://")  # the HTTP port takes gRPC, too
         with grpc.insecure_channel(grpc_too) as channel:
             health = HealthStub(channel).Check(HealthCheckRequest(), timeout=60)
             assert health.status == HealthCheckResponse.NOT_SERVING
@@ -165,7 +167,7 @@ def test_a_server_that_loads_lives_and_is_not_ready(
                 pytest.raises(Unavailable, match="the models are being loaded"),
             ):
                 client.embed({"user": [[1]]}, model="m")
-        if workers == 1:  # what follows is the same for all
+        if workers == 1:  # the rest is the same for all
             shutil.copytree(published / "m", store / ".m")
             (store / ".m").rename(store / "m")
             until(lambda: status(server.http + "/health/ready") == 200)
@@ -184,7 +186,7 @@ def test_a_server_that_loads_lives_and_is_not_ready(
 
 
 def refused(*commands: tuple[object, ...]) -> list[str]:
-    """The one line with which serve refuses each store, with the options after it."""
+    """Returns the one-line message with which ``serve`` rejects each store and its options."""
     ended = run_commands(
         *(
             ("serve", store, "--http-port", 0, "--grpc-port", 0, *options)
@@ -262,8 +264,8 @@ def test_a_bad_publish_leaves_nothing(tmp_path: Path, weight: torch.Tensor) -> N
 def test_sigterm_under_load_loses_no_accepted_request(
     store: Path, tmp_path: Path, grpc_server: str
 ) -> None:
-    """Every request is answered right or was refused for the stop; none is cut off."""
-    # A busy machine may hold the clients up, whose requests the server has begun to read.
+    """Checks that every request gets a correct response or is rejected because of the stop."""
+    # A busy machine may delay clients whose requests the server has begun to read.
     options = ("--grpc-server", grpc_server, "--drain-s", ANSWER_S_MAX)
     with running(store, tmp_path / "log", *options) as server:
         outcomes: list[str] = []

@@ -1,4 +1,4 @@
-"""Short locust runs, in processes of their own, against the real server with the demo model."""
+"""Tests of short locust runs in processes, against a real server of the demo model."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from running_servers import ANSWER_S_MAX, Running, running
 RUN_S_MAX = 300
 PATIENT = ("--timeout-s", ANSWER_S_MAX)
 STEP_S = (3, 20)
-"""Seconds of a step, and those in which a busy machine answers requests, too."""
+"""Seconds of a step: one as usual, one in which even a busy machine responds."""
 LOADTEST = Path(__file__).parents[2] / "clients" / "loadtest"
 
 
 @pytest.fixture
 def full(demo: Demo, tmp_path: Path) -> Iterator[Running]:
-    """A server whose queue is full as soon as one example waits."""
+    """Runs a server whose queue is full as soon as one example waits."""
     with running(demo.store, tmp_path / "log", "--queue-examples-max", 1) as server:
         yield server
 
 
 def command(scripts: str, host: str, *arguments: object) -> list[str]:
-    """Of a headless run of "rest.py,steps.py" and the like."""
+    """Returns the command of a headless run, for example of "rest.py,steps.py"."""
     files = ",".join(str(LOADTEST / name) for name in scripts.split(","))
     options = ("--headless", "--json", "--host", host, *map(str, arguments))
     return [sys.executable, "-W", "ignore", "-m", "locust", "-f", files, *options]
 
 
 def locust(scripts: str, host: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """A run to its end."""
+    """Runs locust to its end."""
     return subprocess.run(
         command(scripts, host, *arguments), capture_output=True, text=True, timeout=RUN_S_MAX
     )
 
 
 def answered(server: Running) -> Counter[str]:
-    """Requests that the server has answered, by outcome."""
+    """Returns the number of completed requests of a server, by outcome."""
     outcomes: Counter[str] = Counter()
     for family in text_string_to_metric_families(
         httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
@@ -59,8 +59,10 @@ def answered(server: Running) -> Counter[str]:
 def locust_until(
     server: Running, wanted: dict[str, int], scripts: str, host: str, *arguments: object
 ) -> subprocess.CompletedProcess[str]:
-    """A run that is ended when the server has answered so many more requests with each outcome,
-    however long that takes."""
+    """Runs locust until the server has completed ``wanted`` further requests of each outcome.
+
+    Takes as long as that takes, up to RUN_S_MAX.
+    """
     before, end = answered(server), time.monotonic() + RUN_S_MAX
     with subprocess.Popen(
         command(scripts, host, *arguments),
@@ -81,7 +83,7 @@ def locust_until(
 
 
 def counted(done: subprocess.CompletedProcess[str]) -> dict[str, tuple[int, int]]:
-    """Requests and failures by name."""
+    """Returns (requests, failures) by name."""
     rows = json.loads(done.stdout)
     return {row["name"]: (row["num_requests"], row["num_failures"]) for row in rows}
 
@@ -139,7 +141,7 @@ def test_too_short_steps_are_refused(demo: Demo) -> None:
 
 
 def test_a_test_that_cannot_run_says_why_and_ends(demo: Demo) -> None:
-    """tests/client/test_loadtest.py has what else is wrong."""
+    """Checks one error of the options; tests/client/test_loadtest.py checks the others."""
     done = locust("rest.py", demo.server.http, "-t", "5m", "--timeout-s", 0)
     assert done.returncode == 1
     assert "the load test cannot run: --timeout-s: 0.0 is not positive" in done.stderr

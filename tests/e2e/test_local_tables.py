@@ -1,4 +1,4 @@
-"""A router looks small tables up itself, while versions change and when all shards are lost."""
+"""Tests of small tables that a router looks up itself, during rollouts and without shards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from embedserve_store import TableSpec, publish
 
 
 def publish_with_small(store: Path, number: int) -> None:
-    """Publishes version ``number`` of a divided table and of one with a row, whose values are
-    ``number`` * STEP."""
+    """Publishes version ``number`` of a divided table and a table of one row.
+
+    The value of that row is ``number`` * STEP.
+    """
     tables = [
         TableSpec("user", ROWS, DIM, ("user",), "sum", "float32"),
         TableSpec("day", 1, DIM, ("day",), "mean", "float32"),

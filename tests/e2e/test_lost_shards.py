@@ -1,4 +1,4 @@
-"""Versions change and replicas are lost while a router answers."""
+"""Tests of a router that responds while versions change and replicas are lost."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from stalling_proxy import stalling_proxy
 
 ANY_BYTES = 1 << 62
 CALLS_END = ("--shard-timeout-ms", 2500)
-"""Calls end before a silent connection counts as lost, which would have them repeated."""
+"""Timeout of calls, shorter than the time after which a silent connection is lost and its calls
+repeated."""
 HANGS_MAX = 30
-"""Hangs of a replica until one meets a call."""
+"""Attempts to hang a replica during a call."""
 
 
 def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> None:
@@ -51,13 +52,13 @@ def test_versions_change_under_load_and_no_answer_mixes_two(tmp_path: Path) -> N
 
 
 def test_metrics_show_which_part_lacks_the_next_version(tmp_path: Path) -> None:
-    """Those of a router that is one process, and of one with workers."""
+    """Checks the metrics of a router of one process, and of one with workers."""
     store = tmp_path / "store"
     publish_next(store, 1)
     follow = ("--follow", "latest", "--follow-s", "0.2")
     with cluster(store, tmp_path) as one:
         one.start_shard(0, 0, *follow)
-        one.start_shard(1, 0)  # keeps version 1
+        one.start_shard(1, 0)  # does not follow
         one.write_addresses()
         routers = [one.start_router(*follow, "--workers", workers) for workers in (1, 2)]
         for router in routers:
@@ -92,17 +93,17 @@ def test_a_replica_that_is_killed_or_hangs_is_not_noticed(tmp_path: Path) -> Non
             before = shard_metrics(router)
             hang(one.shards[1, 0], router, load)
             assert shard_metrics(router)["calls 1 ok"] >= before["calls 1 ok"] + 50
-            one.shards[0, 1].process.kill()  # the one that was started again takes its place
+            one.shards[0, 1].process.kill()  # the restarted replica takes over
             load.wait_for_more()
         assert load.wrong == []
         assert load.failed == []
 
 
 def hang(shard: Running, router: Running, load: Load) -> None:
-    """Stops a replica of part 1 while it is called, and lets it continue.
+    """Stops a replica of part 1 during a call, and lets it continue.
 
-    A replica that leaves a poll unanswered is the busier one, and no more chosen. If the poll comes
-    first, the replica is stopped again.
+    A replica that leaves a poll unanswered counts as busier, and the router stops choosing it. If
+    the poll comes first, this function stops the replica again.
     """
 
     def calls_of_others() -> float:
@@ -123,7 +124,7 @@ def hang(shard: Running, router: Running, load: Load) -> None:
 
 
 def test_a_host_that_vanishes_is_not_noticed(tmp_path: Path) -> None:
-    """Nothing arrives from it any more, not even the end of its connections."""
+    """Checks a lost host: nothing arrives from it, not even the end of its connections."""
     store = tmp_path / "store"
     publish_next(store, 1)
     with cluster(store, tmp_path) as one:

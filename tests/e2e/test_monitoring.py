@@ -1,4 +1,6 @@
-"""Prometheus scrapes the served demo: every query of the dashboard and every rule has an answer."""
+"""Tests of Prometheus with the served demo: every query of the dashboard and every rule has a
+result.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ RULES = yaml.safe_load((MONITORING / "rules.yaml").read_text())["groups"]
 METRICS_PAGE = (ROOT / "docs/metrics.md").read_text()
 ADAPTER_RULES = yaml.safe_load((MONITORING / "adapter-rules.yaml").read_text())["rules"]
 POD = {"namespace": "ranking", "pod": "embedserve-0"}
-"""What the Prometheus Operator has in the labels of every series of a pod."""
+"""Labels that the Prometheus Operator adds to every series of a pod."""
 WAIT_S_MAX = 120
 VARIABLES = {
     "$job": "embedserve",
@@ -37,7 +39,7 @@ VARIABLES = {
     "$__range": "1m",
 }
 FEATURES = {"user": [[37287, 7]], "history": [[111161]]}
-"""Nobody has the id 7."""
+"""No user has the id 7."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def prometheus(
     made_once: Callable[[str, Callable[[Path], None]], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[httpx.Client]:
-    """A client of a Prometheus that scrapes a server, which is asked all the while."""
+    """Yields a client of a Prometheus that scrapes a server under load."""
     folder = tmp_path_factory.mktemp("monitoring")
     store = made_once("demo", make_demo) / "store"
     token = make_token(folder / "tokens")
@@ -66,7 +68,7 @@ def prometheus(
 
 
 def make_token(tokens: Path) -> str:
-    """Of a caller who may see the metrics, too; the file is made."""
+    """Writes a token file, and returns the token of a caller that may also read the metrics."""
     token, sha256 = new_token()
     grant = {"name": "ranker", "sha256": sha256, "roles": ["embed", "admin"]}
     tokens.write_text(json.dumps(grant))
@@ -75,7 +77,7 @@ def make_token(tokens: Path) -> str:
 
 @contextmanager
 def scraped(folder: Path, target: str, token: str) -> Iterator[httpx.Client]:
-    """Prometheus as prometheus.yaml has it, but once a second and of ``target``."""
+    """Runs Prometheus with prometheus.yaml, but scrapes ``target`` every second."""
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
@@ -99,13 +101,13 @@ def scraped(folder: Path, target: str, token: str) -> Iterator[httpx.Client]:
 
 
 def answered(prometheus: httpx.Client, query: str, is_enough: Callable[[Any], bool]) -> Any:
-    """Prometheus' answer to ``query`` once it is enough."""
+    """Waits until the result of ``query`` is sufficient, and returns it."""
     end = time.monotonic() + WAIT_S_MAX
     said: Any = None
     while time.monotonic() < end:
         try:
             said = prometheus.get("query", params={"query": query}).json()
-        except (httpx.TransportError, ValueError) as error:  # it starts
+        except (httpx.TransportError, ValueError) as error:  # Prometheus is starting
             said = error
         else:
             assert said["status"] == "success", said
@@ -133,7 +135,7 @@ def test_a_query_of_the_dashboard_has_an_answer(prometheus: httpx.Client, query:
     for variable, value in VARIABLES.items():
         query = query.replace(variable, value)
     assert "$" not in query
-    # No deltas are served here, and there are no shards.
+    # This server has no deltas and no shards.
     if found := re.findall(r"embedserve_(?:delta|shard)_\w+", query):
         for name in found:
             assert f"`{name.removesuffix('_bucket')}`" in METRICS_PAGE
@@ -143,7 +145,7 @@ def test_a_query_of_the_dashboard_has_an_answer(prometheus: httpx.Client, query:
 
 
 VARIABLES_ASKED = DASHBOARD["templating"]["list"][1:]
-"""After that of the data source."""
+"""Variables after the first, which is the data source."""
 
 
 @pytest.mark.parametrize("variable", VARIABLES_ASKED, ids=lambda one: one["name"])
@@ -164,7 +166,7 @@ def test_what_is_recorded_has_values(prometheus: httpx.Client) -> None:
 
 
 def rules_of(prometheus: httpx.Client) -> list[dict[str, Any]]:
-    """Returns the rules of all groups with what Prometheus knows of them."""
+    """Returns the rules of all groups, with their state in Prometheus."""
     groups = prometheus.get("rules").json()["data"]["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
@@ -172,13 +174,13 @@ def rules_of(prometheus: httpx.Client) -> list[dict[str, Any]]:
 def test_no_alert_is_raised_and_none_fails(prometheus: httpx.Client) -> None:
     answered(prometheus, "job:embedserve_requests:rate5m", bool)
     rules, end = rules_of(prometheus), time.monotonic() + WAIT_S_MAX
-    while any(rule["health"] == "unknown" for rule in rules):  # groups are evaluated in turns
+    while any(rule["health"] == "unknown" for rule in rules):  # one group after another
         assert time.monotonic() < end, rules
         time.sleep(0.2)
         rules = rules_of(prometheus)
     assert len(rules) == sum(len(group["rules"]) for group in RULES)
     assert {rule["health"] for rule in rules} == {"ok"}
-    # Pending: for a while it was so, as may be where other work has the cores.
+    # An alert may become pending for a while if other work uses the cores.
     states = {rule["state"] for rule in rules if rule["type"] == "alerting"}
     assert states <= {"inactive", "pending"}
 
@@ -189,13 +191,13 @@ NOT_OF_A_WHOLE_SERVER = (
     "embedserve_shard_",
     "embedserve_missing_parts_",
 )
-"""Prefixes of metrics that the server of this test lacks: it has no TLS, deltas and shards."""
+"""Prefixes of metrics that this server lacks, because it has no TLS, deltas or shards."""
 
 
 def test_alerts_and_recorded_series_ask_for_metrics_that_there_are(
     prometheus: httpx.Client,
 ) -> None:
-    """What a metric is called otherwise answers nothing, and its alert is quiet for ever."""
+    """Checks the metrics' names: a wrong name has no samples, and its alert never fires."""
     wanted = {
         name
         for group in RULES
@@ -214,7 +216,7 @@ def test_alerts_and_recorded_series_ask_for_metrics_that_there_are(
 def test_the_autoscalers_metric_has_a_value_for_the_pod(
     prometheus: httpx.Client, rule: dict[str, Any]
 ) -> None:
-    """Asked as prometheus-adapter asks: it finds the series, and fills in the query."""
+    """Queries like prometheus-adapter does, which finds the series and fills in the query."""
     found = answered(prometheus, f"count({rule['seriesQuery']})", bool)
     assert int(found[0]["value"][1]) > 0
     (one,) = answered(prometheus, adapters_query(rule, POD["pod"]), bool)

@@ -1,4 +1,4 @@
-"""Models whose parts lie in shards, behind a router: real servers, asked as one server is."""
+"""Tests of models in parts behind a router: responses equal those of one server of whole tables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def publish_models(store: Path) -> None:
         ("recent", 977, 8, ["history"], PoolingType.SUM),
     ]
     publish(collection(tables), store, model="pooled", hosts=PARTS)
-    # Its lookups are traced: each process would compile those of a feature of two tables anew.
+    # Its lookups are traced. Each process would compile those of a feature of two tables.
     publish(collection(tables[:2]), store, model="int8", dtype="int8", hosts=PARTS)
     weights = {"embeddings.t_user.weight": torch.randn(400, 8)}
     spec = [TableSpec("t_user", 400, 8, ("user",), "none", "float32")]
@@ -78,8 +78,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def kinds(shards: Cluster) -> tuple[Running, Running]:
-    """Returns a router and a server of whole tables, over the same store. That has all rows in one
-    rank, whose lookups need not be compiled."""
+    """Returns a router, and a server of whole tables over the same store.
+
+    The server has all rows on one rank, so that its lookups need no compilation.
+    """
     log = shards.folder / "whole.log"
     whole = shards.stack.enter_context(running(shards.store, log, "--devices", "cpu:1"))
     return shards.start_router(), whole
@@ -211,7 +213,7 @@ def serving_versions(router: Running) -> list[int]:
 
 
 def test_a_router_waits_for_shards_of_its_own_version(tmp_path: Path) -> None:
-    """The shards of another store have a version of the same name and number."""
+    """Checks shards of another store, with a version of the same name and number."""
     store, other = tmp_path / "store", tmp_path / "other"
     publish_next(store, 1)
     publish(
@@ -251,7 +253,9 @@ def test_a_router_may_start_before_its_shards(tmp_path: Path) -> None:
 
 
 def test_a_request_that_is_too_large_for_a_shard_is_not_called_overload(tmp_path: Path) -> None:
-    """The limits of the shards are lower than those of the router. No retry would help."""
+    """Checks the error where the shards' limits are lower than the router's: a retry would not
+    help.
+    """
     store = tmp_path / "store"
     publish_next(store, 1)
     limits = ("--request-examples-max", 1000, "--body-bytes-max", 100_000)
@@ -279,7 +283,7 @@ def test_a_request_that_is_too_large_for_a_shard_is_not_called_overload(tmp_path
 
 
 def test_shards_know_their_router_by_certificate_and_token(tmp_path: Path) -> None:
-    """The token is replaced under load, as docs/security.md describes it."""
+    """Checks that the token can be replaced under load, as docs/security.md describes."""
     store = tmp_path / "store"
     publish_next(store, 1)
     authority = Authority()

@@ -1,4 +1,4 @@
-"""docs/parts.md: its commands as pasted, after those of the tutorial that it continues."""
+"""Tests of docs/parts.md: its commands as pasted, after those of the tutorial that it continues."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TUTORIAL = list(blocks(ROOT / "docs" / "tutorial.md"))
 SERVERS = ("embedserve serve ", "embedserve cluster ")
 DEFAULT_PORTS = ("8000", "8001")
 PORT = re.compile(r"\b80[0-3][01]\b")
-"""Ports of the page; the test uses free ones."""
+"""Ports of the page. The test replaces them by free ones."""
 
 
 class Page:
-    """What runs of the page's servers."""
+    """Running servers of the page."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
@@ -34,14 +34,14 @@ class Page:
         self._cluster = stack.enter_context(ExitStack())
 
     def adapt(self, text: str) -> str:
-        """Returns ``text`` with free ports in place of the page's."""
+        """Returns ``text`` with free ports in place of the page's ports."""
         return PORT.sub(lambda found: self._port(found[0]), text)
 
     def _port(self, of_page: str) -> str:
         return self._ports.setdefault(of_page, str(free_port()))
 
     def start(self, line: str) -> None:
-        """Starts a server of the page; the cluster ends before the servers that follow."""
+        """Starts a server of the page. The cluster ends before later servers start."""
         if "--http-port" not in line:
             line += " --http-port {} --grpc-port {}".format(*DEFAULT_PORTS)
         if line.startswith(SERVERS[1]) or "--shards" in line:
@@ -74,7 +74,7 @@ class Page:
 
 
 def follow_tutorial(folder: Path) -> None:
-    """Makes the checkpoint, the description and the store that the page continues with."""
+    """Makes the checkpoint, description and store that the page continues from."""
     [script] = [block for block in TUTORIAL if "write_expected(model" in block.text]
     (folder / "train.py").write_text(script.text)
     run("python train.py", folder)

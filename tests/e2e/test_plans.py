@@ -1,4 +1,4 @@
-"""One server, one model for each plan and dtype: all answer like the source's own rows."""
+"""Tests of one server with a model for each plan and dtype: responses equal the source's rows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ PLANS = [
     for dtype, ranks in (("float32", 1), ("int8", 1), ("mixed", 2), ("mixed", 4))
     for sharding in ("table_wise", "row_wise")
 ] + [("int8", "column_wise", 2), ("float32", "column_wise", 4), ("float32", "data_parallel", 2)]
-"""Each plan with tables of both dtypes. Those over several ranks take a second or more to compile:
-they have both in one model."""
+"""(dtype, sharding, ranks) of each plan.
+
+Plans over several ranks take a second or more to compile; "mixed" has both dtypes in one model."""
 
 DEFAULT = ("mixed", "row_wise", 2)
 
@@ -45,7 +46,7 @@ def name(dtype: str, sharding: str, ranks: int) -> str:
 
 @pytest.fixture(scope="module")
 def ebc() -> EmbeddingBagCollection:
-    """TorchRec's introductory example."""
+    """Returns the model of TorchRec's introductory example."""
     torch.manual_seed(1)
     return EmbeddingBagCollection(
         device="cpu",
@@ -121,7 +122,9 @@ def test_every_plan_answers_exactly_over_both_protocols(
 async def test_a_thousand_mixed_requests_each_get_their_own_answer(
     server: Running, ebc: EmbeddingBagCollection
 ) -> None:
-    """Valid ones exact, invalid ones their own error, whoever they shared a batch with."""
+    """Checks that neighbours in a batch do not matter: valid requests are exact, others get their
+    own error.
+    """
     rng = np.random.default_rng(4)
     rows = tables(ebc, DEFAULT[0])
 

@@ -1,5 +1,7 @@
-"""`embedserve cluster --backend ray` on a Ray cluster of three nodes: what it leaves behind, and
-that no batch is lost when processes and a node are killed."""
+"""Tests of `embedserve cluster --backend ray` on a Ray cluster of three nodes.
+
+It leaves nothing behind, and loses no batch when processes and a node are killed.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,15 @@ from embedserve_client import GrpcEmbedClient
 WAIT_S_MAX = 300
 PAUSE_S = 0.02
 ASK_PAUSE_S_MAX = 0.1
-"""Pause between requests, which follow one another at once where a process has just been killed."""
+"""Longest pause in seconds between requests. Pauses begin with PAUSE_S after a kill, and grow."""
 NAME = "shop"
 PARTS = REPLICAS = 2
 TCP_LISTEN = "0A"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0" * 24 + "01000000"}
-"""127.0.0.1, also as an IPv6 address, and ::1, as /proc/net has them."""
+"""127.0.0.1, also as an IPv6 address, and ::1, in the format of /proc/net."""
 PLACED = re.compile(r"\([^()]* pid=(\d+)[^)]*\) (part \d replica \d) starts as process (\d+)")
-"""The line begins with the label, too, once the constructor of the actor has returned."""
+"""Pattern of a log line. Once the actor's constructor has returned, the line also begins with the
+label."""
 POLLS = re.compile(r"\((part \d replica \d) pid=\d+[^)]*\) polls")
 CHILD = """
 import os, signal, socket, sys
@@ -52,7 +55,7 @@ print("threads", os.environ.get("OMP_NUM_THREADS"), file=sys.stderr, flush=True)
 while True:
     signal.pause()
 """
-"""A shard that serves nothing, and imports nothing that takes long."""
+"""Script of a shard that serves nothing, and imports nothing slow."""
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +78,7 @@ class Placed:
         wait_until(lambda: is_true(self.log()), self.log)
 
     def shards(self) -> dict[str, tuple[int, int]]:
-        """Returns label of each shard to (process id of its actor, of its server), as last
-        started."""
+        """Returns, by label, the process ids of each shard's last actor and server."""
         return {
             label: (int(worker), int(shard)) for worker, label, shard in PLACED.findall(self.log())
         }
@@ -88,7 +90,7 @@ class Placed:
 def wait_until(
     is_true: Callable[[], object], state: Callable[[], object], pause_s_max: float = PAUSE_S
 ) -> None:
-    """Waits, with pauses that become longer, up to ``pause_s_max``."""
+    """Waits until the condition holds, with growing pauses up to ``pause_s_max``."""
     end_s, pause_s = time.monotonic() + WAIT_S_MAX, PAUSE_S
     while not is_true():
         assert time.monotonic() < end_s, state()
@@ -133,20 +135,20 @@ def test_sigterm_ends_the_shards_and_leaves_nothing(nodes: RayNodes, tmp_path: P
     with placed(nodes, tmp_path, "shard", "shard") as one:
         one.wait_for(lambda log: log.count("threads") == 2)
         threads = nodes.environment.get("OMP_NUM_THREADS")
-        assert one.log().count(f"threads {threads}") == 2  # not what Ray sets for its workers
+        assert one.log().count(f"threads {threads}") == 2  # not Ray's value for its workers
         wait_until((tmp_path / "shards.json").exists, one.log)
         assert list(map(len, addresses(tmp_path))) == [1, 1]
         one.process.send_signal(signal.SIGHUP)
         one.wait_for(lambda log: log.count("polls") == 2)
         assert {*POLLS.findall(one.log())} == {"part 0 replica 0", "part 1 replica 0"}
-        nodes.ask("kill")  # which Ray does not start again
+        nodes.ask("kill")  # Ray does not restart it
         one.wait_for(lambda log: log.count("threads") == 3)
         assert "part 1 replica 0: its actor ended, and is created again: " in one.log()
         one.process.terminate()
         assert one.process.wait(WAIT_S_MAX) == 0
         assert not any(map(is_running, one.pids()))
         assert len(one.shards()) == 2
-        for _, shard in one.shards().values():  # by SIGTERM, without which no shard drains
+        for _, shard in one.shards().values():  # SIGTERM is what makes shards drain
             assert (tmp_path / f"stopped-{shard}").exists()
         assert nodes.ask("left") == [[], 0]
 
@@ -196,7 +198,7 @@ def test_a_router_without_shards_in_ray_does_not_start(nodes: RayNodes, tmp_path
 
 @contextmanager
 def cluster(nodes: RayNodes, store: Path, log: Path, grpc: int) -> Iterator[Placed]:
-    """`embedserve cluster --backend ray`, ready."""
+    """Runs `embedserve cluster --backend ray`, and yields it once it is ready."""
     options = ("--replicas", REPLICAS, "--name", NAME, "--http-port", free_port(), *PATIENT)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -220,10 +222,10 @@ def parent_of(pid: int) -> int:
 
 
 def listening(pids: set[int]) -> list[str]:
-    """Returns the addresses, in hexadecimal, on which processes accept TCP connections."""
+    """Returns the addresses, in hexadecimal, on which the processes accept TCP connections."""
     sockets = set()
     for pid in pids:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             sockets |= {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
     found = []
     for family in ("tcp", "tcp6"):
@@ -235,7 +237,7 @@ def listening(pids: set[int]) -> list[str]:
 
 
 def descendants(pids: list[int]) -> set[int]:
-    """Returns the processes ``pids``, and all that they and these have started."""
+    """Returns the processes ``pids`` and all their descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
@@ -250,12 +252,12 @@ def descendants(pids: list[int]) -> set[int]:
 
 
 def is_follower(pid: int) -> bool:
-    """Whether a process asks Ray for the addresses of a router."""
+    """Returns whether a process polls Ray for the addresses of a router."""
     return b"follow-once" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def check_nodes_of(shards: dict[str, tuple[int, int]]) -> None:
-    """Compares the Ray nodes of a part's replicas, which are given by their processes."""
+    """Checks that the replicas of a part, given by their processes, are on different Ray nodes."""
     hosts = {label: parent_of(worker) for label, (worker, _) in shards.items()}
     for part in range(PARTS):
         assert hosts[f"part {part} replica 0"] != hosts[f"part {part} replica 1"]
@@ -285,7 +287,7 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
                 assert answer.tobytes() == np.full((1, DIM), 100, np.float32).tobytes()
 
         def joined() -> list[list[str]]:
-            """Returns, for each router, the addresses that joined, as often as they did."""
+            """Returns, for each router, the addresses of replicas that joined, one per join."""
             pattern = r"part \d of 2: (\S+) joined for m@1"
             return [re.findall(pattern, path.read_text()) for path in logs]
 
@@ -297,7 +299,9 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
             wait_until(answered, lambda: (joined(), one.log()), ASK_PAUSE_S_MAX)
 
         def ask_until_back(count: int, *killed: int) -> None:
-            """Kills processes, and asks until ``count`` more shards have joined both routers."""
+            """Kills processes, and sends requests until ``count`` more shards have joined both
+            routers.
+            """
             before = [set(found) for found in joined()]
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
@@ -315,7 +319,7 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         assert len(found) > PARTS * REPLICAS * 2
         assert set(found) <= LOOPBACK
 
-        # A server, whose end Ray does not see, and an actor with its server.
+        # Kills a server, whose end Ray does not notice, and an actor with its server.
         servers = {label: nodes.servers[shard] for label, (_, shard) in shards.items()}
         ask_until_back(2, servers["part 0 replica 0"], shards["part 1 replica 1"][0])
         wait_until(lambda: not is_running(servers["part 1 replica 1"]), one.log)
@@ -329,10 +333,10 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         servers = {label: nodes.servers[shard] for label, (_, shard) in shards.items()}
         wait_until(lambda: not any(is_running(servers[label]) for label in lost), one.log)
 
-        os.kill(nodes.gcs, signal.SIGKILL)  # lookups do not need it, and addresses stay
+        os.kill(nodes.gcs, signal.SIGKILL)  # lookups do not need the GCS, and the addresses stay
         for _ in range(100):
             ask()
-        asked.close()  # first: without the GCS, each process that is connected to Ray takes a core
+        asked.close()  # first, as without the GCS each process that uses Ray takes a core
         one.process.terminate()
         assert one.process.wait(WAIT_S_MAX) == 0
     pids = [pid for shard in one.pids() for pid in (shard, nodes.servers[shard])]

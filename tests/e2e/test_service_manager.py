@@ -1,4 +1,4 @@
-"""What a real server reports to the service manager that started it (sd_notify)."""
+"""Tests of the messages that a real server sends to its service manager (sd_notify)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CREDENTIALS = struct.Struct("3i")
 
 
 class ServiceManager:
-    """The socket on which systemd would receive, and who sent what to it."""
+    """The socket on which systemd would receive messages."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def received(self) -> tuple[int, str]:
-        """The process that sent the next datagram, and its text."""
+        """Returns the process that sent the next datagram, and its text."""
         space = socket.CMSG_SPACE(CREDENTIALS.size)
         message, ancillary, _, _ = self._sock.recvmsg(4096, space)
         ((_, _, credentials),) = ancillary
@@ -70,7 +70,7 @@ def is_ready(server: Running) -> bool:
 
 
 def replace_worker(server: Running) -> None:
-    """Kills a worker, and waits until another is ready in its place."""
+    """Kills a worker, and waits until its replacement is ready."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
     end = time.monotonic() + READY_S_MAX

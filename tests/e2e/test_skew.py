@@ -1,4 +1,4 @@
-"""A plan by what a server was asked: the balance that it foretells is the one that is measured."""
+"""Tests of plans from a server's metrics: the predicted balance is the measured one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from embedserve_store.plans.plan import Plan, Shard, TablePlan, read_plan
 ROWS, HALF = 1000, 500
 DIMS = {"hot": 16, "a": 16, "b": 32, "c": 8}
 IDS = {"hot": 12, "a": 6, "b": 3, "c": 6}
-"""In a bag."""
+"""Number of ids in a bag."""
 EXAMPLES, REQUESTS = 100, 20
 HEAD = 0.9
-"""Of the ids of hot, in the rows of rank 0."""
+"""Fraction of the ids of hot that are in the rows of rank 0."""
 TODAY = Plan(
     2,
     {
@@ -33,7 +33,7 @@ TODAY = Plan(
     {},
 )
 SHARE_ERROR_MAX = 0.03
-"""Of what a row_wise table's ranks read, where some of REQUESTS batches are looked at."""
+"""Tolerance for the share of a row_wise table's ranks, which is sampled from some batches."""
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +72,14 @@ def ask(server: Running, model: str = "m") -> None:
 
 @pytest.fixture(scope="module")
 def server(store: Path) -> Iterator[Running]:
-    """Of version 1, which was asked."""
+    """Runs a server of version 1, after requests."""
     with running(store, store.parent / "log", "--model", "m@1") as server:
         ask(server)
         yield server
 
 
 def proposed(server: Running, store: Path, output: Path, *options: str) -> tuple[str, list[float]]:
-    """What was said, and the share of the bytes that rank 0 and 1 are to read."""
+    """Returns the output, and the predicted shares of the bytes that ranks 0 and 1 read."""
     arguments = ("m", "1", "--from-metrics", server.http, "--output", output)
     done = run_warm_command("plan", store, *arguments, *options)
     assert done.returncode == 0, done.stderr
@@ -95,7 +95,7 @@ def read_bytes() -> dict[str, int]:
 
 
 def today_share() -> float:
-    """Of rank 0."""
+    """Returns the share of rank 0 under the current plan."""
     read = read_bytes()
     return 1 - (1 - HEAD) * read["hot"] / sum(read.values())
 

@@ -1,4 +1,4 @@
-"""A request to a router and its calls of shards are one trace."""
+"""Tests of traces: a request to a router and its calls to shards are one trace."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from server.collector import Collector, collecting
 CALLER = "00f067aa0ba902b7"
 BODY = {"features": {"user": [BOTH_PARTS]}}
 TIMEOUT = ("--shard-timeout-ms", 2500)
-"""Time limit of a call that hangs: long enough for another call on a busy machine, and half of the
-time after which the connection counts as lost."""
+"""Timeout option for a call that hangs, in ms.
+
+It is long enough for another call on a busy machine, and half of the time after which the
+connection is lost."""
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def parts(tmp_path: Path) -> Iterator[Cluster]:
 def start(
     parts: Cluster, collector: Collector, *shards: tuple[int, int], options: Sequence[object] = ()
 ) -> Running:
-    """Starts shards and a router with ``options`` that send their spans to ``collector``."""
+    """Starts shards, and a router with ``options``, that export their spans to ``collector``."""
     traces = ("--otlp-endpoint", collector.url)
     for part, replica in shards:
         parts.start_shard(part, replica, *traces)
@@ -56,7 +58,7 @@ def start(
 
 
 def embed(router: Running, trace: int | None) -> int:
-    """Sends a request for rows of all parts in a trace; returns its status."""
+    """Sends a request for rows of all parts in a trace, and returns its status."""
     headers = {} if trace is None else {"traceparent": f"00-{trace:032x}-{CALLER}-01"}
     return httpx.post(f"{router.http}/embed", json=BODY, headers=headers, timeout=60).status_code
 
@@ -150,12 +152,13 @@ def test_a_second_call_because_the_first_is_slow_is_a_span_of_its_own(
     hung = parts.shards[0, 0]
 
     def called(trace: int) -> list[dict[str, object]]:
-        """Returns the calls of part 0, once the router's spans have arrived."""
+        """Returns the calls to part 0, once the router's span has arrived."""
         router_span(collector, trace)
         calls = map(attributes, spans_of(collector, trace, Span.SPAN_KIND_CLIENT))
         return [one for one in calls if one["part"] == 0]
 
-    # A replica that leaves a poll unanswered is the busier one, and is soon no more chosen.
+    # A replica that leaves a poll unanswered counts as busier, and the router soon stops choosing
+    # it.
     for start_at in count(1, 10):
         assert start_at < 300, "all requests were sent to the other replica"
         traces = range(start_at, start_at + 10)

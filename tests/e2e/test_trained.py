@@ -1,5 +1,8 @@
-"""From a real distributed training run to serving: trained and saved with torch.distributed
-.checkpoint over 2 and 4 processes, published from the command line, served on 1, 2 and 4 ranks."""
+"""Tests of the path from a real distributed training run to serving.
+
+Models are trained and saved with torch.distributed.checkpoint over 2 and 4 processes, published by
+the command line, and served on 1, 2 and 4 ranks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ PLANS: dict[str, tuple[str | dict[str, str], int]] = {
     "mixed-four": (BY_TABLE, 4),
     "rows-four": ("row_wise", 4),
 }
-"""Model, sharding and world size; mixed-two is published from the command line."""
+"""Model to sharding and world size. The command line publishes mixed-two."""
 
 
 TRAINERS = pytest.mark.parametrize("trainers", [2, 4], ids=["2 trainers", "4 trainers"])
@@ -33,7 +36,7 @@ TRAINERS = pytest.mark.parametrize("trainers", [2, 4], ids=["2 trainers", "4 tra
 @dataclass(frozen=True)
 class Served:
     trained: dict[int, Trained]
-    """Training runs by their number of processes."""
+    """Training runs by number of processes."""
     store: Path
     server: Running
 
@@ -42,7 +45,7 @@ class Served:
 def served(
     trained_by: Callable[[int], Trained], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Models of both training runs on one server, which compiles each plan once."""
+    """Serves the models of both training runs on one server, which compiles each plan once."""
     folder = tmp_path_factory.mktemp("served")
     store = folder / "store"
     trained = {trainers: trained_by(trainers) for trainers in (2, 4)}

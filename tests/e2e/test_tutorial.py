@@ -1,4 +1,4 @@
-"""docs/tutorial.md from its first command to its last, as pasted, in an empty folder."""
+"""Tests of docs/tutorial.md: all its commands as pasted, in an empty folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_page_leads_from_training_to_the_same_vector(
 
 
 def served_at(server: Running | None, text: str) -> str:
-    """Returns ``text`` with the address of ``server`` in place of the page's."""
+    """Returns ``text`` with the address of ``server`` in place of the page's address."""
     if server is None:
         return text
     return text.replace("localhost:8000", server.http.removeprefix("http://"))

@@ -1,4 +1,4 @@
-"""Several versions of a model at once: asked for by name, shared, and moved while they answer."""
+"""Tests of several versions of a model: requested by name, with traffic shares, during rollouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IDS: dict[str, Any] = {"keys": ["user", "item"], "ids": [7, 7, 7], "lengths": [1
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With three versions; 1 is stable, 2 the canary."""
+    """Makes a store of three versions; the alias stable is 1, canary is 2."""
     store = tmp_path_factory.mktemp("versions") / "store"
     for number in (1, 2, 3):
         publish_next(store, number)
@@ -50,7 +50,7 @@ def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 
 
 def ask(server: Running, model: str = "", routing_key: str = "", **body: Any) -> int:
-    """The version that answers over REST, whose rows the answer has."""
+    """Sends a request over REST, checks its rows and returns the version that responded."""
     path = f"/models/{model}/embed" if model else "/embed"
     headers = {"X-Routing-Key": routing_key} if routing_key else {}
     sent = {"features": FEATURES} | body
@@ -64,22 +64,24 @@ def ask(server: Running, model: str = "", routing_key: str = "", **body: Any) ->
 
 
 def wait_for_all(server: Running, model: str, number: int) -> None:
-    """Waits until version ``number`` answers over each of 20 connections, so in all workers. They
-    are told to switch one after the other."""
+    """Waits until version ``number`` responds over each of 20 connections, so in all workers.
+
+    The supervisor notifies one worker after another.
+    """
 
     def is_everywhere() -> bool:
         try:
             return {ask(server, model) for _ in range(20)} == {number}
         except httpx.HTTPStatusError as error:
             if model and error.response.status_code == httpx.codes.NOT_FOUND:
-                return False  # a worker has no such name yet
+                return False  # a worker does not know the name yet
             raise
 
     wait_until(is_everywhere)
 
 
 def call(stub: EmbeddingServiceStub, routing_key: str = "", **fields: Any) -> int:
-    """As ask, over gRPC."""
+    """Sends a request over gRPC, checks its rows and returns the version that responded."""
     metadata = [("x-routing-key", routing_key)] if routing_key else []
     answer = stub.Embed(pb.EmbedRequest(**IDS, **fields), metadata=metadata)
     values = np.frombuffer(answer.values, "<f4")
@@ -163,7 +165,7 @@ def test_a_canary_has_its_share_and_gives_it_back(
         labels = f'alias="{alias}",model="m",version="{version}"'
         assert f"embedserve_queue_wait_seconds_count{{{labels}}}" in metrics
     assert 'version="2"' not in metrics
-    set_alias(store, "m", "canary", None)  # what it named answers who asks for it by name
+    set_alias(store, "m", "canary", None)  # its version still responds by name
     wait_until(lambda: {ask(server) for _ in range(50)} == {1})
     assert ask(server, "m@canary") == 3
     set_alias(store, "m", "canary", 2)
@@ -172,7 +174,7 @@ def test_a_canary_has_its_share_and_gives_it_back(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_first_request_goes_by_the_shares(tmp_path: Path, store: Path, workers: int) -> None:
-    """Those of the start: the next look at the store is an hour away."""
+    """Checks the shares read at the start; the next poll of the store is an hour away."""
     names = ("--model", "m@stable", "--model", "m@first")
     set_alias(store, "m", "first", 3, share=100)
     late = ("--follow", "alias", "--follow-s", 3600, "--workers", workers)
@@ -190,7 +192,10 @@ def test_a_version_in_the_shadow_is_compared(
     shown = ""
 
     def are_compared() -> bool:
-        """Whether two batches are; a worker that has not compared any shows none, or no shadow."""
+        """Returns whether two batches are compared.
+
+        A worker that has not compared any shows none, or no shadow.
+        """
         nonlocal shown
         assert ask(server) == 1
         show_shadows(ServerClient(server.http))
@@ -200,7 +205,8 @@ def test_a_version_in_the_shadow_is_compared(
 
     wait_until(are_compared)
     table, key, _, empty, *figures = shown.splitlines()[2].split()
-    # 2007 everywhere, where 1007 was answered: the same direction, and as far off as that.
+    # The shadow returns 2007 everywhere, the served version 1007: same direction, relative error
+    # 0.993.
     assert (table, key, empty) == ("user", "user", "0")
     assert figures == ["1.000000", "9.93e-01", "none"]
     set_alias(store, "m", "canary", 2)
@@ -215,7 +221,7 @@ def test_a_hangup_has_it_look_at_the_store(tmp_path: Path, workers: int) -> None
         assert ask(server) == 1
         os.kill(server.process.pid, signal.SIGHUP)
         wait_until(lambda: ask(server) == 2)
-        # Logged by the supervisor, once it has told the workers.
+        # The supervisor logs it after it has notified the workers.
         wait_until(lambda: "m: switched to version 2 (before: 1)" in server.log.read_text())
 
 
@@ -239,7 +245,7 @@ def test_an_administrator_loads_and_unloads(
         with pytest.raises(ConnectionError, match="nothing else is served"):
             ask_server(management, "unload", "m@3")
         ask_server(management, "reload", "")
-        if workers > 1:  # one that starts anew has what the others have
+        if workers > 1:  # a new worker has the same versions
             os.kill(int(children(server.process.pid)[0]), signal.SIGKILL)
             wait_until(lambda: "is ready again" in server.log.read_text())
             assert {ask(server) for _ in range(40)} == {3}

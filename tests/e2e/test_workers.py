@@ -1,4 +1,4 @@
-"""Several workers of a real server: one is killed under load, all are drained, memory is shared."""
+"""Tests of several workers: one is killed under load, all drain, and they share memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, DIM = 100_000, 32
 TABLE_BYTES = ROWS * DIM * 4
 HUGE_PAGE_BYTES = 2 << 20
 PRIVATE_BYTES_MAX = 450 << 20
-"""Of a worker: what Python, torch and the model cost it."""
+"""Private memory of a worker, in bytes: the cost of Python, torch and the model."""
 RESTART_S_MAX = 300
 CLIENTS = 8
 PAUSE_S, SCRAPE_S = 0.02, 0.1
@@ -50,7 +50,7 @@ def worker_pids(server: Running) -> list[int]:
 
 
 def counters(text: str) -> dict[str, float]:
-    """Every sample of /metrics that may only grow."""
+    """Returns all samples of /metrics that may only grow."""
     return {
         f"{sample.name}{sorted(sample.labels.items())}": sample.value
         for family in text_string_to_metric_families(text)
@@ -65,9 +65,11 @@ def _cause(error: BaseException) -> BaseException:
 
 
 class Load:
-    """Clients that ask one request after the other, each over its own connection, and never
-    repeat one, as long as the server runs; counts how they ended. They pause between two, so that
-    a worker that starts has the cores."""
+    """Clients that send one request after another, each over its own connection, without retries.
+
+    They run as long as the server, and count the outcomes. They pause between requests, so that a
+    starting worker gets the cores.
+    """
 
     def __init__(self, server: Running) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -77,12 +79,12 @@ class Load:
 
     def _ask(self) -> None:
         with httpx.Client(base_url=self._server.http, verify=False, timeout=ANSWER_S_MAX) as client:
-            # Once it has ended, anyone may listen on its port.
+            # After the server has ended, another process may listen on its port.
             while not self._stop.is_set() and self._server.process.poll() is None:
                 try:
                     outcome = str(client.post("/embed", content=BODY).status_code)
                 except httpx.ConnectError as error:
-                    # Else the listener died that had already taken the connection.
+                    # Otherwise the listener that had accepted the connection died.
                     is_refused = isinstance(_cause(error), ConnectionRefusedError)
                     outcome = "refused" if is_refused else "lost"
                 except httpx.TransportError:
@@ -112,12 +114,12 @@ class Load:
 
 
 def scrapes(server: Running) -> Iterator[str]:
-    """Metrics over new connections, so of any worker."""
+    """Yields the metrics over new connections, which any worker may accept."""
     end = time.monotonic() + RESTART_S_MAX
     while time.monotonic() < end:
         try:
             yield httpx.get(f"{server.http}/metrics", verify=False, timeout=ANSWER_S_MAX).text
-        except httpx.TransportError:  # of the worker that was just killed
+        except httpx.TransportError:  # that worker was just killed
             continue
         time.sleep(SCRAPE_S)
     raise AssertionError(f"the worker did not come back: {server.log.read_text()}")
@@ -141,14 +143,14 @@ def test_a_worker_killed_under_load_loses_what_it_held_and_comes_back(
         load.until(load.outcomes["200"] + 500)
         assert second in worker_pids(server)
         assert first not in worker_pids(server)
-    # A client has one request under way, and may meet the dying socket with the next.
+    # A client has one request in flight, and its next one may meet the dying socket.
     assert set(load.outcomes) <= {"200", "lost"}
     assert load.outcomes["lost"] <= 2 * CLIENTS
     assert f"worker 0 (process {first}) was ended by SIGKILL: restarted" in server.log.read_text()
 
 
 def test_sigterm_drains_all_workers(store: Path, tmp_path: Path) -> None:
-    """Of a server that is started as from a shell: each worker imports torch for itself."""
+    """Checks a server that starts as from a shell, where each worker imports torch."""
     with (
         running(store, tmp_path / "log", "--workers", 2, is_warm=False) as server,
         Load(server) as load,
@@ -157,7 +159,7 @@ def test_sigterm_drains_all_workers(store: Path, tmp_path: Path) -> None:
         server.process.terminate()
         load.join()
         assert server.process.wait(timeout=RESTART_S_MAX) == 0
-    # What is lost was sent to a connection just as it closed; no accepted request is, as
+    # Lost requests were sent to a connection just as it closed. No accepted request is lost, as
     # test_supervisor.py shows.
     assert set(load.outcomes) <= {"200", "refused", "lost"}
     assert load.outcomes["lost"] <= 2 * CLIENTS
@@ -193,7 +195,7 @@ def test_a_second_server_on_the_ports_is_refused(store: Path, resident: Running)
 
 
 def smaps(pid: int) -> list[dict[str, str]]:
-    """The mappings of a process: their fields, and their address range as "range"."""
+    """Returns the mappings of a process: their fields, and their address range as "range"."""
     mappings: list[dict[str, str]] = []
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")
@@ -225,7 +227,7 @@ def test_workers_answer_from_resident_tables(resident: Running, weight: torch.Te
 
 def test_workers_share_resident_tables(resident: Running) -> None:
     workers = worker_pids(resident)
-    # The largest anonymous mapping of the supervisor that asks for huge pages ("hg").
+    # The supervisor's largest anonymous mapping with the huge page flag ("hg").
     table = max(
         (one for one in smaps(resident.process.pid) if "hg" in one["VmFlags"].split()),
         key=lambda one: kib(one["Size"]),
