@@ -1,4 +1,4 @@
-"""One small model of every kind of table, live and published in any dtype and plan."""
+"""Fixtures of the engine's tests: a small model of every kind of table, in any dtype and plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ebc() -> EmbeddingBagCollection:
 
 @pytest.fixture(scope="session")
 def published(ebc: EmbeddingBagCollection, tmp_path_factory: pytest.TempPathFactory) -> Publish:
-    """published(dtype=…, sharding=…, world_size=…): a version of the collection."""
+    """Returns a function: ``published(dtype=…, sharding=…, world_size=…)`` is a version."""
     store = tmp_path_factory.mktemp("store")
 
     def publish_one(**options: object) -> ModelVersion:
@@ -39,5 +39,8 @@ def published(ebc: EmbeddingBagCollection, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def compiled_once() -> CompiledOnce:
-    """Engines that share what is compiled: one for each module, as few layouts are of several."""
+    """Returns engines that share compiled programs within a module.
+
+    Few layouts occur in several modules.
+    """
     return CompiledOnce()

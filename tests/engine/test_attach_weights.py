@@ -1,4 +1,4 @@
-"""Kernels read the mapped file; what lies in no range of it is copied, and nothing else."""
+"""Tests of attached weights: kernels read the mapped file; only rows outside of it are copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups from several threads at once answer what each answers alone."""
+"""Tests of concurrent lookups: each thread gets the same results as alone."""
 
 from __future__ import annotations
 

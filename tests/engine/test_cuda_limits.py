@@ -1,4 +1,4 @@
-"""What FBGEMM's CUDA kernels make of rows, and which they cannot serve: told without a GPU."""
+"""Tests, without a GPU, of the rows that FBGEMM's CUDA kernels can serve, and their results."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ SHARDING = {
 
 
 class Kernel(IntNBitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
-    """FBGEMM's kernel of rows that are padded as on a GPU, in this host's memory: what is copied
-    for a GPU is looked up on the CPU."""
+    """FBGEMM's kernel with rows padded as on a GPU, in this host's memory.
+
+    Rows that are copied for a GPU are looked up on the CPU.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(
@@ -85,7 +87,7 @@ class Kernel(IntNBitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
 
 
 class Sharded:
-    """A sharded module on GPUs, as far as it is given rows: kernels with their tables."""
+    """The part of a sharded module on GPUs that receives rows: kernels with their tables."""
 
     def __init__(self, version: ModelVersion) -> None:
         on_cpu = shard_without_rows(version, version.plan, "cpu", is_weighted=False).module
@@ -149,7 +151,7 @@ def test_a_row_that_float16_cannot_hold_is_refused_on_gpus_alone(
 
 @pytest.mark.parametrize("dtype", CODES_MAX)
 def test_scales_of_128_and_up_overflow(dtype: str) -> None:
-    """127.9375 is the float16 before 128."""
+    """Checks the limit of scales: 127.9375 is the float16 before 128."""
     table = TableSpec("t", 3, 4, ("f",), "sum", dtype)
     heads = np.array([[1, 0], [127.9375, -5], [128, 0]], "<f2").view(np.uint8)
     rows = np.hstack((heads, np.zeros((3, table.row_bytes - 4), np.uint8)))
@@ -177,7 +179,7 @@ def test_rows_of_a_delta_in_floats_are_not_read() -> None:
 
 
 class OnGpu(Engine):
-    """An engine whose lookups answer as FBGEMM's CUDA kernels do."""
+    """An engine with the results of FBGEMM's CUDA kernels."""
 
     def each(self) -> list[Callable[..., np.ndarray]]:
         return [self.lookup]
@@ -224,7 +226,7 @@ def test_rows_that_cuda_kernels_have_no_room_for_are_refused(
     dtype: str, row_bytes_max: int
 ) -> None:
     def one(*widths: int) -> tuple[Manifest, Plan]:
-        """A table, whole or divided by its columns."""
+        """Returns a table and its plan, whole or divided by columns."""
         starts = np.cumsum((0, *widths)).tolist()
         shards = [Shard(0, 0, 10, start, end - start) for start, end in pairwise(starts)]
         kind = "table_wise" if len(widths) == 1 else "column_wise"

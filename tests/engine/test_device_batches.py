@@ -1,5 +1,7 @@
-"""The way of a batch to GPUs and back, with the CPU as the device: the answers of torchrec itself,
-whose lookup runs eagerly."""
+"""Tests of batches on their way to GPUs and back, with the CPU as the device.
+
+Results equal those of torchrec, whose lookup runs eagerly.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ PLANS = [("table_wise", 1), ("row_wise", 2), ("column_wise", 2)]
 
 
 def compiled(version: ModelVersion, *, is_eager: bool = False) -> list[Compiled]:
-    """As for GPUs: the lookups take offsets and int32 ids."""
+    """Compiles lookups as for GPUs: they take offsets and int32 ids."""
     manifest, plan = version.manifest, version.plan
     features, keys, dims = manifest.features, manifest.keys, manifest.length_per_key
     if not manifest.is_pooled:
@@ -68,8 +70,11 @@ def batches_of(version: ModelVersion, lookups: list[Compiled]) -> DeviceBatches:
 @pytest.mark.parametrize(("sharding", "world_size"), PLANS)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_pooled(published: Publish, dtype: str, sharding: str, world_size: int) -> None:
-    """Sums and means, without weights and with; also nothing but empty bags. Lookups are compiled
-    for one dtype, as that takes fifty times as long as all else here."""
+    """Checks sums and means, without weights and with, also for empty bags alone.
+
+    Lookups are compiled for one dtype only: compiling takes fifty times as long as the rest of the
+    test.
+    """
     version = published(dtype=dtype, sharding=sharding, world_size=world_size)
     lookups = compiled(version, is_eager=dtype == "int8")
     batches, engine = batches_of(version, lookups), restore(version, is_eager=True)
@@ -97,7 +102,10 @@ def test_rows_that_are_not_pooled(tmp_path: Path, sharding: str, world_size: int
 
 
 def test_tables_on_one_device_are_looked_up_by_the_kernel_alone(tmp_path: Path) -> None:
-    """What it reads comes as it reads it: nothing is computed before. Divided by hand, as it is."""
+    """Checks that the kernel reads its input as it is: no operator runs before it.
+
+    The lookup returns sums, and DeviceBatches divides them for means.
+    """
     tables = [("t", 101, 8, ["a"], PoolingType.SUM), ("u", 30, 16, ["b"], PoolingType.MEAN)]
     publish(collection(tables), tmp_path, model="m")
     version = ModelStore(tmp_path).load("m")

@@ -1,4 +1,4 @@
-"""Rows are staged on their way to devices, with the CPU as each of them."""
+"""Tests of staged uploads of rows to devices, with the CPU as each device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embedserve_store import StoreError
 from embedserve_store.format.table_spec import TableSpec
 
 DIM = 60
-"""Of int8: 64 bytes a row with scale and bias."""
+"""Dimension of int8 rows; with scale and bias a row has 64 bytes."""
 
 
 def table(rows: int) -> TableSpec:
@@ -22,7 +22,7 @@ def table(rows: int) -> TableSpec:
 
 
 def stored(rows: int, seed: int) -> np.ndarray:
-    """int8 rows whose scale and bias GPUs can have."""
+    """Returns int8 rows whose scale and bias GPUs support."""
     random = np.random.default_rng(seed)
     data = random.integers(0, 256, (rows, DIM + 4), np.uint8)
     data[:, :4] = np.array([0.5, -1.0], "<f2").view(np.uint8)
@@ -43,7 +43,7 @@ def row_copy(data: np.ndarray, pitch: int, *columns: slice, first_row: int = 0) 
 
 @pytest.mark.parametrize("buffer_bytes", [64, 1000, 1 << 20])
 def test_rows_of_several_devices_are_there_with_zeros_behind_each(buffer_bytes: int) -> None:
-    """In buffers of one row, of a part of them, of all."""
+    """Checks buffers that hold one row, a part of the rows, and all rows."""
     rows = [stored(101, 1), stored(7, 2), stored(1, 3), stored(50, 4)]
     whole, column = slice(0, 64), (slice(0, 4), slice(14, 30))
     copies = [

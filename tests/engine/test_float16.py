@@ -1,4 +1,4 @@
-"""Rounding answers to float16: the same values as numpy gives, bit for bit."""
+"""Tests of rounding results to float16: the same values as numpy's, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ def same_bits(engine: Engine, values: np.ndarray) -> bool:
     bits, expected_bits = rounded.view(np.uint16), expected.view(np.uint16)
     return (
         rounded.shape == values.shape
-        and np.array_equal(np.isnan(rounded), is_nan)  # whose other bits say nothing
+        and np.array_equal(np.isnan(rounded), is_nan)  # the other bits of nan may differ
         and np.array_equal(bits[~is_nan], expected_bits[~is_nan])
     )
 
 
 def test_what_is_a_float16_stays_what_it_is(engine: Engine) -> None:
-    """Zeros, subnormals, infinities and nan among them."""
+    """Checks all float16 values, including zeros, subnormals, infinities and nan."""
     assert same_bits(engine, EVERY.reshape(256, 256))
 
 
 @pytest.mark.parametrize("towards", [-np.inf, None, np.inf])
 def test_half_way_goes_to_the_even_neighbour(engine: Engine, towards: float | None) -> None:
-    """And what is next to half way, to the nearer one; past 65504 by half a step, to infinity."""
+    """Checks ties and their neighbours: ties round to even, others to the nearest value.
+
+    Half a step past 65504, values round to infinity.
+    """
     finite = np.sort(EVERY[np.isfinite(EVERY)])
     half_way = np.append((finite[:-1] + finite[1:]) / 2, np.array([65520, -65520], np.float32))
     values = half_way if towards is None else np.nextafter(half_way, np.float32(towards))

@@ -1,4 +1,4 @@
-"""The same answers from CUDA; skips itself where there is no GPU."""
+"""Tests of lookups on CUDA: results equal those on the CPU. Skipped without a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The tests that need a GPU are collected on a host that has PyTorch, the bundle that is carried
-there, and nothing else of what is installed here."""
+"""Tests that the GPU tests are collected on a host with only PyTorch and the carried bundle."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ BUNDLE = (
     *("pydantic_core", "annotated_types", "annotated_doc", "typing_inspection"),
     *("opentelemetry_api", "grpcio", "protobuf", "grpcio_health_checking", "grpcio_reflection"),
 )
-"""What is carried: TorchRec, FBGEMM and what the server imports."""
+"""Packages that the bundle carries: TorchRec, FBGEMM and the server's imports."""
 HOST = (
     *("torch", "filelock", "typing_extensions", "setuptools", "sympy", "mpmath", "networkx"),
     *("jinja2", "markupsafe", "fsspec", "numpy", "pytest", "iniconfig", "packaging", "pluggy"),
     *("pygments", "safetensors", "pyyaml", "xxhash", "torchmetrics", "lightning_utilities", "tqdm"),
     *("pyre_extensions", "typing_inspect", "mypy_extensions", "cloudpickle"),
 )
-"""What such a host has: PyTorch with what it and TorchRec require, pytest, and readers of files."""
+"""Packages of a GPU host: PyTorch, requirements of PyTorch and TorchRec, pytest, file readers."""
 HERE = ("embedserve", "fbgemm_gpu_cpu")
 
 COLLECT = """

@@ -1,4 +1,4 @@
-"""Room for changed rows on a GPU, computed without one."""
+"""Tests, without a GPU, of the spare rows for changes on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices tables go to, by what is found of a host's GPUs; told without one."""
+"""Tests, without a GPU, of the devices chosen for tables by what a host's GPUs are."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def cuda(
     apart: Collection[tuple[int, int]] = (),
     start: Callable[[], None] = lambda: None,
 ) -> None:
-    """Has torch see a GPU for each of ``free_bytes``; pairs that are ``apart`` have no peer
-    access."""
+    """Makes torch report a GPU for each of ``free_bytes``; pairs in ``apart`` lack peer access."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_bytes))
     monkeypatch.setattr(torch.cuda, "init", start)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free_bytes[gpu], 1 << 40))
@@ -196,7 +195,7 @@ def test_a_strict_plan_is_for_as_many_gpus(published: Publish) -> None:
     assert settle_devices("auto", {"m": version}, one)[0] == "cuda"
     assert settle_devices("auto", {"m": version}, one, strict_plan=True)[0] == "cpu"
     settled = settle_devices("auto", {"m": version}, TWO, strict_plan=True)
-    assert settled == ("cuda", SHARDS)  # which the stored plan is of
+    assert settled == ("cuda", SHARDS)  # the stored plan is for SHARDS
     refused = "for 2 ranks, one for 1 is needed here: refused, as strict_plan asks"
     with pytest.raises(ValueError, match=f"^gpu_layout is 'replicas', but .*{refused}"):
         settle_devices("auto", {"m": version}, TWO, gpu_layout=REPLICAS, strict_plan=True)

@@ -1,6 +1,7 @@
-"""Batches over ids that deltas add and remove, and over an alias that goes to a delta and back.
+"""Tests of lookups by ids that deltas add and remove, and of an alias bound to earlier deltas.
 
-Each batch has the ids and the rows of the delta that its seq names, on each device."""
+Each batch has the ids and rows of the delta that its seq names, on each device.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +48,16 @@ MEMORY = 2 << 20
 UNDO = 6
 WAIT_S_MAX = 300
 ALWAYS = 20
-"""Ids of each table that every push changes."""
+"""Number of ids of each table that every push changes."""
 TABLES = {"user": (400, 8), "taste": (500, 5), "word": (300, 12)}
-"""(rows, dim) of each. User and taste share a feature, and so their ids."""
+"""(rows, dim) of each table. user and taste share a feature, and so their ids."""
 FEATURES = {"user": ["u"], "taste": ["u"], "word": ["w"]}
 KNOWN = 200
-"""Ids of each vocabulary at the start. Ids below are positions among all that there can be."""
+"""Ids of each vocabulary at the start. Other ids in this module are positions among all possible
+ids."""
 IDS = 600
 Values = dict[str, np.ndarray]
-"""Value of each id [IDS], of each table; 0 for an id that is not there."""
+"""Value of each id [IDS], by table; 0 for an id that does not exist."""
 
 devices = pytest.mark.parametrize(
     "device",
@@ -74,14 +76,14 @@ devices = pytest.mark.parametrize(
 
 
 def names_of(table: str, ids: np.ndarray) -> list[Any]:
-    """Returns ids as callers have them; those of integers are in no order, and large."""
+    """Returns ids as clients send them. Integer ids are large and unordered."""
     if table == "word":
         return [f"word {one}" for one in ids]
     return [int(one) * 0x9E3779B97F4A7C15 % 2**63 for one in ids]
 
 
 class Training:
-    """Pushes rows and ids, and knows what each delta has.
+    """Pushes rows and ids, and records the values after each delta.
 
     Attributes:
         at: values after each delta.
@@ -108,7 +110,7 @@ class Training:
         self._random = np.random.default_rng(3)
 
     def push(self) -> None:
-        """Pushes some new ids, some with other rows, and removes some."""
+        """Pushes new ids and other rows for some ids, and removes some ids."""
         seq = self.writer.seq + 1
         after = {table: values.copy() for table, values in self.at[seq - 1].items()}
         rows, removed = {}, {}
@@ -136,7 +138,7 @@ class Training:
         self.writer.resume()
 
     def check(self, values: np.ndarray, seq: int) -> None:
-        """Compares ``values`` [IDS, sum of dims], those of all ids, with delta ``seq``."""
+        """Compares ``values`` [IDS, sum of dims], the values of all ids, with delta ``seq``."""
         assert values.shape == (IDS, self.columns[-1].end)
         for column in self.columns:
             found, name = values[:, column.start : column.end], column.table.name
@@ -145,10 +147,10 @@ class Training:
 
 
 class Served:
-    """A version whose deltas are followed, and an engine over its rows.
+    """A version that follows deltas, and an engine over its rows.
 
     Attributes:
-        last_seq: delta of the alias.
+        last_seq: delta that the alias is bound to, if any.
     """
 
     def __init__(self, compiled_once: CompiledOnce, training: Training, device: str) -> None:
@@ -175,17 +177,17 @@ class Served:
         self._ids = np.concatenate([names_of("user", rows), hash_strings(names_of("word", rows))])
 
     def start_applier(self) -> None:
-        """Starts one that knows the newest rows alone, as after the one before was killed."""
+        """Starts an applier that knows only the newest rows, as after a killed one."""
         followed = SharedDeltaState(self.live, self._status)
         self._follower = DeltaFollower("m", self._line, followed, MEMORY)
 
     def follow(self) -> None:
         while self._follower.poll_once() or self._follower.poll_once():
-            pass  # deltas after an undo are found by the next poll
+            pass  # the next poll finds deltas after an undo
         assert self._status.read().state == FOLLOWING, self._status.read().reason
 
     def look_up(self) -> int:
-        """Looks all ids up, compares their values, and returns the seq."""
+        """Looks up all ids, compares their values, and returns the seq."""
         lengths = np.ones(2 * IDS, np.int32)
         request = LookupRequest("m", self.info.features, self._ids, lengths, None, IDS)
         view = begin_view(self.engine)
@@ -202,8 +204,10 @@ class Served:
         return view.seq
 
     def look_up_newest(self) -> int:
-        """Follows the line while rows are uploaded, as by another process: an undo waits for the
-        lookups that a GPU has not begun with later rows."""
+        """Follows the line in a thread while rows are uploaded, and looks up all ids.
+
+        An undo waits for lookups that a GPU has not yet begun with later rows.
+        """
         with ThreadPoolExecutor(1) as thread:
             following = thread.submit(self.follow)
             while not following.done():
@@ -223,8 +227,10 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 @devices
 def test_ids_come_and_go(compiled_once: CompiledOnce, training: Training, device: str) -> None:
-    """Rows of removed ids get other ids, and removed ids come back. All is as in a version that is
-    compacted, and after undos from memory and from the store."""
+    """Checks that other ids reuse the rows of removed ids, and that removed ids can return.
+
+    The result is that of a compacted version, also after undos from memory and from the store.
+    """
     served = Served(compiled_once, training, device)
     assert served.look_up_newest() == 0
     for seq in range(1, 7):
@@ -248,7 +254,7 @@ def test_ids_come_and_go(compiled_once: CompiledOnce, training: Training, device
 def test_an_alias_goes_to_a_delta_and_back(
     compiled_once: CompiledOnce, training: Training, device: str, kept: str
 ) -> None:
-    """One name of the version follows every delta meanwhile."""
+    """Checks an alias that moves between deltas while another name of the version follows all."""
     stable, canary = (Served(compiled_once, training, device) for _ in range(2))
     for _ in range(5):
         training.push()
@@ -269,13 +275,13 @@ def test_an_alias_goes_to_a_delta_and_back(
 def test_every_lookup_has_the_ids_of_its_seq(
     compiled_once: CompiledOnce, training: Training, device: str
 ) -> None:
-    """Ids come and go, and an alias moves, while threads look up and rows are uploaded."""
+    """Checks threads that look up while ids change, an alias moves and rows are uploaded."""
     served, ended = Served(compiled_once, training, device), threading.Event()
     random = np.random.default_rng(5)
     found: list[set[int]] = [set() for _ in range(3)]
 
     def look_up_always(seqs: set[int]) -> None:
-        while not ended.wait(0.001):  # leaves the deltas some time between two lookups
+        while not ended.wait(0.001):  # leaves the deltas some time between lookups
             seqs.add(served.look_up())
 
     def upload_always() -> None:
@@ -308,9 +314,11 @@ def test_every_lookup_has_the_ids_of_its_seq(
 def test_two_aliases_of_a_version_are_served(
     training: Training, device: str, tmp_path: Path
 ) -> None:
-    """One goes back, from memory and, once the applier was killed, from the store."""
+    """Checks an alias that goes back: from memory and, after the applier was killed, from the
+    store.
+    """
     for package in ("prometheus_client", "typer", "uvloop"):
-        pytest.importorskip(package)  # a GPU host may lack what a server needs
+        pytest.importorskip(package)  # a GPU host may lack the server's packages
     client_package = pytest.importorskip("embedserve_client")
     bags = {
         feature: [[one] for one in names_of(table, np.arange(IDS))]
@@ -325,7 +333,7 @@ def test_two_aliases_of_a_version_are_served(
     limits = ("--delta-new-ids-percent", "1000", "--delta-memory", str(MEMORY), "--workers", "1")
     log = tmp_path / "log"
     with (
-        # A process that is forked with torch imported may find no CUDA.
+        # A forked process that has imported torch may find no CUDA.
         running(training.store, log, *names, *options, *limits, is_warm=device != "cuda") as server,
         client_package.EmbedClient(server.http, timeout_s=WAIT_S_MAX) as client,
     ):
@@ -336,7 +344,7 @@ def test_two_aliases_of_a_version_are_served(
             while found != seq:
                 assert time.monotonic() < ends_s, (name, found, seq)
                 if found is not None:
-                    time.sleep(0.03)  # the server polls each 0.1 s
+                    time.sleep(0.03)  # the server polls every 0.1 s
                 result = client.embed(bags, model=name)
                 found = result.seq
                 assert found is not None

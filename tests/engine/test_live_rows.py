@@ -1,5 +1,7 @@
-"""An engine over live rows answers as torchrec itself does over the version that was compacted from
-the deltas: its lookup runs eagerly."""
+"""Tests of an engine over live rows: results equal torchrec's over the compacted version.
+
+torchrec's lookup runs eagerly.
+"""
 
 from __future__ import annotations
 
@@ -65,13 +67,13 @@ GROUPED = [
     ("title", 1001, 16, ["candidate", "title"], PoolingType.SUM),
     ("maker", 1001, 9, ["title"], PoolingType.MEAN),
 ]
-"""Tables of which all but user are a group, though movie and maker share no feature."""
+"""Tables that form one group, except user. movie and maker share no feature directly."""
 UNEQUAL = [*GROUPED[:3], ("maker", 700, 9, ["title"], PoolingType.MEAN)]
 
 
 @pytest.fixture(scope="module")
 def pooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a model for each dtype, with deltas, and version 2 compacted from them."""
+    """Makes a store with a model for each dtype, its deltas, and version 2 compacted from them."""
     return pooled_store(tmp_path_factory.mktemp("live") / "store", TABLES, SHARDING)
 
 
@@ -87,7 +89,7 @@ def table_wise(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a model whose tables of a group are sharded differently."""
+    """Makes a store with a model whose grouped tables are sharded differently."""
     sharding = {
         "movie": "row_wise",
         "user": "row_wise",
@@ -100,7 +102,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a model of a table for each feature, and one of features of several tables."""
+    """Makes a store of unpooled models: a table per feature, and features of several tables."""
     store = tmp_path_factory.mktemp("unpooled") / "store"
     for model, tables in (("rows", TABLES), ("grouped", GROUPED)):
         source = unpooled_collection([(name, rows, keys) for name, rows, _, keys, _ in tables])
@@ -153,8 +155,10 @@ def apply_line(store: Path, live: LiveRows, writer: RowsWriter) -> None:
 
 
 def churn(live: LiveRows, writer: RowsWriter) -> None:
-    """Applies and undoes deltas of the first rows, until spare rows have been used again. The last
-    delta has the published rows."""
+    """Applies and undoes deltas of the first rows until spare rows are reused.
+
+    The last delta has the published rows.
+    """
     random = np.random.default_rng(3)
     written = 0
     for seq in range(1, 30):
@@ -205,8 +209,10 @@ def with_goldens(
     weighted: bool = False,
     devices: str = "cpu:2",
 ) -> tuple[SharedDeltaState, Engine]:
-    """Returns a model with goldens of its last delta, the results that torchrec has for the
-    compacted version; and an engine over its rows that compares them."""
+    """Returns the followed state, and an engine over its rows that checks goldens.
+
+    The goldens of the last delta are torchrec's results for the compacted version.
+    """
     live = replay(store, model)
     followed = SharedDeltaState(live, DeltaStatus(live.start))
     manifest = live.version.manifest
@@ -245,7 +251,7 @@ def test_changed_rows_are_those_of_the_compacted_version(
         expected = look_up(same, None, weighted)
         assert np.array_equal(look_up(engine, live, weighted), expected)
         assert not np.array_equal(look_up(engine, None, weighted), expected)
-    engine.check()  # the published rows are as they were
+    engine.check()  # the published rows are unchanged
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -256,12 +262,12 @@ def test_goldens_of_the_last_delta_are_compared(
     followed, engine = with_goldens(compiled_once, pooled, dtype, weighted)
     live = followed.live
     engine.check()
-    live.rows["user"][...] ^= 0x21  # every changed row of the table
+    live.rows["user"][...] ^= 0x21  # changes every changed row of the table
     with pytest.raises(GoldensError, match=r"^delta 4 of '\w+': goldens: 'user' \(table 'user'\)"):
         engine.check()
     assert live.oldest_read() == IDLE
     live.commit(live.committed[0], 5)
-    engine.check()  # the rows are those of a further delta
+    engine.check()  # the rows belong to a later delta
 
 
 def test_goldens_of_unpooled_rows_are_compared(compiled_once: CompiledOnce, unpooled: Path) -> None:
@@ -297,9 +303,11 @@ async def test_a_server_whose_goldens_get_other_results_is_not_ready(
 def test_features_of_several_tables(
     request: pytest.FixtureRequest, sharding: str, ranks: int, dtype: str
 ) -> None:
-    """Spare rows are used again before, and all is undone in the end. All plans are compiled for
-    one dtype, and one plan for the narrowest rows; compiling takes fifty times as long as
-    restoring."""
+    """Checks lookups after spare rows were reused, and after all deltas were undone.
+
+    All plans are compiled for one dtype, and one plan for the narrowest rows. Compiling takes fifty
+    times as long as restoring.
+    """
     is_eager = dtype != "float32" and (dtype, ranks) != ("int4", 2)
     store: Path = request.getfixturevalue(sharding)
     version = ModelStore(store).load(dtype, 1)
@@ -352,7 +360,7 @@ def test_tables_of_a_group_that_are_sharded_differently_are_served_whole(
 
 
 def test_a_table_with_unequal_ranges_of_rows_is_served_whole(tmp_path: Path) -> None:
-    """By a plan that is made by hand: the planner's has ranges of the same length."""
+    """Uses a plan made by hand, as the planner's ranges have equal lengths."""
     dim = 8
     shards = Shard(0, 0, 10, 0, dim), Shard(1, 10, 40, 0, dim)
     plan = Plan(2, {"user": TablePlan("row_wise", shards)}, {})
@@ -422,7 +430,10 @@ def test_unpooled_rows_on_a_gpu(unpooled: Path, devices: str) -> None:
 
 @pytest.mark.parametrize("devices", ["cpu:1", pytest.param("cuda", marks=GPU)])
 def test_every_lookup_has_the_rows_of_its_seq(tmp_path: Path, devices: str) -> None:
-    """A writer applies and undoes deltas while threads look up. Spare rows are used many times."""
+    """Checks threads that look up while a writer applies and undoes deltas.
+
+    Spare rows are reused many times.
+    """
     rows, dim = 5000, 8
     source = collection([(name, rows, dim, [name], PoolingType.SUM) for name in "ab"])
     publish(source, tmp_path, model="m", dtype="float32")
@@ -475,11 +486,11 @@ def test_every_lookup_has_the_rows_of_its_seq(tmp_path: Path, devices: str) -> N
         for one in (*running, uploads):
             one.result()
     assert all(len(seqs) > 20 for seqs in found)
-    assert 0 < live.peaks.sum() < 100_000  # of more than 300,000 that were written
+    assert 0 < live.peaks.sum() < 100_000  # more than 300,000 rows were written
 
 
 def apply_when_there_is_room(writer: RowsWriter, seq: int, changes: Sequence[ChangedRows]) -> None:
-    """Tries again while a lookup that takes long keeps older rows, as a follower does."""
+    """Applies changes like a follower does: retries while a slow lookup keeps older rows."""
     ends_s = time.monotonic() + WAIT_S_MAX
     while True:
         try:
@@ -494,7 +505,7 @@ def apply_when_there_is_room(writer: RowsWriter, seq: int, changes: Sequence[Cha
 def changed(
     table: TableSpec, seq: int, always: np.ndarray, random: np.random.Generator
 ) -> ChangedRows:
-    """Returns rows of ``table``, those of ``always`` among them, that are all ``seq``."""
+    """Returns rows of ``table`` whose values are all ``seq``; they include those of ``always``."""
     some = random.choice(table.num_embeddings, int(random.integers(1, 500)))
     numbers = np.unique(np.concatenate([always, some]))
     values = np.full((len(numbers), table.row_bytes // 4), seq, np.float32)

@@ -1,4 +1,4 @@
-"""The next version of a model is looked up by what was compiled of the one before it."""
+"""Tests of compiled programs that are reused for the next version of a model."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ GROWN: Tables = tuple((name, rows + 13, *rest) for name, rows, *rest in TABLES)
 
 
 def publish_next(store: Path, tables: Tables, **options: object) -> ModelVersion:
-    """Rows are others each time."""
+    """Publishes the next version, with other rows each time."""
     options = {"sharding": "row_wise", "layout_changed": True} | options
     published = publish(collection(tables), store, model="m", **options)  # type: ignore[arg-type]
     return ModelStore(store).load("m", published.version)
 
 
 def check(engine: Engine, version: ModelVersion) -> None:
-    """That it answers from the rows of ``version``, with weights and without."""
+    """Checks that lookups return the rows of ``version``, with weights and without."""
     bags = sample(version)
     ids, lengths = to_kjt(bags, version.manifest.features)
     rows = stored_rows(version)
@@ -73,7 +73,7 @@ def test_a_version_of_the_same_layout_needs_nothing_compiled(
     second = restore(versions[1], "cpu:1", programs=Programs([first]))
     assert (first.lookup_kind, second.lookup_kind) == (TRACED, TRACED)
     for engine, version in zip((first, second), versions, strict=True):
-        check(engine, version)  # each from its own rows, side by side
+        check(engine, version)  # each uses its own rows
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_it_is_compared_with_its_goldens_as_any_other(tmp_path: Path) -> None:
 
 
 SHARED: Tables = (*TABLES, ("also", 20, 8, ["history"], SUM))
-"""One feature on two tables: its ids are repeated, which is no trace."""
+"""Tables with one feature on two tables. Its ids are repeated, which cannot be traced."""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,10 @@ def test_what_is_scripted_is_used_again_where_tables_are_as_large(
     sharding: str,
     is_grown_compiled: bool,
 ) -> None:
-    """Each time larger tables are found to need another program, which is made once."""
+    """Checks that a scripted program is reused for tables of equal size, and not for larger ones.
+
+    Only one case compiles a program for the larger tables.
+    """
     options = {"sharding": sharding, "world_size": int(devices[-1])}
     versions = [publish_next(tmp_path, tables, **options) for _ in range(2)]
     grown = publish_next(tmp_path, [GROWN[0], *tables[1:]], **options)
@@ -155,7 +158,7 @@ def test_what_is_scripted_is_used_again_where_tables_are_as_large(
 
 
 def test_versions_with_room_for_changed_rows_share_a_program_of_their_own(tmp_path: Path) -> None:
-    """Tables lie further apart than in a version whose rows do not change."""
+    """Checks versions with spare rows, whose tables are further apart than without them."""
     versions = [publish_next(tmp_path, SHARED) for _ in range(2)]
     live = [LiveRows(version, 1 << 20, 1, 1).version for version in versions]
     programs, compiled = Programs(), []
@@ -202,15 +205,18 @@ def no_garbage_collection() -> Iterator[None]:
 def test_a_version_that_is_dropped_lets_go_of_its_rows_at_once(
     tmp_path: Path, devices: str
 ) -> None:
-    """Also of what it was compiled of: modules that refer to each other stay until they are
-    collected, and where objects are frozen that is never."""
+    """Checks that a dropped engine releases its rows and its modules without a garbage collection.
+
+    Modules that refer to each other stay until they are collected, which never happens to frozen
+    objects.
+    """
 
     def is_mapped(version: int) -> bool:
         return f"{tmp_path}/m/{version}/tables.safetensors" in Path("/proc/self/maps").read_text()
 
     options = {"world_size": int(devices[-1])}
     first = restore(publish_next(tmp_path, TABLES, **options), devices)
-    gc.collect()  # errors that torch caught as it compiled hold the frames that called it
+    gc.collect()  # torch's errors of compilation hold frames
     second = restore(publish_next(tmp_path, TABLES, **options), devices, programs=Programs([first]))
     assert is_mapped(1)
     del first
@@ -221,8 +227,9 @@ def test_a_version_that_is_dropped_lets_go_of_its_rows_at_once(
 
 
 def test_kernels_of_one_feature_are_told_apart(tmp_path: Path) -> None:
-    """Each on a rank of its own: what stands for their rows as they are scripted is like none of
-    their other constants."""
+    """Checks kernels on two ranks whose placeholder rows must differ from other constants while
+    scripted.
+    """
     tables: Tables = (("a", 30, 16, ["a"], SUM), ("b", 30, 16, ["b"], SUM))
     options = {"sharding": "table_wise", "world_size": 2}
     versions = [publish_next(tmp_path, tables, **options) for _ in range(2)]
@@ -269,7 +276,7 @@ def test_a_layout_that_was_served_before_needs_nothing_compiled(
 def test_the_layout_that_was_used_longest_ago_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, ranks: int, kind: str
 ) -> None:
-    """Once no engine uses it."""
+    """Checks that the least recently used layout is removed once no engine uses it."""
     monkeypatch.setattr(f"embedserve.engine.programs.{bound}", 2)
     tables = [[("t", 50, dim, ["t"], SUM)] for dim in (4, 8, 16)]
     versions = [publish_next(tmp_path, one, world_size=ranks) for one in tables]
@@ -282,7 +289,7 @@ def test_the_layout_that_was_used_longest_ago_goes(
         found = zip(versions, plans, strict=True)
         return [programs.find(one, plan) is not None for one, plan in found]
 
-    assert not programs.add(engines[0])  # which is used last then
+    assert not programs.add(engines[0])  # becomes the last used
     assert programs.add(engines[2])
     assert are_found() == [True, True, True]
     engines.clear()
@@ -312,12 +319,16 @@ for change in range(changes):
         fields = dict(line.split()[:2] for line in file if line.startswith("Private_Dirty"))
     print(fields["Private_Dirty:"])
 """
-"""Prints the KiB of private memory after each change."""
+"""Script that prints the KiB of private memory after each change."""
 GROWN_KIB_MAX = 8 << 10
 
 
 def memory_after_changes(store: Path, versions: int, changes: int) -> list[int]:
-    """KiB after each change among that many versions, in turn, in a process of its own."""
+    """Returns the KiB of private memory after each change, measured in a process.
+
+    Args:
+        versions: number of versions that the changes cycle through.
+    """
     done = run_warm_python("-c", CHANGES, store, str(versions), str(changes))
     assert done.returncode == 0, done.stderr
     used = [int(line) for line in done.stdout.split()]
@@ -326,7 +337,7 @@ def memory_after_changes(store: Path, versions: int, changes: int) -> list[int]:
 
 
 def test_memory_is_flat_while_two_scripted_layouts_take_turns(tmp_path: Path) -> None:
-    """Rows over four ranks, and one rank: the last third of 60 changes."""
+    """Checks the last third of 60 changes between rows over four ranks and rows on one rank."""
     for ranks in (4, 1):
         publish_next(tmp_path / "store", TABLES, world_size=ranks)
     used = memory_after_changes(tmp_path / "store", 2, 60)
@@ -334,8 +345,11 @@ def test_memory_is_flat_while_two_scripted_layouts_take_turns(tmp_path: Path) ->
 
 
 def test_memory_is_bounded_while_each_version_is_scripted_anew(tmp_path: Path) -> None:
-    """Tables that grow: another layout each time. Flat once as many are kept as may be; at 2 MB for
-    each, which the compilation unit of the process would keep, it would grow by 12 MB."""
+    """Checks versions whose tables grow, so that each has another layout.
+
+    Memory is flat once the maximum number of layouts is kept. The compilation unit of the process
+    would keep 2 MB per layout, so that memory would grow by 12 MB.
+    """
     count = SCRIPTED_MAX + 8
     for rows in range(count):
         table = ("t", 50 + rows, 16, ["t"], SUM)

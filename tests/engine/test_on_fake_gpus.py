@@ -1,5 +1,7 @@
-"""Models are sharded over GPUs that are not there, given their rows and asked: torch's fake tensors
-have devices and sizes, and no memory."""
+"""Tests of models on fake GPUs: sharded, given their rows, and looked up.
+
+torch's fake tensors have devices and sizes, but no memory.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,24 @@ from embedserve_store import ModelVersion
 Publish = Callable[..., ModelVersion]
 
 ALIGNMENT_BYTES = 128
-"""FBGEMM's kernels begin each table on a cache line."""
+"""FBGEMM's kernels align each table with a cache line."""
 EXAMPLES = 3
 TO_ONE_GPU = (
     "fbgemm.all_to_one_device",
     "fbgemm.merge_pooled_embeddings",
     "fbgemm.sum_reduce_to_one",
 )
-"""FBGEMM's operators that ask NVML how GPUs are linked."""
+"""FBGEMM's operators that query NVML for the links between GPUs."""
 
 
 class Operators(TorchFunctionMode):
-    """torch's Python methods for copying and slicing ask for CUDA's device, which a build without
-    CUDA has not; their operators, which a fake tensor answers, do not.
+    """Replaces torch's Python methods for copying and slicing by operators.
+
+    The methods query CUDA's device, which a build without CUDA lacks. Fake tensors support the
+    operators.
 
     Attributes:
-        number: what every number is that is read back from a device.
+        number: value of every number that is read back from a device.
     """
 
     def __init__(self) -> None:
@@ -57,18 +61,18 @@ class Operators(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and isinstance(args[1], slice):
             return torch.ops.aten.slice.Tensor(args[0], 0, args[1].start, args[1].stop)
         if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return False  # or torchrec waits for a stream before it reads numbers back
+            return False  # else torchrec waits for a stream before it reads numbers
         if func is torch.Tensor.item:
             return self.number
         return func(*args, **(kwargs or {}))
 
 
 class Called(TorchDispatchMode):
-    """Counts operators.
+    """Counts the operators that are called.
 
     Attributes:
-        counts: by name.
-        between: by (from, to): tensors that were brought from one device to another.
+        counts: number of calls by name.
+        between: number of tensors copied between devices, by (from, to).
     """
 
     def __init__(self) -> None:
@@ -93,7 +97,7 @@ def fake_gpus() -> Iterator[Operators]:
 
 
 def check_copies(sharded: Any, version: ModelVersion) -> None:
-    """Each GPU has a group of copies, whose blocks fit into its memory."""
+    """Checks that each GPU has a group of copies, whose blocks fit into its memory."""
     for group in gpu_copies(sharded, version):
         assert len({copy.target.device for copy in group}) == 1
         for copy in group:
@@ -104,7 +108,7 @@ def check_copies(sharded: Any, version: ModelVersion) -> None:
 
 
 def check_held(kernels: Any, version: ModelVersion, first_gpu: int = 0) -> None:
-    """Each GPU has its rank's rows, in as many bytes as check_room counts."""
+    """Checks that each GPU has the rows of its rank, in as many bytes as check_room counts."""
     held: Counter[torch.device] = Counter()
     for kernel in kernels:
         assert (kernel.use_cpu, kernel.row_alignment) == (False, 16)
@@ -159,7 +163,7 @@ def test_rows_that_are_not_pooled_too(tmp_path: Path, sharding: str, world_size:
 
 
 def tensors_of(module: Any) -> set[torch.device]:
-    """Devices of all that ``module`` has."""
+    """Returns the devices of all tensors of ``module``."""
     own = [one for part in module.modules() for one in vars(part).values()]
     held = [one for one in own if isinstance(one, torch.Tensor)]
     return {one.device for one in (*held, *module.parameters(), *module.buffers())}
@@ -167,7 +171,7 @@ def tensors_of(module: Any) -> set[torch.device]:
 
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
 def test_a_replica_has_all_it_needs_on_its_own_gpu(published: Publish, sharding: str) -> None:
-    """Its rows are copied from the GPU of the first."""
+    """Checks a replica whose rows are copied from the GPU of the first replica."""
     version = published(dtype="int8", sharding=sharding, world_size=1)
     with fake_gpus():
         first = shard_without_rows(version, version.plan, "cuda", is_weighted=False)
@@ -181,7 +185,9 @@ def test_a_replica_has_all_it_needs_on_its_own_gpu(published: Publish, sharding:
         share_rows(weighted.module, replica.module)
     assert tensors_of(first.module) == {torch.device("cuda:0")}
     kernels = list(replica.module.tbes_configs())
-    assert called.between["cuda:0", "cuda:1"] == 2 * len(kernels)  # its rows, and none of a host
+    assert called.between["cuda:0", "cuda:1"] == 2 * len(
+        kernels
+    )  # copies its rows, none from a host
     assert not called.between["cuda:1", "cuda:0"]
     for one in (replica, weighted):
         assert tensors_of(one.module) == {torch.device("cuda:1")}
@@ -191,8 +197,11 @@ def test_a_replica_has_all_it_needs_on_its_own_gpu(published: Publish, sharding:
 
 
 def ask(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, Called]:
-    """What is answered to empty bags, as float16; and what it took, of the second batch; by the
-    replica on ``gpu``."""
+    """Returns the result of a batch of empty bags, as float16, and the operators of the second
+    batch.
+
+    The replica on ``gpu`` looks them up.
+    """
     manifest, plan = version.manifest, version.plan
     features, keys, dims = manifest.features, manifest.keys, manifest.length_per_key
     device = torch.device("cuda", gpu)
@@ -206,7 +215,7 @@ def ask(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, Called]:
         else:
             sharded = shard_unpooled_without_rows(version, plan, "cuda", first_gpu=gpu).module
             gpu_copies(sharded, version)
-            operators.number = 1  # its first batch has an id of each feature
+            operators.number = 1  # the first batch has an id of each feature
             lookup = RowLookup(sharded, features, keys, dims[0], device, takes_offsets=True)
             operators.number = 0
         batches = DeviceBatches(manifest, device, plan.world_size, lookup)
@@ -224,7 +233,7 @@ def ask(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, Called]:
 def test_one_gpu_is_sent_one_buffer_and_asked_about_no_other(
     published: Publish, sharding: str, gpu: int
 ) -> None:
-    """Means among its tables are divided there, and what it answers is rounded there."""
+    """Checks that one GPU divides sums for means and rounds the result itself."""
     version = published(dtype="int8", sharding=sharding, world_size=1)
     answer, called = ask(version, gpu)
     assert (answer.device, answer.dtype) == (torch.device("cuda", gpu), torch.float16)

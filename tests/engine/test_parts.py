@@ -1,4 +1,4 @@
-"""Parts of a version are restored as versions: their own goldens are compared in the kernels."""
+"""Tests of parts that are restored as versions: the kernels pass the goldens of each part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTS = 2
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models "weighted" and "ranks", whose plan has two ranks, in PARTS parts."""
+    """Publishes "weighted", and "ranks" whose plan has two ranks, in PARTS parts."""
     store = tmp_path_factory.mktemp("parts")
     torch.manual_seed(0)
     for name, dtype, ranks in (("weighted", "int8", 1), ("ranks", "float16", 2)):
@@ -54,7 +54,7 @@ def load(store: Path, model: str, number: int) -> ModelVersion:
 def test_kernels_give_the_results_of_the_rows_of_the_part(
     store: Path, model: str, number: int
 ) -> None:
-    """Compiles lookups of the second part, whose rows start within those of the version."""
+    """Compiles lookups of the second part, whose rows start within the rows of the version."""
     engine = restore(load(store, model, number), "cpu", is_eager=number == 0)
     assert engine.lookup_kind == (SCRIPTED if number else EAGER)
 
@@ -86,7 +86,10 @@ def test_other_rows_than_those_of_the_goldens_are_found(
 def test_a_program_is_not_reused_where_tables_lie_elsewhere_in_the_file(
     tmp_path: Path, is_pooled: bool
 ) -> None:
-    """Table c is in the other part, and moves the tables behind it. Restoring compares goldens."""
+    """Checks a program whose tables move in the file. Table c is in the other part.
+
+    Restoring compares goldens.
+    """
     sharding = {"a": "row_wise", "b": "row_wise", "c": "table_wise"}
     options: dict[str, Any] = {"sharding": sharding, "hosts": PARTS, "world_size": 2}
     programs, offsets, compiled = Programs(), [], []

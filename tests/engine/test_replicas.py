@@ -1,4 +1,4 @@
-"""Which replica a batch goes to, and that all of them answer the same."""
+"""Tests of replicas: which replica gets a batch, and that all return the same results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 class Held:
-    """A replica that looks up until it may answer; then it answers with the ids, or fails."""
+    """A replica that blocks a lookup until the test allows a result: the ids, or an error."""
 
     def __init__(self, came: SimpleQueue[Held]) -> None:
         self.may_answer = Event()
@@ -44,7 +44,7 @@ class Held:
 
 
 class Asked:
-    """Replicas that hold what they are asked, each batch in a thread of its own."""
+    """Replicas that block their lookups; each batch runs in a thread."""
 
     def __init__(self, replicas: int, threads: ThreadPoolExecutor) -> None:
         self._came: SimpleQueue[Held] = SimpleQueue()
@@ -53,7 +53,9 @@ class Asked:
         self._threads = threads
 
     def ask(self, ids: int) -> tuple[int, Future[np.ndarray]]:
-        """The number of the replica that a batch of one bag of so many ids went to; its answer."""
+        """Submits a batch of one bag of ``ids`` ids; returns the chosen replica's number and the
+        result.
+        """
         bag = np.zeros(ids, np.int64), np.full(1, ids, np.int32)
         asked = self._threads.submit(self._replicas.lookup, *bag)
         return self.each.index(self._came.get(timeout=WAIT_S)), asked
@@ -69,7 +71,7 @@ def test_a_batch_goes_where_least_is_under_way_and_equals_take_turns() -> None:
         try:
             first = [asked.ask(ids) for ids in (100, 10, 50)]
             assert [chosen for chosen, _ in first] == [0, 1, 2]
-            assert [asked.ask(ids)[0] for ids in (30, 20, 9)] == [1, 1, 2]  # beside 10, 41 and 50
+            assert [asked.ask(ids)[0] for ids in (30, 20, 9)] == [1, 1, 2]  # next to 10, 41 and 50
             asked.each[0].may_answer.set()
             first[0][1].result(WAIT_S)
             assert asked.ask(1)[0] == 0
@@ -96,7 +98,7 @@ def test_what_failed_is_not_under_way() -> None:
 
 
 class OfTwo(Engine):
-    """An engine whose second replica adds ``error`` to what it answers."""
+    """An engine whose second replica adds ``error`` to its results."""
 
     error = 0.0
 

@@ -1,4 +1,4 @@
-"""A restored engine answers what the source model and its stored rows say, whatever the plan."""
+"""Tests of restored engines: results equal the source model and the stored rows, for every plan."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def plan_name(plan: tuple[Sharding, int]) -> str:
 def float32(
     request: pytest.FixtureRequest, published: Publish, compiled_once: CompiledOnce
 ) -> tuple[Engine, ModelVersion]:
-    """Restored once for the tests that ask the same plan; pytest runs them one after the other."""
+    """Restores an engine once for the tests of the same plan; pytest groups them."""
     sharding, world_size = request.param
     version = published(sharding=sharding, world_size=world_size)
     engine = restore(version)
@@ -150,8 +150,9 @@ def test_eager_lookups_are_those_of_the_distributed_model_parallel(
 def test_int8_equals_dequantizing_by_hand(
     ebc: EmbeddingBagCollection, published: Publish, sharding: Sharding, world_size: int
 ) -> None:
-    """Restores without compiling, which takes fifty times as long: test_widths.py compiles lookups
-    of each dtype."""
+    """Restores without compilation, which takes fifty times as long; test_widths.py compiles each
+    dtype.
+    """
     version = published(dtype="int8", sharding=sharding, world_size=world_size)
     tables = {name: dequantized_int8(rows) for name, rows in source_rows(ebc).items()}
     bags = sample(version)
@@ -172,7 +173,7 @@ def test_int8_equals_dequantizing_by_hand(
 def test_other_dtypes_equal_their_stored_rows(
     published: Publish, dtype: str, sharding: Sharding, world_size: int
 ) -> None:
-    """Restores without compiling, too."""
+    """Restores without compilation, like the test of int8."""
     version = published(dtype=dtype, sharding=sharding, world_size=world_size)
     tables = stored_rows(version)
     bags = sample(version)
@@ -224,7 +225,7 @@ def test_nothing_but_empty_bags_is_zeros(float32: tuple[Engine, ModelVersion]) -
 
 
 def test_tables_are_mapped_not_copied(float32: tuple[Engine, ModelVersion]) -> None:
-    """Columns that are cut are copied, and nothing else is."""
+    """Checks that only split columns are copied."""
     engine, version = float32
     mapped = version.tables.data
     copied_bytes = version.plan.column_shard_bytes(version.manifest.tables)
@@ -239,8 +240,10 @@ def test_tables_are_mapped_not_copied(float32: tuple[Engine, ModelVersion]) -> N
 def test_restoring_on_any_number_of_ranks_takes_no_memory_of_the_size_of_the_tables(
     tmp_path: Path,
 ) -> None:
-    """Tables of 513 MiB are restored on 2, 1 and 4 ranks in turn, in a process that may add no
-    400 MiB for all of it: a compiled lookup takes some 80 MB."""
+    """Restores tables of 513 MiB on 2, 1 and 4 ranks in turn, in one process.
+
+    All of it may add less than 400 MiB. A compiled lookup takes some 80 MB.
+    """
     torch_tables = [
         EmbeddingBagConfig(
             name=name,
@@ -289,7 +292,7 @@ def test_another_number_of_ranks_is_planned_anew(
 def test_a_plan_by_hand_with_shards_of_all_sizes(
     ebc: EmbeddingBagCollection, published: Publish
 ) -> None:
-    """Uneven ranges of rows, one of them empty; uneven columns, two shards of them on one rank."""
+    """Checks uneven ranges of rows (one is empty) and uneven columns (two shards on one rank)."""
     plan = Plan(
         3,
         {

@@ -1,4 +1,4 @@
-"""A trace is used only where it says the same for every batch."""
+"""Tests of tracing: a trace is used only if it is the same for every batch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from embedserve_store import ModelStore, publish
 
 CPU = torch.device("cpu")
 
-# The warning is for who does not compare traces. As an error it is left set by torch, which goes
-# on, and comes up wherever Python looks next: seldom, and as a SystemError.
+# The warning matters to callers that do not compare traces. As an error, torch leaves it set and
+# continues. Then it surfaces at the next check by Python: rarely, and as a SystemError.
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 
 
 class Sums(nn.Module):
-    """Adds up the ids of a batch, in one piece or by slices whose sizes are Python numbers."""
+    """Adds up the ids of a batch, at once or by slices whose sizes are Python numbers."""
 
     def __init__(self, *, by_slices: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An EmbeddingCollection answers one row for each id, in their order, whatever the plan."""
+"""Tests of an EmbeddingCollection: one row per id, in the order of the ids, under every plan."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def ec() -> EmbeddingCollection:
 
 @pytest.fixture(scope="module")
 def write(ec: EmbeddingCollection, tmp_path_factory: pytest.TempPathFactory) -> Write:
-    """write(dtype=…, sharding=…, world_size=…): a version of the collection."""
+    """Returns a function: ``write(dtype=…, sharding=…, world_size=…)`` is a version."""
     store = tmp_path_factory.mktemp("store")
     return lambda **options: write_version(store, ec, **options)
 
 
 def jagged(version: ModelVersion) -> dict[str, list[list[int]]]:
-    """Bags over all features, empty ones among them, and nothing of one feature."""
+    """Returns bags of all features, some of them empty, and only empty ones for one feature."""
     return sample(version) | {"candidate": [[]] * 7}
 
 
@@ -62,7 +62,7 @@ def lookup(engine: Engine, bags: dict[str, list[list[int]]]) -> np.ndarray:
 def float32(
     request: pytest.FixtureRequest, write: Write, compiled_once: CompiledOnce
 ) -> tuple[Engine, ModelVersion]:
-    """Restored once for the tests that ask the same plan; pytest runs them one after the other."""
+    """Restores an engine once for the tests of the same plan; pytest groups them."""
     sharding, world_size = request.param
     version = write(sharding=sharding, world_size=world_size)
     engine = restore(version)
@@ -94,8 +94,10 @@ def test_float32_equals_the_source_collection(
 def test_other_dtypes_equal_their_stored_rows(
     write: Write, compiled_once: CompiledOnce, dtype: str, sharding: str, world_size: int
 ) -> None:
-    """Each is compiled by one plan: compiling takes fifty times as long as restoring, and what is
-    compiled of another dtype differs in constants alone."""
+    """Compiles each dtype for one plan: compiling takes fifty times as long as restoring.
+
+    Compiled lookups of other dtypes differ only in constants.
+    """
     is_eager = (dtype == "int8") != (sharding == "row_wise")
     version = write(dtype=dtype, sharding=sharding, world_size=world_size)
     bags = jagged(version)
@@ -173,7 +175,7 @@ def test_no_ids_are_no_rows(float32: tuple[Engine, ModelVersion]) -> None:
 def test_batches_of_every_size_follow_one_another(
     write: Write, compiled_once: CompiledOnce
 ) -> None:
-    """TorchScript specializes what it compiles on the batches it has seen: none of it may stick."""
+    """Checks that TorchScript's specialization for earlier batches does not affect later ones."""
     version = write(dtype=MIXED_DTYPES, sharding=MIXED_SHARDING, world_size=2)
     engine = compiled_once.restore(version)
     tables, manifest = stored_rows(version), version.manifest
@@ -191,7 +193,7 @@ def test_batches_of_every_size_follow_one_another(
         ({"sharding": "table_wise"}, True),
         ({"sharding": "row_wise", "world_size": 2}, True),
         ({"dtype": MIXED_DTYPES}, True),
-        # Ranks, and kinds of sharding, are looked up one after the other.
+        # Several ranks or kinds of sharding are looked up one after another.
         ({"sharding": "table_wise", "world_size": 2}, False),
         ({"sharding": MIXED_SHARDING, "world_size": 2}, False),
     ],

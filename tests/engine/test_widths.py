@@ -1,4 +1,4 @@
-"""Tables of any width answer with that width, however wide their stored rows are."""
+"""Tests of tables of any width: results have that width, even if stored rows are padded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BY_HAND: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "float16": lambda rows: rows.astype(np.float16).astype(np.float32),
     "int8": dequantized_int8,
 }
-"""What a dtype makes of rows."""
+"""Expected rows after a round trip through each dtype."""
 PLANS: list[tuple[str, int]] = [
     ("table_wise", 1),
     ("table_wise", 2),
@@ -56,13 +56,15 @@ SCRIPTED_ONCE = [
     ("int8", "row_wise", 2),
     ("int4", "column_wise", 3),
 ]
-"""Each plan and each dtype: scripting takes fifty times as long as restoring. Other plans over
-several ranks are looked up by the module that is scripted, as it is."""
+"""Plans to compile, such that each plan and each dtype occurs.
+
+Compiling takes fifty times as long as restoring. Other plans over several ranks use the module
+without compilation."""
 
 
 @pytest.fixture(scope="module")
 def ebc() -> EmbeddingBagCollection:
-    """Widths of each remainder by 4, among them one that is stored as wide as it is."""
+    """Returns tables whose widths have each remainder by 4; one is stored without padding."""
     torch.manual_seed(11)
     return collection(
         [
@@ -117,14 +119,17 @@ def test_answers_are_as_wide_as_the_model(
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_what_fills_a_row_up_leaves_its_scale(tmp_path: Path, dtype: str) -> None:
-    """A zero beside values around 100 would make each of its steps many times as large."""
+    """Checks that padding does not change a row's scale.
+
+    A zero next to values around 100 would make each step many times as large.
+    """
     source = collection([("t", 50, 6, ["f"], PoolingType.SUM)])
     with torch.no_grad():
         source.embedding_bags["t"].weight.uniform_(100, 101)
     rows = source_rows(source)["t"]
     version = published(source, tmp_path, dtype=dtype)
     steps = {"int8": 255, "int4": 15}[dtype]
-    assert np.abs(stored_rows(version)["t"] - rows).max() < 0.5 / steps + 0.1  # float16 of 100
+    assert np.abs(stored_rows(version)["t"] - rows).max() < 0.5 / steps + 0.1  # 0.1: float16 of 100
     ids = np.arange(50)
     answer = restore(version).lookup(ids, np.ones(50, np.int32))
     assert_same(answer, stored_rows(version)["t"])
