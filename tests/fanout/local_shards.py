@@ -1,4 +1,4 @@
-"""Shards in the same process, which answer a router from the stored rows of their parts."""
+"""Shards in this process that serve a router from the stored rows of their parts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from embedserve_store.parts.part import NO_ROWS, LocalTables, Part
 
 
 class LocalShards:
-    """Answers lookups in parts, on its event loop.
+    """Serves lookups of parts on the router's event loop.
 
     Attributes:
-        replies: replies of parts that do not answer, by part.
+        replies: replies of parts that return no values, by part.
         changes: functions that change the response of a part, by part.
-        asked: parts that were asked, in order.
-        dtypes: dtype of the values of each answer, in order.
-        traced: records of calls of the last batch, by part.
+        asked: called parts, in order.
+        dtypes: dtype of the values of each response, in order.
+        traced: call records of the last batch, by part.
     """
 
     traces_calls = True
@@ -143,8 +143,10 @@ def routed(
     inline_bytes_max: int = 1 << 20,
     programs: Programs | None = None,
 ) -> Iterator[RouterEngine]:
-    """Yields a router's engine, whose event loop runs in a thread. Its local part is compiled only
-    if its layout is not among ``programs``."""
+    """Yields a router's engine, whose event loop runs in a thread.
+
+    Its local part is compiled only if its layout is not in ``programs``.
+    """
     loop = shards.loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -174,8 +176,10 @@ def batch_of(
     sizes: Sequence[int] = (),
     calls: CallTrace | None = None,
 ) -> tuple[Batch, np.ndarray | EmbedServeError]:
-    """Returns a batch of ``ids`` after its lookup, and how that ended. Without ``sizes`` it has one
-    request."""
+    """Returns a batch of ``ids`` after its lookup, and its values or error.
+
+    Without ``sizes`` the batch has one request.
+    """
     examples = lengths.size // len(engine.manifest.features)
     batch = Batch(ids, lengths, weights, list(sizes) or [examples], examples, calls=calls)
     ends: list[np.ndarray | EmbedServeError] = []

@@ -1,4 +1,4 @@
-"""Batches that are divided over parts: their sums are those of whole tables."""
+"""Tests of batches that are divided over parts: their sums equal those of whole tables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def answer(
     lengths: np.ndarray,
     weights: np.ndarray | None,
 ) -> np.ndarray:
-    """Returns what a server of these tables answers, added in the order of the ids."""
+    """Returns the results of a server of whole tables, which adds in the order of the ids."""
     bags = lengths.reshape(len(manifest.features), -1)
     ends = np.cumsum(lengths).reshape(bags.shape)
     blocks = []
@@ -70,8 +70,7 @@ def answer(
 
 
 def ask(one: Divided, partition: Partition, lookups: list[PartLookup]) -> list[np.ndarray]:
-    """Returns the answers of the parts, whose own feature order need not be the order of the
-    ids."""
+    """Returns the results of the parts, whose feature order may differ from that of the ids."""
     answers = []
     for lookup in lookups:
         part = partition.parts[lookup.part]
@@ -144,7 +143,7 @@ def test_sums_of_parts_are_the_sums_of_whole_tables(
     lookups = found.lookups()
     for lookup in lookups:
         assert lookup.lengths.size == partition.has_feature[lookup.part].sum() * lookup.shape[0]
-        # Each feature's bags are packed: no example is empty for all features.
+        # Each feature's bags are packed: every example has an id of some feature.
         assert lookup.lengths.reshape(-1, lookup.shape[0]).any(axis=0).all()
     for lookup, values in zip(lookups, ask(one, partition, lookups), strict=True):
         found.add(lookup.part, values)
@@ -170,7 +169,7 @@ def test_rows_of_parts_are_the_rows_of_whole_tables(counts: list[list[int]], see
     ids, lengths, _ = batch(one.manifest, counts, seed)
     found = UnpooledBatch(partition, ids, lengths)
     lookups = found.lookups()
-    for lookup in lookups:  # each row is asked for once
+    for lookup in lookups:  # each row is requested once
         ends = np.append(0, lookup.lengths.cumsum())
         for start, end in pairwise(ends.tolist()):
             assert len(set(lookup.ids[start:end].tolist())) == end - start
@@ -238,7 +237,7 @@ def test_the_same_batch_has_the_same_bits_in_any_order_of_answers() -> None:
     ],
 )
 def test_vectors_of_any_width_are_added_in_few_chunks(dims: tuple[int, ...], width: int) -> None:
-    """A table of width 1 must not make each vector one chunk for each of its columns."""
+    """Checks that a table of width 1 does not split every vector into a chunk per column."""
     assert chunk_width(dims) == width
     chunks = sum(-(-dim // width) for dim in dims)
     assert chunks * width <= 2 * sum(dims)

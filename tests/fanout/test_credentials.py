@@ -1,4 +1,4 @@
-"""Files of certificates and of the token that a router shows its shards."""
+"""Tests of the certificate and token files that a router authenticates to its shards with."""
 
 from __future__ import annotations
 

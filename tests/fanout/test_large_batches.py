@@ -1,4 +1,4 @@
-"""Large batches of a router: threads divide and add them, and few are in flight at once."""
+"""Tests of large batches of a router: threads divide and add them, and few are in flight."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_a_step_that_fails_fails_the_batch_once_and_keeps_no_room(
 def test_batches_wait_for_room_for_the_values_of_their_parts(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part may return almost a whole result, so eight batches could take gigabytes."""
+    """Checks the budget: each part may return almost a whole result, so eight batches could take
+    gigabytes.
+    """
     monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 1)
     monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
     shards = LocalShards(store, "m", PARTS)
@@ -180,7 +182,9 @@ def never() -> None:
 
 @pytest.mark.parametrize("is_pooled", [True, False])
 def test_the_values_of_parts_are_estimated_from_above(tmp_path: Path, is_pooled: bool) -> None:
-    """Not much too large, either: batches would wait, and go through threads, without need."""
+    """Checks the upper bound too: with a larger estimate, batches would wait and use threads
+    needlessly.
+    """
     publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
     shards = LocalShards(tmp_path, "m", PARTS)
     with routed(shards, tmp_path, "m") as engine:
@@ -194,7 +198,9 @@ def test_the_values_of_parts_are_estimated_from_above(tmp_path: Path, is_pooled:
 def test_the_event_loop_is_free_while_a_large_batch_is_divided(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread waits for the event loop, which it could not do on it."""
+    """Checks that dividing runs in a thread: it waits for the event loop, which would block on
+    itself.
+    """
     divide = Partition.divide
     shards = LocalShards(store, "m", PARTS)
 

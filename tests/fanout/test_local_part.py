@@ -1,4 +1,4 @@
-"""Small tables are looked up in the router, and no shard is called for them."""
+"""Tests of small tables that the router looks up itself, without calls to shards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ANY = LocalTables(1 << 40)
 def publish_small(
     store: Path, *, is_pooled: bool = True, seed: int = 5, movies: int = 9001, **options: Any
 ) -> None:
-    """Publishes a large table, and small ones of which two share a feature."""
+    """Publishes a large table and three small tables; two of them share a feature."""
     torch.manual_seed(seed)
     rows = {"genre": 3, "movie": movies, "user": 20, "recent": 7}
     features = {"genre": ["genres"], "movie": ["history", "candidate"]}
@@ -68,13 +68,15 @@ def definitions_are_cached() -> None:
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    """Programs of the tests that are not about compiling, which takes a second for each layout."""
+    """Returns programs for the tests that are not about compilation, which takes a second per
+    layout.
+    """
     return Programs()
 
 
 @pytest.mark.parametrize("is_pooled", [True, False])
 def test_it_answers_as_whole_tables_do(tmp_path: Path, is_pooled: bool) -> None:
-    """Each table has a dtype of its own. Local tables of float32 are those of other tests."""
+    """Checks tables of four dtypes; other tests have local tables of float32."""
     dtypes = {"movie": "float32", "genre": "int8", "user": "int4", "recent": "float16"}
     publish_small(tmp_path, is_pooled=is_pooled, dtype=dtypes)
     shards = LocalShards(tmp_path, "m", PARTS)
@@ -87,7 +89,7 @@ def test_it_answers_as_whole_tables_do(tmp_path: Path, is_pooled: bool) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a model with small tables; not to be changed."""
+    """Makes a store of a model with small tables; tests must not change it."""
     store = tmp_path_factory.mktemp("small") / "store"
     publish_small(store)
     return store
@@ -113,9 +115,9 @@ def engine(
 
 FEATURES = ("genres", "history", "candidate", "user", "seen")
 SMALL = (np.array([2, 0, 19, 3, 6, 6]), np.array([2, 0, 0, 0, 0, 0, 1, 0, 1, 2], np.int32))
-"""Two examples without ids of the large table."""
+"""(ids, lengths) of two examples without ids of the large table."""
 MIXED = (np.array([2, 9000, 19, 3]), np.array([1, 0, 0, 1, 0, 0, 1, 0, 1, 0], np.int32))
-"""Only the second example has an id of the large table."""
+"""(ids, lengths) where only the second example has an id of the large table."""
 
 
 def test_a_batch_of_small_tables_needs_no_shard(engine: RouterEngine, shards: LocalShards) -> None:
@@ -170,7 +172,7 @@ def test_a_failed_local_lookup_fails_only_its_examples(
 
 @pytest.mark.parametrize("is_pooled", [True, False])
 def test_all_tables_may_be_local(tmp_path: Path, is_pooled: bool) -> None:
-    """The parts of the shards have no table that is requested."""
+    """Checks a model without a requested table in the shards' parts."""
     publish_small(tmp_path, is_pooled=is_pooled, sharding="table_wise")
     shards = LocalShards(tmp_path, "m", PARTS)
     with routed(shards, tmp_path, "m", local=ANY) as engine:
@@ -198,7 +200,10 @@ def test_a_later_version_of_the_layout_is_not_compiled(tmp_path: Path) -> None:
 def test_a_later_version_is_compiled_where_its_tables_lie_elsewhere_in_the_file(
     tmp_path: Path, is_pooled: bool
 ) -> None:
-    """The table that is not local moves the local tables behind it. Opening compares goldens."""
+    """Checks local tables that move in the file behind a table that is not local.
+
+    Opening compares goldens.
+    """
     parts, offsets = LocalParts(0), []
     for movies in (9001, 9216):
         publish_small(tmp_path, is_pooled=is_pooled, movies=movies, layout_changed=True)
@@ -246,7 +251,7 @@ def test_rows_that_change_later_are_found(
 def test_a_released_engine_is_freed_without_a_collection(
     published: Path, shards: LocalShards, programs: Programs
 ) -> None:
-    """What exists when a server is ready is never collected (gc.freeze)."""
+    """Checks references: objects of a server's start are never collected (gc.freeze)."""
     with routed(shards, published, "m", local=ANY, programs=programs) as engine:
         engine.warm_up()
         version = weakref.ref(engine._version)

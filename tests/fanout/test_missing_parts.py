@@ -1,4 +1,4 @@
-"""A router may answer without a part that no replica serves: it says what is missing."""
+"""Tests of a router that responds without a lost part and reports what is missing."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from embedserve_store import StoreError, publish
 PARTS, ROWS, FEATURES = 3, 30, 2
 ZEROS, GONE = MissingPolicy("zeros"), lost("no replica")
 USER_FAILS = MissingPolicy("zeros", {"user": "fail"})
-# Rows 0 to 9 are on part 0, 10 to 19 on part 1, 20 to 29 on part 2. Requests of two and one
-# examples: of user, whose vectors are sums, [0, 10, 11], [12], [5]; of item, whose vectors are
-# means, [2, 13, 4], [], [14, 15].
+# Rows 0 to 9 are on part 0, 10 to 19 on part 1, 20 to 29 on part 2. The requests have two examples
+# and one example. Their ids of user (sums) are [0, 10, 11], [12], [5]. Their ids of item (means)
+# are [2, 13, 4], [], [14, 15].
 IDS = np.array([0, 10, 11, 12, 5, 2, 13, 4, 14, 15])
 LENGTHS = np.array([3, 1, 1, 3, 0, 2], np.int32)
 SIZES = (2, 1)
 WEIGHTS = np.linspace(0.5, 2, IDS.size, dtype=np.float32)
 MISSING = [[3, 1], [0, 2]]
-"""Ids of part 1 by request and feature."""
+"""Number of ids of part 1, by request and feature."""
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tables, each over three parts."""
+    """Makes a store of two tables, each over three parts."""
     torch.manual_seed(0)
     tables = [
         ("user", ROWS, 4, ["user"], PoolingType.SUM),
@@ -67,7 +67,7 @@ def without(engine: RouterEngine, parts: list[int], weights: np.ndarray | None) 
 def test_it_answers_as_if_the_ids_had_not_been_sent(
     store: Path, parts: list[int], weights: np.ndarray | None
 ) -> None:
-    """So a mean is that of the ids that were found."""
+    """Checks that a mean counts only the ids that were found."""
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=ZEROS) as engine:
         expected = without(engine, parts, weights)
@@ -92,7 +92,7 @@ def test_nothing_is_said_where_nothing_is_missing(store: Path) -> None:
 
 
 def test_tables_may_differ(store: Path) -> None:
-    """A request fails if rows of one are missing that fails, whatever else it lacks."""
+    """Checks a request with missing rows of a table that must not be missing: it fails."""
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=USER_FAILS) as engine:
         expected = without(engine, [1], None)
@@ -119,7 +119,7 @@ def other_version(response: embedding_pb2.EmbedResponse) -> None:
     "reply",
     [
         Reply(DEADLINE_EXCEEDED),
-        Reply(UNAVAILABLE, "HTTP status 429"),  # a proxy says so, and the part is there
+        Reply(UNAVAILABLE, "HTTP status 429"),  # from a proxy; the part is there
         Reply(RESOURCE_EXHAUSTED, "", b"", 7),
         Reply(RESOURCE_EXHAUSTED, "the message has 9 bytes, the limit is 8"),
         Reply(INTERNAL),
@@ -127,7 +127,7 @@ def other_version(response: embedding_pb2.EmbedResponse) -> None:
     ],
 )
 def test_only_a_part_without_a_replica_is_missing(store: Path, reply: Reply | None) -> None:
-    """One that is late, overloaded or wrong is an error as ever."""
+    """Checks that a late, overloaded or wrong part is an ordinary error."""
     shards = LocalShards(store, "m", PARTS)
     with routed(shards, store, "m", on_missing=ZEROS) as engine:
         if reply is None:

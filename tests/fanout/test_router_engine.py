@@ -1,4 +1,4 @@
-"""A router's engine answers as the engine of whole tables, and says which examples it cannot."""
+"""Tests of a router's engine: results equal those of whole tables, failed examples are named."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_two_runs_give_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A table of 30 rows over three parts."""
+    """Makes a store of a table of 30 rows over three parts."""
     torch.manual_seed(0)
     tables = [("user", 30, 4, ["user"], PoolingType.SUM)]
     publish(collection(tables), tmp_path, model="m", hosts=PARTS)
@@ -83,7 +83,7 @@ def engine(store: Path, shards: LocalShards) -> Iterator[RouterEngine]:
 
 
 IDS, LENGTHS = np.array([0, 10, 11, 20]), np.array([1, 2, 1], np.int32)
-"""Example 0 is on part 0, example 1 on part 1, example 2 on part 2."""
+"""(ids, lengths) of three examples; example n has ids only of part n."""
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_partial_values_may_be_rounded(tmp_path: Path, is_pooled: bool) -> None:
         shards = LocalShards(tmp_path, "m", PARTS)
         with routed(shards, tmp_path, "m", dtype) as engine:
             engine.warm_up()
-            assert set(shards.dtypes) == {"float32"}  # goldens are compared without the rounding
+            assert set(shards.dtypes) == {"float32"}  # goldens are compared without rounding
             shards.dtypes.clear()
             features = len(engine.manifest.features)
             rows = np.repeat(engine.manifest.rows_per_feature, 6)
@@ -145,7 +145,7 @@ def test_partial_values_may_be_rounded(tmp_path: Path, is_pooled: bool) -> None:
 
 
 class EndedShards(LocalShards):
-    """Ends the event loop during a lookup, as a server does after its last batch."""
+    """Shards whose event loop ends during a lookup, as in a server after its last batch."""
 
     def call_part(self, *_: object) -> None:
         assert self.loop is not None

@@ -1,4 +1,4 @@
-"""A router's process opens a version once it has found replicas of each part by itself."""
+"""Tests of a router's process that opens a version once it has found replicas of each part."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ PARTS = 2
 
 
 class FoundShards:
-    """The shards of a file of addresses, over fake connections.
+    """The shards of an address file, over fake connections.
 
     Attributes:
-        looks: number of looks for missing parts.
-        token: file with the token that the shards are sent.
+        looks: number of polls for missing parts.
+        token: file with the token that the shards receive.
         options: options of the newest connection of each part.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.connections: dict[int, FakeConnection] = {}  # by port, the number of the part
+        self.connections: dict[int, FakeConnection] = {}  # by port, which is the number of the part
         self.looks = 0
         addresses = folder / "shards.json"
         addresses.write_text(json.dumps({str(part): [f"a:{part + 1}"] for part in range(PARTS)}))
@@ -71,7 +71,7 @@ class FoundShards:
         return self.connections[part]
 
     async def more_looks(self, opening: asyncio.Task[Any]) -> None:
-        """Returns after two more looks, or once ``opening`` has ended."""
+        """Returns after two more polls, or once ``opening`` has ended."""
         until_looks = self.looks + 2
         await until(lambda: opening.done() or self.looks >= until_looks)
 
@@ -125,7 +125,7 @@ async def test_a_token_that_changes_is_sent_to_the_shards_on_new_connections(
         await until(lambda: len(found.connections) == PARTS)
         for part in range(PARTS):
             found.join(part, version)
-        engine = await opening  # the shards have it as long as somebody does
+        engine = await opening  # the shards keep it while it is referenced
         first = dict(found.connections)
         found.token.write_text("second")
         await until(lambda: all(found.connections[part] is not first[part] for part in first))
