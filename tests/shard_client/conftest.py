@@ -1,4 +1,4 @@
-"""Connections of these tests run on uvloop, as a router's do, and wait longer."""
+"""Fixtures of connections to shards: uvloop, like in a router, and longer timeouts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard on a busy host may take its time, unless the test is about that."""
+    """Makes timeouts longer, for shards on a busy host, unless the test is about timeouts."""
     for name in ("CONNECT_S_MAX", "PING_S_MAX"):
         monkeypatch.setattr(shard_connection, name, PATIENCE_S)

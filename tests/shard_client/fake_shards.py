@@ -1,4 +1,4 @@
-"""Shards, connections, a clock and timers without an event loop, for the logic of replicas."""
+"""Fake shards, connections, clock and timers without an event loop, for tests of replica choice."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class FakeTimer:
 
 
 class FakeTime:
-    """A clock that stands still but for ``advance``.
+    """A clock that only ``advance`` moves.
 
     Attributes:
-        now_s: the present time.
+        now_s: current time.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class FakeTime:
 
 @dataclass(eq=False)
 class FakeCall:
-    """A call of a replica; ``answer`` answers it."""
+    """A call to a replica; ``answer`` completes it."""
 
     connection: FakeConnection
     message: bytes
@@ -156,7 +156,7 @@ class FakeConnection:
         self.on_ready()
 
     def list(self, *models: Model) -> None:
-        """Answers ListModels."""
+        """Responds to ListModels."""
         reply = Reply(0, "", ListModelsResponse(models=models).SerializeToString())
         self.lists[0].answer(reply)
 
@@ -186,7 +186,7 @@ class Bench:
     """A part's client over fake shards.
 
     Attributes:
-        connections: the newest connection of each host.
+        connections: newest connection to each host.
         replies: replies to lookups, by their numbers.
     """
 
@@ -215,7 +215,7 @@ class Bench:
         return connection
 
     def join(self, *hosts: str) -> None:
-        """Has replicas join that serve what is expected."""
+        """Connects replicas that serve the expected version."""
         self.part.set_addresses([(host, 1) for host in hosts])
         for host in hosts:
             if not self.connections[host].is_ready:
@@ -225,7 +225,7 @@ class Bench:
     def look_up(
         self, seconds: float = 10.0, message: bytes = b"m", calls: CallTrace | None = None
     ) -> int:
-        """Starts a lookup; returns its number."""
+        """Starts a lookup, and returns its number."""
         number = self.looked_up
         self.looked_up += 1
 
@@ -240,17 +240,17 @@ class Bench:
 
     @property
     def ended(self) -> dict[str, int]:
-        """Ended lookups by outcome."""
+        """Returns the number of ended lookups by outcome."""
         seconds = self.part.stats.seconds
         return {outcome: sum(histogram.counts) for outcome, histogram in seconds.items()}
 
     @property
     def calls(self) -> list[FakeCall]:
-        """Calls in flight, of all replicas."""
+        """Returns the calls in flight, of all replicas."""
         return [call for one in self.connections.values() for call in one.calls]
 
     def learn(self, seconds: float, count: int = 64) -> None:
-        """Has the part measure ``count`` latencies of ``seconds``."""
+        """Adds ``count`` latencies of ``seconds`` to the part's statistics."""
         for _ in range(count):
             self.part.recent.add(seconds)
 

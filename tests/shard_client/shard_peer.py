@@ -1,4 +1,4 @@
-"""A shard without sockets, which writes frames by hand, and the client that it talks to."""
+"""A shard without sockets that writes frames by hand, and the client under test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT = 100_000
 
 
 class ShardPeer:
-    """The client, its replies, and what it sends.
+    """A client, its replies, and the frames that it sends.
 
     Attributes:
         replies: replies so far, by the number of the call.
@@ -63,7 +63,7 @@ class ShardPeer:
         return self.client.call(block, message, on_reply)
 
     def send(self, *parts: bytes) -> list[Frame]:
-        """Has the client receive ``parts``; returns what it sends."""
+        """Passes ``parts`` to the client, and returns the frames that it sends."""
         self.client.receive(b"".join(parts))
         return self.taken()
 
@@ -104,7 +104,7 @@ def trailers(stream_id: int, fields: Headers = OK_TRAILERS) -> bytes:
 
 
 def answer(stream_id: int, message: bytes, frame_bytes: int = 16384) -> bytes:
-    """A complete response in frames of ``frame_bytes``."""
+    """Returns a complete response in DATA frames of ``frame_bytes``."""
     body = framed(message)
     pieces = [body[start : start + frame_bytes] for start in range(0, len(body), frame_bytes)]
     sent = [data(stream_id, piece) for piece in pieces]

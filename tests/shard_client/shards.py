@@ -1,4 +1,4 @@
-"""Shards that answer Embed with constant replies: gRPC's own server, in a process of its own."""
+"""Shards with constant replies to Embed: a gRPC server in a process."""
 
 from __future__ import annotations
 
@@ -55,21 +55,24 @@ server.wait_for_termination()
 
 @dataclass
 class GrpcShard:
-    """A running process, and its port."""
+    """A running shard process, and its port."""
 
     process: asyncio.subprocess.Process
     port: int
 
     def stop(self) -> None:
-        """Returns once all threads have stopped: the signal reaches one, which stops the others."""
+        """Stops the process, and returns once all threads have stopped.
+
+        The signal reaches one thread, which stops the others.
+        """
         self.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
 
 @asynccontextmanager
 async def grpc_shard(repeats: int = 1, port: int | None = None) -> AsyncIterator[GrpcShard]:
-    """A shard that repeats the request message ``repeats`` times; killed at the end."""
-    port = port or free_port()  # which nobody takes once it is killed
+    """Runs a shard that repeats the request message ``repeats`` times; kills it at the end."""
+    port = port or free_port()  # stays reserved after a kill
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-c", SHARD, str(port), str(repeats), MODELS.SerializeToString().hex()),

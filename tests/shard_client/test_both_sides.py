@@ -1,4 +1,4 @@
-"""The client against the server's own side of HTTP/2, in memory."""
+"""Tests of the client against the server's side of HTTP/2, in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 1 << 20
 
 
 class Repeat:
-    """Answers a request with its message, ``times`` over."""
+    """A request handler that responds with the request message, repeated ``times`` times."""
 
     def __init__(self, times: int, stream: Stream) -> None:
         self.times, self.stream = times, stream
@@ -37,12 +37,12 @@ class Repeat:
             self.stream.answer(HEAD_BLOCK, (body,), len(body), OK_BLOCK)
 
     def reset(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the handler holds nothing."""
 
     resume = drain = reset
 
     def check_time(self, now_s: float) -> None:
-        """Nothing takes long."""
+        """Does nothing: the handler has no timeout."""
 
 
 class Pair:
@@ -62,7 +62,7 @@ class Pair:
         return ResolvedRoute(partial(Repeat, times), request.content_length)
 
     def exchange(self, step: int) -> None:
-        """Passes bytes on in random pieces, until there are none."""
+        """Passes bytes in random chunks in both directions, until none are left."""
         while True:
             sender = self.server.frame_writer
             sender.pump()

@@ -1,4 +1,4 @@
-"""Random and mutated frames: nothing is raised, and every call gets exactly one reply."""
+"""Tests of random and mutated frames: nothing raises, and every call gets exactly one reply."""
 
 from __future__ import annotations
 

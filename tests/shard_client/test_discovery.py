@@ -1,4 +1,4 @@
-"""Where the addresses of shards come from, and what becomes of wrong ones."""
+"""Tests of the sources of shard addresses, and of invalid addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client side of HTTP/2 against frames written by hand."""
+"""Tests of the client side of HTTP/2 against frames written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica is called, and when another one is; with fake shards and a fake clock."""
+"""Tests of the choice of replicas, retries and hedges, with fake shards and a fake clock."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_lost_connections_are_made_again_with_backoff() -> None:
 
 @pytest.mark.parametrize("status", [UNAUTHENTICATED, PERMISSION_DENIED])
 def test_a_replica_that_rejects_the_credentials_is_connected_to_again(status: int) -> None:
-    """They belong to the connection. Those of a new one may be others."""
+    """Checks that the client reconnects: credentials belong to a connection, and may change."""
     bench = Bench()
     bench.join("a")
     first = bench.connections["a"]
@@ -188,7 +188,7 @@ def test_credentials_that_change_replace_connections_without_a_gap(
     for host in "ab":
         assert not before[host].is_finished
         bench.connections[host].ready()
-        assert not before[host].is_finished  # it may reject the new credentials
+        assert not before[host].is_finished  # the shard may reject the new credentials
         bench.connections[host].list(model())
         assert before[host].is_finished
         assert bench.part.stats.replicas == {KEY: 2}
@@ -370,7 +370,7 @@ def test_an_overloaded_part_gets_few_calls_more_than_look_ups() -> None:
     bench.join("a", "b")
     for _ in range(500):
         bench.look_up()
-        bench.time.advance(0.02)  # until it is hedged, if the budget allows
+        bench.time.advance(0.02)  # until a hedge, if the budget allows
         while bench.calls:
             bench.calls[0].answer(OVERLOADED)
         bench.answer_polls()
@@ -381,7 +381,7 @@ def test_an_overloaded_part_gets_few_calls_more_than_look_ups() -> None:
 
 
 def test_a_request_that_is_too_large_is_not_retried() -> None:
-    """An overloaded shard sends retry-after; a request over a limit gets none."""
+    """Checks rejections: an overloaded shard sends retry-after, but not for a large request."""
     bench = Bench()
     bench.join("a", "b")
     bench.look_up()
@@ -523,7 +523,7 @@ def test_calls_of_silent_replicas_have_a_budget() -> None:
 
 
 def test_a_busy_router_takes_no_replica_for_silent() -> None:
-    """The replies have arrived, but the event loop has not read them yet."""
+    """Checks replies that have arrived, but that the event loop has not read yet."""
     bench = Bench()
     bench.join("a", "b")
     bench.learn(0.001)

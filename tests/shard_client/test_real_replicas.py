@@ -1,4 +1,7 @@
-"""Lookups at real processes, one of them killed, restarted or stopped; limits are generous."""
+"""Tests of lookups on real processes that are killed, restarted or stopped.
+
+Timeouts are generous.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,9 @@ from embedserve.shard_client.shard_connection import Address, ConnectionOptions,
 KEY = VersionKey("dlrm", 7)
 WAIT_S = 120
 CALL_S_MAX = 20
-"""Seconds that a call of one replica may take, of the LOOKUP_S_MAX of its lookup. A stopped replica
-is found by less: its connection is kept for longer."""
+"""Timeout in seconds of a call, within the LOOKUP_S_MAX of its lookup.
+
+The client detects a stopped replica in less time, and keeps its connection for longer."""
 LOOKUP_S_MAX = 60
 
 
@@ -89,7 +93,7 @@ async def test_a_host_that_is_no_name_is_reported_and_tried_again(
 
 
 class Load:
-    """Lookups one after the other, several at a time, until it is stopped."""
+    """Lookups in sequence, several at a time, until it is stopped."""
 
     def __init__(self, part: PartClient, in_flight: int = 8) -> None:
         self.part = part

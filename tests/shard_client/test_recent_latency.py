@@ -1,4 +1,4 @@
-"""Quantiles of recent latencies, budgets, and many deadlines with one timer."""
+"""Tests of quantiles of recent latencies, budgets, and many deadlines on one timer."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_replies_are_read_before_deadlines_that_passed_while_the_event_loop_was_
     for _ in range(2):
         time.now_s += 0.3  # the event loop is busy
         time.advance(0)
-        answered.is_over = True  # its reply was read
+        answered.is_over = True  # the reply was read
         queue.push(time.now_s - 0.01, Item("earlier"), time.now_s)
         assert ran == []
         time.advance(0.001)

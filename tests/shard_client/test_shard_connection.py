@@ -1,4 +1,4 @@
-"""Connections to real servers: gRPC's and embedserve's, a killed and a stopped one."""
+"""Tests of connections to real servers, gRPC's and embedserve's, also killed and stopped ones."""
 
 from __future__ import annotations
 
@@ -139,14 +139,17 @@ async def test_a_stopped_shard_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_slow_shard_that_answers_pings_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC's server takes three pings before it closes the connection, and the next comes late."""
+    """Checks pings: gRPC's server accepts three before it closes the connection.
+
+    The next ping comes late.
+    """
     monkeypatch.setattr(shard_connection, "CHECK_S", 0.01)
     monkeypatch.setattr(shard_connection, "SILENCE_S_MAX", 0.2)
     async with grpc_shard() as shard:
         connected = Connected(shard.port)
         connection = await connected.begin()
         call = connection.call((b"sleep",), 2 * WAIT_S, print)
-        for _ in range(2):  # answers to pings
+        for _ in range(2):  # responses to pings
             received_s = connection.last_received_s
             while connection.last_received_s == received_s:
                 assert connection.is_ready
@@ -192,7 +195,7 @@ async def test_a_port_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPa
     made = ShardConnection.connection_made
 
     def connection_made(self: ShardConnection, transport: asyncio.BaseTransport) -> None:
-        monkeypatch.setattr(shard_connection, "CONNECT_S_MAX", 0.1)  # not to connect, too
+        monkeypatch.setattr(shard_connection, "CONNECT_S_MAX", 0.1)  # only after connecting
         made(self, transport)
 
     monkeypatch.setattr(ShardConnection, "connection_made", connection_made)
@@ -211,7 +214,7 @@ async def test_a_connection_made_as_its_time_ends_is_no_error(
         connected = Connected(silent.getsockname()[1])
         asyncio.get_running_loop().call_soon(time.sleep, 0.2)  # after its first step
         assert await connected.end() == "no connection within 0.1 s"
-        await asyncio.sleep(0.3)  # some checks more
+        await asyncio.sleep(0.3)  # a few more checks
     assert caplog.records == []
 
 

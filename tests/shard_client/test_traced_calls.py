@@ -1,4 +1,4 @@
-"""The calls of a traced lookup are recorded, each with its reason, its replica and its outcome."""
+"""Tests of traced lookups: each call is recorded with its reason, replica and outcome."""
 
 from __future__ import annotations
 
