@@ -1,4 +1,4 @@
-"""One small store and one server over it for all of these tests."""
+"""Fixtures of the interoperability tests: one small store, and one server of it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Serves until the last of these tests has ended."""
+    """Runs a server until the last of these tests has ended."""
     log = tmp_path_factory.mktemp("server") / "log"
-    options = ("--request-values-max", 1_000_000)  # JSON of megabytes
+    options = ("--request-values-max", 1_000_000)  # for JSON of megabytes
     here = ("--http-uds", uds_of(log), "--shared-memory", SHARED_MEMORY)
     with running(store, log, *options, *here) as server:
         yield server
@@ -45,17 +45,17 @@ def uds_of(log: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def uds(server: Running) -> Path:
-    """Its Unix socket."""
+    """Returns the server's Unix socket."""
     return uds_of(server.log)
 
 
 @pytest.fixture(scope="session")
 def target(server: Running) -> str:
-    """HOST:PORT of gRPC."""
+    """Returns HOST:PORT of gRPC."""
     return server.grpc
 
 
 @pytest.fixture(params=["http", "grpc"])
 def each_port(server: Running, request: pytest.FixtureRequest) -> str:
-    """HOST:PORT of one port, then of the other: both take every protocol."""
+    """Returns HOST:PORT of the HTTP port, then of the gRPC port: both accept every protocol."""
     return server.http.removeprefix("http://") if request.param == "http" else server.grpc

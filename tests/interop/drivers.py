@@ -1,7 +1,7 @@
-"""Clients of other languages: programs that make the calls they are told and say how each ended.
+"""Clients in other languages: programs that make the requested calls and report how each ended.
 
-A driver reads {"gzip", "calls"} as JSON and makes all calls at once over one connection. Its
-packages are installed, or it is compiled, when it is first needed and whenever its sources change.
+A driver reads {"gzip", "calls"} as JSON and makes all calls concurrently over one connection. Its
+packages are installed, or it is compiled, at its first use and whenever its sources change.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ GO = {
     "GOCACHE": str(CACHE / "go-build"),
     "CGO_ENABLED": "0",
 }
-"""Debian's Go packages are sources in a GOPATH; the cache keeps them compiled."""
+"""Environment of Go. Debian's Go packages are sources in a GOPATH; the cache has them compiled."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as a driver is told it.
+    """A call that a driver makes.
 
     Attributes:
-        cancel: a unary call at once, a stream at its first answer.
-        in_turns: each request of a stream is sent after the answer before it.
+        cancel: cancels a unary call immediately, a stream at its first response.
+        in_turns: sends each request of a stream after the response to the previous one.
     """
 
     method: str
@@ -70,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended."""
+    """The outcome of a call."""
 
     bodies: list[bytes]
     code: grpc.StatusCode
@@ -84,7 +84,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Driver:
-    """A program that makes calls; TARGET is put behind ``command``."""
+    """A program that makes calls; TARGET is appended to ``command``."""
 
     command: Sequence[str]
     arguments: Sequence[str] = ()
@@ -110,7 +110,7 @@ def _ended(said: dict[str, Any]) -> Ended:
 
 
 def node_driver() -> Driver:
-    """@grpc/grpc-js under Node."""
+    """Returns the driver for @grpc/grpc-js on Node."""
     sources = [HERE / "node" / name for name in ("package.json", "package-lock.json")]
     folder = made("node", sources, install_packages)
     return Driver(
@@ -121,7 +121,7 @@ def node_driver() -> Driver:
 
 
 def install_packages(folder: Path, sources: Sequence[Path]) -> None:
-    """npm's, of a package.json and its lock."""
+    """Installs the npm packages of a package.json and its lock."""
     for source in sources:
         shutil.copy(source, folder)
     options = ("--ignore-scripts", "--no-audit", "--no-fund")
@@ -129,7 +129,7 @@ def install_packages(folder: Path, sources: Sequence[Path]) -> None:
 
 
 def go_driver() -> Driver:
-    """grpc-go, from Debian's packages."""
+    """Returns the driver for grpc-go from Debian's packages."""
     folder = made("go", [HERE / "go" / "main.go"], _compile)
     return Driver([str(folder / "client")])
 
@@ -140,14 +140,20 @@ def _compile(folder: Path, sources: Sequence[Path]) -> None:
 
 
 def python_programs(name: str) -> Path:
-    """Where the programs of a Python environment of its own are, with what the folder of that name
-    requires; a test that needs them is skipped where there is no package index."""
+    """Returns the programs' folder of a virtual environment with the requirements of folder
+    ``name``.
+
+    Without a package index the test that needs it is skipped.
+    """
     return made(name, [HERE / name / "requirements.txt"], _install_for_python) / "bin"
 
 
 def told_by_python(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What client.py of the folder of that name writes to stdout, in such an environment; it is
-    ``given`` what to ask."""
+    """Runs client.py of folder ``name`` in its virtual environment, and returns its JSON output.
+
+    Args:
+        given: JSON for its stdin: what to request.
+    """
     done = subprocess.run(
         [str(python_programs(name) / "python"), str(HERE / name / "client.py")],
         input=json.dumps(given),
@@ -161,7 +167,7 @@ def told_by_python(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _install_for_python(folder: Path, sources: Sequence[Path]) -> None:
-    """By the pip of this environment; compiled is what is imported, as it is."""
+    """Installs by the pip of this environment. Modules are compiled when they are imported."""
     python = (sys.executable, "-m")
     options = ("--quiet", "--disable-pip-version-check", "--no-compile")
     for command in (
@@ -176,7 +182,7 @@ def _install_for_python(folder: Path, sources: Sequence[Path]) -> None:
 
 
 def made(name: str, sources: Sequence[Path], make: Callable[[Path, Sequence[Path]], None]) -> Path:
-    """A folder that ``make`` has filled from ``sources``, once; another run waits for it."""
+    """Returns a folder that ``make`` fills from ``sources`` once. A concurrent run waits for it."""
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()
     folder = CACHE / f"{name}-{digest[:16]}"
     with ExitStack() as held:

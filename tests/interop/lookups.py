@@ -1,7 +1,7 @@
-"""Lookups with the answers that they must get, computed with numpy, outside of the server.
+"""Lookups with their expected responses, which numpy computes outside of the server.
 
-The tables hold whole numbers, so that float32 sums are the same in any order, and every answer is
-compared as a whole: model, version, keys, widths and each value.
+The tables hold whole numbers, so that float32 sums are equal in any order. Tests compare every
+response as a whole: model, version, keys, widths and each value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from embedserve_proto import embedding_pb2 as pb
 
 MODEL = "shop"
 SHARED_MEMORY = "/embedserve-interop-"
-"""What keys of regions begin with."""
+"""Prefix of the keys of shared-memory regions."""
 SERVICE = "embedserve.v1.EmbeddingService"
 ROWS = {"user": 500, "movie": 300}
 DIMS = {"user": 8, "movie": 64}
@@ -39,7 +39,7 @@ class Lookup:
 
     Attributes:
         bags: by feature, the ids of each example.
-        is_raw: ids and lengths are sent as bytes, not as packed fields.
+        is_raw: whether ids and lengths are sent as bytes instead of packed fields.
     """
 
     bags: dict[str, list[list[int]]]
@@ -64,7 +64,9 @@ class Lookup:
 
     @cached_property
     def framed(self) -> bytes:
-        """The request as gRPC sends it: not compressed, its length, itself."""
+        """Returns the request in gRPC's framing: the flag for no compression, the length, the
+        message.
+        """
         return b"\0" + len(self.body).to_bytes(4, "big") + self.body
 
     @cached_property
@@ -73,12 +75,12 @@ class Lookup:
 
     @cached_property
     def values(self) -> np.ndarray:
-        """float32 [B, WIDTH]"""
+        """Returns float32 [B, WIDTH]."""
         return np.concatenate([_pooled(feature, self.bags[feature]) for feature in ROWS], axis=1)
 
     @property
     def by_feature(self) -> dict[str, np.ndarray]:
-        """float32 [B, dim] of each."""
+        """Returns float32 [B, dim] of each feature."""
         starts = accumulate(DIMS.values(), initial=0)
         return {
             name: self.values[:, start : start + dim]
@@ -108,7 +110,7 @@ class Lookup:
 
 
 def _pooled(feature: str, bags: list[list[int]]) -> np.ndarray:
-    """float32 [B, dim]: how often each bag has each row, times the rows."""
+    """Returns float32 [B, dim]: the rows, multiplied by their number of occurrences in each bag."""
     rows = ROWS[feature]
     cells = [rows * example + one for example, bag in enumerate(bags) for one in bag]
     counts = np.bincount(np.array(cells, np.int64), minlength=rows * len(bags))
@@ -116,7 +118,7 @@ def _pooled(feature: str, bags: list[list[int]]) -> np.ndarray:
 
 
 def lookup(seed: int, examples: int = 3, ids_max: int = 8, is_raw: bool = False) -> Lookup:
-    """Jagged ids, some bags empty; another seed, other ids."""
+    """Returns jagged ids, some bags empty, which depend on the seed."""
     rng = np.random.default_rng(seed)
     bags = {
         feature: [
@@ -128,29 +130,34 @@ def lookup(seed: int, examples: int = 3, ids_max: int = 8, is_raw: bool = False)
 
 
 def lookups(count: int, first_seed: int = 0) -> list[Lookup]:
-    """Of one to seven examples each."""
+    """Returns lookups of one to seven examples each."""
     return [lookup(seed, 1 + seed % 7) for seed in range(first_seed, first_seed + count)]
 
 
 @cache
 def large_answer() -> Lookup:
-    """Its answer has 5.8 MB, its request 0.8 MB."""
+    """Returns a lookup whose response has 5.8 MB and whose request has 0.8 MB."""
     return lookup(1, 20_000, 4, is_raw=True)
 
 
 @cache
 def large_request() -> Lookup:
-    """Its request has 3.2 MB, more than a stream's or a connection's window; its answer 0.1 MB."""
+    """Returns a lookup whose response has 0.1 MB and whose request has 3.2 MB.
+
+    The request exceeds the flow-control windows of a stream and of a connection.
+    """
     return lookup(2, 500, 800, is_raw=True)
 
 
 WRONG = Lookup({"user": [[7], [ROWS["user"]]], "movie": [[], []]})
-"""Its second example has an id past the table's end."""
+"""A lookup whose second example has an id past the table's end."""
 WRONG_FIELD = "features.user[1][0]"
 
 
 def assert_answers(bodies: Sequence[bytes], asked: Sequence[Lookup]) -> None:
-    """Each body is the answer to its lookup; what differs is said in short."""
+    """Checks that each body is the response to its lookup; a failure shows only the start of the
+    body.
+    """
     assert len(bodies) == len(asked)
     for number, (body, one) in enumerate(zip(bodies, asked, strict=True)):
         is_right = pb.EmbedResponse.FromString(body) == one.answer
@@ -158,7 +165,9 @@ def assert_answers(bodies: Sequence[bytes], asked: Sequence[Lookup]) -> None:
 
 
 def assert_outputs(outputs: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
-    """Each is (shape, base64 of its float32) as expected, and there are no others."""
+    """Checks that each output is (shape, base64 of its float32) as expected, and that none is left
+    over.
+    """
     assert set(outputs) == set(expected)
     for name, values in expected.items():
         shape, encoded = outputs[name]
@@ -167,7 +176,7 @@ def assert_outputs(outputs: dict[str, Any], expected: dict[str, np.ndarray]) -> 
 
 
 def unframed(data: bytes) -> list[bytes]:
-    """The messages in the body of a gRPC answer; none of them compressed."""
+    """Returns the messages in the body of a gRPC response, which must be uncompressed."""
     messages = []
     while data:
         size = int.from_bytes(data[1:5], "big")

@@ -1,7 +1,7 @@
 """Pods of podman, started from the rendered manifests as kubelet starts them.
 
-All run in the network namespace of the test, which has no way out (make image-test), and have
-addresses of a bridge inside it.
+All run in the network namespace of the test, which has no way out (make image-test). Their
+addresses are on a bridge inside it.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ NETWORK = "embedserve-test"
 SUBNET = "10.89.77"
 VOLUME = "embedserve-test-store"
 STARTED_KINDS = {"Deployment", "ConfigMap"}
-"""What podman starts of the overlay; the claim is a volume."""
+"""Kinds of the overlay's objects that podman starts; the claim is a podman volume."""
 READY_S_MAX = 180
 EXIT_S_MAX = 60
 PODMAN_S_MAX = 120
 GRACE_S = 25
-"""What terminationGracePeriodSeconds leaves after preStop."""
+"""Seconds of terminationGracePeriodSeconds that remain after preStop."""
 
 
 def has_way_out() -> bool:
-    """Whether a packet can leave this network namespace."""
+    """Returns whether a packet can leave this network namespace."""
     routes = Path("/proc/net/route").read_text().splitlines()[1:]
     return any(route.split()[1] == "00000000" for route in routes)
 
 
 def podman(*arguments: object) -> str:
-    """Runs podman elsewhere: where it is started, it leaves a file "oom" of a container that was
-    killed for its memory."""
+    """Runs podman in the temporary folder.
+
+    Podman leaves a file "oom" in its working directory when a container is killed for its memory.
+    """
     elsewhere = Path(tempfile.gettempdir())
     return run_tool("podman", *arguments, cwd=elsewhere, limit_s=PODMAN_S_MAX).decode()
 
 
 def rendered() -> dict[str, dict[str, Any]]:
-    """The manifests that podman starts, by kind."""
+    """Returns the manifests that podman starts, by kind."""
     text = run_tool("kubectl", "kustomize", OVERLAY)
     manifests = {one["kind"]: one for one in yaml.safe_load_all(text)}
     return {kind: manifests[kind] for kind in sorted(STARTED_KINDS)}
@@ -57,7 +59,7 @@ def rendered() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Pod:
-    """One replica of the Deployment."""
+    """A pod of podman: one replica of the Deployment."""
 
     name: str
     container: str
@@ -80,7 +82,7 @@ class Pod:
         ).stdout
 
     def probe(self, kind: str) -> int:
-        """Returns the status that the manifest's probe gets, or 0 where nothing listens."""
+        """Returns the status of the manifest's probe, or 0 if nothing listens."""
         path = self.manifest[kind]["httpGet"]["path"]
         try:
             with urllib.request.urlopen(self.url + path, timeout=5) as response:
@@ -92,7 +94,7 @@ class Pod:
             return 0
 
     def wait_until_ready(self) -> float:
-        """Returns the seconds that it took from here."""
+        """Waits until the pod is ready, and returns the seconds."""
         start = time.monotonic()
         while self.probe("readinessProbe") != 200:
             assert time.monotonic() < start + READY_S_MAX, self.log()
@@ -100,7 +102,7 @@ class Pod:
         return time.monotonic() - start
 
     def stop(self) -> int:
-        """Ends it as kubelet does: preStop, SIGTERM, grace. Returns its exit code."""
+        """Stops the pod as kubelet does: preStop, SIGTERM, grace period. Returns its exit code."""
         hook = self.manifest["lifecycle"]["preStop"]["exec"]["command"]
         podman("exec", self.container, *hook)
         podman("stop", "--time", GRACE_S, self.container)
@@ -108,7 +110,7 @@ class Pod:
         return code
 
     def remove(self) -> None:
-        """Tries again where podman starts a container again meanwhile, and cannot remove it."""
+        """Removes the pod. Retries, as podman fails while it restarts a container."""
         end = time.monotonic() + EXIT_S_MAX
         remove = ["podman", "pod", "rm", "--force", "--ignore", "--time", "1", self.name]
         while (done := subprocess.run(remove, capture_output=True, text=True)).returncode:
@@ -128,11 +130,11 @@ def play(
 ) -> Pod:
     """Starts the rendered Deployment as ``name``, at the address ``SUBNET.host``.
 
-    Its ports are left out: podman would publish them on all addresses of the host.
+    Omits its ports, which podman would publish on all addresses of the host.
 
     Args:
         memory: another memory limit.
-        settings: more values of the ConfigMap.
+        settings: further values of the ConfigMap.
         secret: files of a Secret that is mounted at /secret.
         volume: another volume with a store.
     """
@@ -156,12 +158,12 @@ def play(
             "metadata": metadata,
             "data": files,
         }
-        # Podman 4.3 crashes where "optional" is left out.
+        # Podman 4.3 crashes without "optional".
         source = {"secretName": metadata["name"], "optional": False}
         pod["volumes"].append({"name": "secret", "secret": source})
         container["volumeMounts"].append({"name": "secret", "mountPath": "/secret"})
     path = folder / f"{name}.yaml"
-    # What the Deployment refers to comes first.
+    # Objects that the Deployment refers to come first.
     path.write_text(yaml.safe_dump_all(sorted(manifests.values(), key=_is_deployment)))
     address = f"{SUBNET}.{host}"
     podman("kube", "play", "--network", NETWORK, "--ip", address, path)
@@ -174,7 +176,7 @@ def _is_deployment(manifest: dict[str, Any]) -> bool:
 
 
 def fill_volume(name: str, store: Path) -> Path:
-    """Copies a store into a volume, readable to the image's user; returns its folder."""
+    """Copies a store into a volume, readable by the image's user, and returns its folder."""
     podman("volume", "create", name)
     folder = Path(podman("volume", "inspect", "--format", "{{.Mountpoint}}", name).strip())
     shutil.copytree(store, folder, dirs_exist_ok=True)

@@ -1,5 +1,7 @@
-"""nginx, HAProxy and Envoy with the configurations of deploy/proxies, as child processes with all
-their files in one folder."""
+"""nginx, HAProxy and Envoy with the configurations of deploy/proxies.
+
+Each is a child process with all its files in one folder.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ from running_servers import free_port
 START_S_MAX = 120
 STOP_S_MAX = 60
 CONFIGURATIONS = ROOT / "deploy" / "proxies"
-"""Whole configurations, which docs/proxies.md shows: two servers, 10.0.0.1 and 10.0.0.2."""
+"""Folder of the complete configurations that docs/proxies.md shows, for servers 10.0.0.1 and
+10.0.0.2."""
 ADDRESS_FORMS = ("{}:{}", "address: {}, port_value: {}")
-"""An address in the files of nginx and HAProxy, and in Envoy's."""
+"""Formats of an address: in the files of nginx and HAProxy, and in Envoy's."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A running proxy: where it takes REST and gRPC, and what it writes."""
+    """A running proxy, its addresses for REST and gRPC, and its log."""
 
     name: str
     http: str
@@ -46,8 +49,8 @@ def configuration(
     """Returns a file of deploy/proxies for the servers ``to``, one or two.
 
     Args:
-        listening: the file's own addresses, and what they are here.
-        more: other replacements, each of a text that the file has.
+        listening: addresses in the file, with their replacements.
+        more: other texts in the file, with their replacements.
     """
     text = (CONFIGURATIONS / name).read_text("utf-8")
     if len(to) == 1:
@@ -68,7 +71,7 @@ def configuration(
 
 @contextmanager
 def nginx(folder: Path, *to: Ports) -> Iterator[Proxy]:
-    """HTTP/1.1 to the one port and HTTP/2 to the other, over connections that are kept."""
+    """Runs nginx: HTTP/1.1 to one port and HTTP/2 to the other, over keepalive connections."""
     config, ports = folder / "nginx.conf", Ports(free_port(), free_port())
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     temporary = "".join(f" {kind}_temp_path {folder}/{kind};" for kind in kinds)
@@ -85,11 +88,11 @@ def nginx(folder: Path, *to: Ports) -> Iterator[Proxy]:
 
 @contextmanager
 def haproxy(folder: Path, *to: Ports, has_checks: bool = True) -> Iterator[Proxy]:
-    """HTTP/2 to both ports, of many clients over few connections.
+    """Runs HAProxy: HTTP/2 to both ports, few connections for many clients.
 
     Args:
-        has_checks: whether HAProxy itself finds out which servers are ready; before a Service of
-            Kubernetes it does not.
+        has_checks: whether HAProxy checks which servers are ready; not in front of a Service of
+            Kubernetes.
     """
     ports = Ports(free_port(), free_port())
     listening = {
@@ -104,7 +107,7 @@ def haproxy(folder: Path, *to: Ports, has_checks: bool = True) -> Iterator[Proxy
 
 @contextmanager
 def haproxy_of(folder: Path, text: str, ports: Ports) -> Iterator[Proxy]:
-    """HAProxy with another configuration, which listens on ``ports``."""
+    """Runs HAProxy with another configuration, which listens on ``ports``."""
     config = folder / "haproxy.cfg"
     config.write_text(text)
     with _running("haproxy", [tool("haproxy"), "-db", "-f", str(config)], folder, ports) as proxy:
@@ -113,7 +116,7 @@ def haproxy_of(folder: Path, text: str, ports: Ports) -> Iterator[Proxy]:
 
 @contextmanager
 def envoy(folder: Path, *to: Ports) -> Iterator[Proxy]:
-    """HTTP/2 to both ports; Envoy comes from the package index."""
+    """Runs Envoy, from the package index: HTTP/2 to both ports."""
     (program,) = python_programs("envoy").parent.glob("lib/python3*/site-packages/envoy/_bin/envoy")
     program.chmod(0o755)
     config, ports = folder / "envoy.yaml", Ports(free_port(), free_port())
@@ -133,7 +136,7 @@ PROXIES: dict[str, Callable[..., AbstractContextManager[Proxy]]] = {
     "haproxy": haproxy,
     "envoy": envoy,
 }
-"""Each takes a folder and the servers that it stands before."""
+"""Functions that run each proxy, given a folder and the servers behind it."""
 
 
 @contextmanager

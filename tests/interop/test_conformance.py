@@ -1,4 +1,4 @@
-"""The conformance script passes against our server, and tells what is wrong of one that is not."""
+"""Tests of the conformance script: our server passes, and it names the faults of another one."""
 
 from __future__ import annotations
 

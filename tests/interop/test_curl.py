@@ -1,4 +1,4 @@
-"""curl: REST over HTTP/2 with prior knowledge and over HTTP/1.1, on both ports."""
+"""Tests of curl: REST over HTTP/2 with prior knowledge and over HTTP/1.1, on both ports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERSIONS = {"2": "--http2-prior-knowledge", "1.1": "--http1.1"}
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 TOO_LARGE_BYTES = (64 << 20) + 1
-"""One more than serve's default limit."""
+"""Bytes of a body: one more than serve's default limit."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Curl:
-    """curl with one version of HTTP, asking one port."""
+    """curl with one HTTP version, for one port."""
 
     version: str
     url: str
@@ -100,11 +100,11 @@ def test_bodies_of_megabytes(curl: Curl, make: Callable[[], Lookup]) -> None:
     assert_answers([answer.body], [asked])
     answer = curl.post("/embed", asked.json_body, JSON)
     assert answer.status == 200
-    assert (json.loads(answer.body) == asked.json_answer) is True  # without a diff of megabytes
+    assert (json.loads(answer.body) == asked.json_answer) is True  # no diff of megabytes
 
 
 def test_a_body_of_unknown_length(curl: Curl) -> None:
-    """Chunks in HTTP/1.1; in HTTP/2 no content-length."""
+    """Sends chunks over HTTP/1.1, and no content-length over HTTP/2."""
     asked = large_request()
     options = ("--upload-file", "-", "--request", "POST", "--header", f"content-type: {PROTOBUF}")
     output = run_tool(
@@ -116,7 +116,7 @@ def test_a_body_of_unknown_length(curl: Curl) -> None:
 
 
 def test_a_body_over_the_limit_is_refused(each_port: str, tmp_path: Path) -> None:
-    """Over HTTP/1.1: curl 7.88 takes no answer of HTTP/2 that comes before its upload's end."""
+    """Uses HTTP/1.1: over HTTP/2 curl 7.88 ignores a response that precedes the upload's end."""
     body = tmp_path / "body"
     with body.open("wb") as file:
         file.truncate(TOO_LARGE_BYTES)
@@ -163,7 +163,7 @@ def test_errors(curl: Curl) -> None:
 
 
 def test_a_hundred_requests_beside_each_other(curl: Curl, tmp_path: Path) -> None:
-    """Each on a connection of its own: curl 7.88 cannot add to one that has just been made."""
+    """Uses a connection per request: curl 7.88 cannot share one that has just been opened."""
     lines = []
     asked = lookups(100)
     for number, one in enumerate(asked):

@@ -1,4 +1,4 @@
-"""@grpc/grpc-js and grpc-go: each makes the same calls over one connection."""
+"""Tests of @grpc/grpc-js and grpc-go: each makes the same calls over one connection."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_grpc_gos_health_client(target: str) -> None:
 
 
 def test_the_lock_of_the_packages_names_no_host() -> None:
-    """It takes them from the registry of whoever installs them; npm checks their hashes."""
+    """Checks that npm installs from the configured registry; npm verifies the hashes."""
     from interop.drivers import HERE
 
     assert tool("npm")

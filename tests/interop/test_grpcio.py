@@ -1,4 +1,4 @@
-"""grpcio's own client, blocking: unary calls, streams, deadlines, errors and large messages."""
+"""Tests of grpcio's blocking client: unary calls, streams, deadlines, errors, large messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from embedserve_proto import embedding_pb2 as pb
 from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 ANSWER_S_MAX = 60
-"""Patience of a call that must be answered."""
+"""Timeout in seconds of a call that must succeed."""
 ANY_SIZE = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 100),
@@ -60,7 +60,7 @@ def test_models_are_listed(stub: EmbeddingServiceStub) -> None:
 
 
 def test_a_stream_in_turns(stub: EmbeddingServiceStub) -> None:
-    """Each request is sent once the answer before it is there."""
+    """Sends each request after the response to the previous one."""
     asked = lookups(30)
     turns = threading.Semaphore(1)
 
@@ -183,13 +183,13 @@ def test_messages_of_megabytes(stub: EmbeddingServiceStub, make: Callable[[], Lo
     assert max(len(asked.body), len(asked.values.tobytes())) > 2_500_000
     for _ in range(3):
         assert_answers(stub, asked)
-    # No more than fit a caller's share of the queue: a server that is slow takes all at once.
+    # At most what fits a caller's share of the queue: a slow server takes all at once.
     stream = stub.EmbedStream(iter([asked.request] * 2), timeout=ANSWER_S_MAX)
     assert list(stream) == [asked.answer] * 2
 
 
 def test_every_call_may_bring_metadata_of_its_own(stub: EmbeddingServiceStub) -> None:
-    """More of it than any header table holds."""
+    """Sends more metadata than any header table holds."""
     for number, asked in enumerate(lookups(100)):
         metadata = [
             (f"x-key-{number}", "v" * 300),
@@ -201,7 +201,7 @@ def test_every_call_may_bring_metadata_of_its_own(stub: EmbeddingServiceStub) ->
 
 
 def test_500_calls_at_once_over_one_connection(stub: EmbeddingServiceStub) -> None:
-    """Many more than the streams that a connection may have."""
+    """Starts many more calls than a connection may have streams."""
     asked = lookups(AT_ONCE)
     calls = [stub.Embed.future(one.request, timeout=ANSWER_S_MAX) for one in asked]
     for one, call in zip(asked, calls, strict=True):
@@ -209,7 +209,7 @@ def test_500_calls_at_once_over_one_connection(stub: EmbeddingServiceStub) -> No
 
 
 def test_keepalive_pings_are_answered(target: str) -> None:
-    """Ten of them beside a stream that waits: none is too many."""
+    """Sends ten pings next to a waiting stream, which the server must not count as too many."""
     asked = lookup(7)
     turn = threading.Semaphore(1)
 
@@ -221,7 +221,7 @@ def test_keepalive_pings_are_answered(target: str) -> None:
     with grpc.insecure_channel(target, options=(*OWN_CONNECTION, *KEEPALIVE)) as channel:
         stream = EmbeddingServiceStub(channel).EmbedStream(requests(), timeout=ANSWER_S_MAX)
         assert next(stream) == asked.answer
-        assert not threading.Event().wait(timeout=1.0)  # the pings' time
+        assert not threading.Event().wait(timeout=1.0)  # time for the pings
         turn.release()
         assert list(stream) == [asked.answer]
         assert stream.code() is grpc.StatusCode.OK

@@ -1,4 +1,4 @@
-"""grpcio's asyncio client: unary calls, streams, cancellation, compression, many calls at once."""
+"""Tests of grpcio's asyncio client: unary calls, streams, cancellation, gzip, concurrent calls."""
 
 from __future__ import annotations
 

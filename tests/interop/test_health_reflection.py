@@ -1,4 +1,4 @@
-"""The clients of grpcio-health-checking and grpcio-reflection."""
+"""Tests of the clients of grpcio-health-checking and grpcio-reflection."""
 
 from __future__ import annotations
 

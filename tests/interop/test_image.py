@@ -1,7 +1,7 @@
-"""The built image, started by podman with the rendered manifests (make image, make image-test).
+"""Tests of the built image, started by podman with the rendered manifests (make image-test).
 
-Podman has no preStop and leaves probes to systemd; the tests call both as kubelet does, and HAProxy
-stands for the Service.
+Podman has no preStop and leaves probes to systemd. The tests call both as kubelet does, and HAProxy
+stands in for the Service. `make image` builds the image.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ pytestmark = pytest.mark.image
 
 ROLLS = 2
 ANSWERS = 50
-"""Of each client, before, while and after a pod is replaced."""
+"""Number of responses that each client waits for before, while and after a pod is replaced."""
 CLIENTS = 2
-"""Of each protocol."""
+"""Number of clients of each protocol."""
 TOO_LITTLE = "64Mi"
-"""Less than Python and PyTorch take before they load a model."""
+"""Memory limit below what Python and PyTorch take before they load a model."""
 IMAGE = f"localhost/embedserve:{__version__}-cpu"
 
 
@@ -67,7 +67,7 @@ def volume(store: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[ExitStack]:
-    """Removes what was started, whatever happened."""
+    """Removes all pods at the end, even after a failure."""
     with ExitStack() as ends:
         yield ends
 
@@ -129,7 +129,7 @@ def test_the_image_lists_its_packages() -> None:
 
 @pytest.fixture
 def load(tmp_path: Path) -> Iterator[Load]:
-    """Clients of every protocol, through HAProxy before the addresses 11 and 12."""
+    """Runs clients of every protocol, through HAProxy, for the addresses 11 and 12."""
     ports, load = Ports(free_port(), free_port()), Load()
     text = (CONFIGURATIONS / "haproxy.cfg").read_text()
     for old, new in {
@@ -184,10 +184,10 @@ def test_a_pod_with_too_little_memory_is_killed_and_started_again(
 
 
 def test_a_pod_that_is_killed_serves_again(pods: ExitStack, tmp_path: Path) -> None:
-    """With the signal that the kernel sends a process for the memory of its container."""
+    """Kills with the signal that the kernel sends when a container exceeds its memory."""
     pod = start(pods, tmp_path, "killed", 11)
     pod.wait_until_ready()
-    os.kill(pod.inspect()["State"]["Pid"], signal.SIGKILL)  # podman kill would not start it again
+    os.kill(pod.inspect()["State"]["Pid"], signal.SIGKILL)  # podman kill would prevent the restart
     end = time.monotonic() + EXIT_S_MAX
     while pod.inspect()["RestartCount"] < 1:
         assert time.monotonic() < end

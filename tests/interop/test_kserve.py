@@ -1,5 +1,8 @@
-"""KServe's InferenceRESTClient and InferenceGRPCClient: what they are answered is what /embed
-answers, to the bit. Installing them takes a minute and 320 MB."""
+"""Tests of KServe's InferenceRESTClient and InferenceGRPCClient: results equal /embed's bit for
+bit.
+
+Installing the clients takes a minute and 320 MB.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def asked() -> list[Lookup]:
 
 @pytest.fixture(scope="module")
 def told(server: Running) -> dict[str, Any]:
-    """What the clients were told of all that they asked."""
+    """Runs KServe's clients once, and returns all that they received."""
     given = {
         "http": server.http,
         "grpc": server.grpc,
@@ -47,7 +50,7 @@ def as_asked(one: Lookup, at: int) -> dict[str, Any]:
 def test_every_form_is_answered_as_embed_is(told: dict[str, Any], form: str) -> None:
     answers = told[form.partition(",")[0]]["answers"][form]
     for at, (answer, one) in enumerate(zip(answers, asked(), strict=True)):
-        version = "1" if form.startswith("gRPC") else None  # which its REST client passes over
+        version = "1" if form.startswith("gRPC") else None  # KServe's REST client drops it
         assert (answer["model"], answer["version"]) == (MODEL, version)
         assert answer["id"] == f"request {at}"
         assert list(answer["outputs"]) == list(DIMS)

@@ -1,5 +1,7 @@
-"""MLServer's `mlserver infer`, and its types over its gRPC stub: what they are answered is what
-/embed answers, to the bit."""
+"""Tests of MLServer's `mlserver infer`, and of its types over its gRPC stub.
+
+Results equal /embed's bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ ASKED = {f"request {at}": one for at, one in enumerate(lookups(6))}
 
 @pytest.fixture(scope="module")
 def told(server: Running) -> dict[str, Any]:
-    """What the clients were told of all that they asked."""
+    """Runs MLServer's clients once, and returns all that they received."""
     given = {
         "http": server.http.removeprefix("http://"),
         "grpc": server.grpc,

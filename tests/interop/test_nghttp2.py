@@ -1,4 +1,4 @@
-"""nghttp and h2load: HTTP/2 by nghttp2's client, REST and gRPC, on both ports."""
+"""Tests of nghttp and h2load: HTTP/2 by nghttp2's client, REST and gRPC, on both ports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMBED = f"/{SERVICE}/Embed"
 STREAM = f"/{SERVICE}/EmbedStream"
 REQUESTS = 3000
 TOO_LARGE_BYTES = (64 << 20) + 1
-"""One more than serve's default limit."""
+"""Bytes of a body: one more than serve's default limit."""
 WAYS = {
     "plain": (),
     "padded": ("--padding=255",),
@@ -39,7 +39,7 @@ WAYS = {
 
 
 def nghttp(url: str, *options: object, body: bytes | None = None) -> bytes:
-    """What was downloaded, or with --verbose what was said."""
+    """Returns the downloaded bytes, or the log with --verbose."""
     data = () if body is None else ("--data=-",)
     return run_tool("nghttp", "--timeout=60s", *data, *options, url, stdin=body or b"")
 
@@ -83,7 +83,7 @@ def test_the_same_request_many_times_over_one_connection(each_port: str, tmp_pat
     (tmp_path / "body").write_bytes(asked.framed)
     options = (*GRPC, f"--data={tmp_path}/body", "--multiply=90")
     answer = nghttp(f"http://{each_port}{EMBED}", *options)
-    # The streams' frames lie between each other.
+    # Frames of the streams are interleaved.
     message = asked.answer.SerializeToString()
     framed = b"\0" + len(message).to_bytes(4, "big") + message
     assert sorted(answer) == sorted(framed * 90)
@@ -97,7 +97,7 @@ def test_grpc_ends_in_trailers(each_port: str) -> None:
 
 
 def test_a_header_block_past_the_limit_ends_the_connection(each_port: str) -> None:
-    """nghttp's --continuation sends 18 KB of headers, where 16 KiB are taken."""
+    """Sends 18 KB of headers by nghttp's --continuation; the limit is 16 KiB."""
     said = nghttp(f"http://{each_port}/health/live", "--continuation", "-v", "-n").decode()
     assert "ENHANCE_YOUR_CALM" in said
     assert nghttp(f"http://{each_port}/health/live")
@@ -123,12 +123,15 @@ def test_an_upload_is_answered_before_its_end(
 
 
 def sent_bytes(said: str) -> int:
-    """Of DATA, in nghttp's frames."""
+    """Returns the bytes of the DATA frames that nghttp logs as sent."""
     return sum(map(int, re.findall(r"send DATA frame <length=(\d+)", said)))
 
 
 def h2load(url: str, body: bytes, folder: Path, *headers: str) -> tuple[dict[str, int], int]:
-    """(requests by outcome, bytes of all answers' DATA) of a bounded load over 4 connections."""
+    """Runs a bounded load over 4 connections.
+
+    Returns (requests by outcome, bytes of DATA of all responses).
+    """
     (folder / "body").write_bytes(body)
     load = ("-n", REQUESTS, "-c", 4, "-m", 100, "-d", folder / "body")
     said = run_tool("h2load", *load, *headers, url).decode()
@@ -149,7 +152,7 @@ def assert_all_answered(loaded: tuple[dict[str, int], int], answer_bytes: int) -
 
 
 def rest_bytes(url: str, asked: Lookup) -> int:
-    """Of the JSON answer, once it is seen to be right."""
+    """Checks the JSON response, and returns its length."""
     answer = nghttp(url, *JSON, body=asked.json_body)
     assert json.loads(answer) == asked.json_answer
     return len(answer)
@@ -164,7 +167,7 @@ def test_h2load_of_rest(each_port: str, tmp_path: Path) -> None:
 
 
 def test_h2load_of_grpc(each_port: str, tmp_path: Path) -> None:
-    """An error would be 200, too, but has no DATA."""
+    """Checks the bytes of DATA: an error would also have status 200, but no DATA."""
     asked = lookup(8)
     loaded = h2load(f"http://{each_port}{EMBED}", asked.framed, tmp_path, *GRPC)
     assert_all_answered(loaded, 5 + asked.answer.ByteSize())

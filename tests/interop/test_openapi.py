@@ -1,4 +1,4 @@
-"""The OpenAPI document is one, and schemathesis is answered what it says."""
+"""Tests of the OpenAPI document: it is valid, and schemathesis gets the described responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from running_servers import Running
 
 CONFIG = HERE / "openapi" / "schemathesis.toml"
 REQUESTS_S_MAX = (10, 60, 300)
-"""The next where the one before was too short, since something else has the cores."""
+"""Seconds of each attempt. The next follows if too few requests ran because other work has the
+cores."""
 REQUESTS_MIN = 100
 PROGRAM_S_MAX = 600
 OPTIONS = (
@@ -32,7 +33,7 @@ def programs() -> Path:
 
 
 def run(program: Path, *arguments: object, folder: Path) -> str:
-    """What it said; it must end well."""
+    """Runs a program that must succeed, and returns its output."""
     command = [str(program), *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=PROGRAM_S_MAX, cwd=folder
@@ -51,11 +52,11 @@ def test_it_is_a_document_of_openapi(programs: Path, server: Running, tmp_path: 
 def test_the_server_answers_what_the_document_says(
     programs: Path, server: Running, tmp_path: Path
 ) -> None:
-    """To requests as it describes them, to those next to them, and to any."""
+    """Sends requests that match the document, that nearly match it, and arbitrary ones."""
     url = f"{server.http}/openapi.json"
 
     def generated(seconds: int) -> int:
-        """As many requests as there was time for; none was answered wrong."""
+        """Returns the number of requests that ran in time; all responses are as described."""
         arguments = ("--config-file", CONFIG, "run", url, *OPTIONS, f"--max-time={seconds}")
         said = run(programs / "schemathesis", *arguments, folder=tmp_path)
         told = re.search(r"(\d+) generated", said)

@@ -1,5 +1,7 @@
-"""NVIDIA's load generator, perf_analyzer, as it comes: all that it asks is answered, and it can
-tell how long requests waited and were looked up. It needs Debian's libb64-0d."""
+"""Tests of NVIDIA's load generator perf_analyzer, unmodified: all its requests succeed.
+
+It also reports how long requests waited and were looked up. It needs Debian's libb64-0d.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from running_servers import Running
 
 pytestmark = pytest.mark.soak
 REQUESTS = 40
-"""That differ."""
+"""Number of different requests."""
 RUN_S_MAX = 120
 MEASUREMENT = (
     *("--concurrency-range", "4", "--measurement-mode", "count_windows"),
@@ -28,7 +30,7 @@ MEASUREMENT = (
 
 @pytest.fixture(scope="module")
 def perf_analyzer() -> list[str]:
-    """Its command."""
+    """Returns the command of perf_analyzer."""
     programs = python_programs("perf_analyzer")
     (runtime,) = programs.parent.glob("lib/python3*/site-packages/nvidia/cuda_runtime/lib")
     try:
@@ -40,7 +42,7 @@ def perf_analyzer() -> list[str]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two jagged examples in each request, in the form that it reads."""
+    """Writes perf_analyzer's input: two jagged examples in each request."""
     random = np.random.default_rng(0)
     requests = []
     for _ in range(REQUESTS):

@@ -1,4 +1,4 @@
-"""Behind nginx, HAProxy and Envoy: unary calls, streams and REST, answered as without them."""
+"""Tests of servers behind nginx, HAProxy and Envoy: unary calls, streams and REST are unchanged."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_rest(proxy: Proxy) -> None:
 
 
 def test_h2load_behind_it(proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """HTTP/2 to HAProxy's REST, HTTP/1.1 to nginx's."""
+    """Uses HTTP/2 for HAProxy's REST port, HTTP/1.1 for nginx's."""
     asked, body = lookup(2), tmp_path_factory.mktemp("h2load") / "body"
     body.write_bytes(asked.body)
     version = ("--h1",) if proxy.name == "nginx" else ()
@@ -116,7 +116,7 @@ async def test_the_log_has_the_clients_address_whatever_the_client_says(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    client = "127.0.0.2"  # the proxy's is 127.0.0.1
+    client = "127.0.0.2"  # the proxy has 127.0.0.1
     forged = {"forwarded": "for=198.51.100.9", "x-forwarded-for": "198.51.100.9"}
     framed = {"content-type": "application/grpc", "te": "trailers"}
     async with live_server(FakeEngine()) as live:
@@ -140,7 +140,9 @@ async def test_the_log_has_the_clients_address_whatever_the_client_says(
 async def test_lookups_that_no_server_can_answer_yet_leave_the_others_answered(
     name: str, tmp_path: Path
 ) -> None:
-    """A min_seq ahead of the rows gets 503 from each server, and says nothing of either."""
+    """Checks a min_seq ahead of the rows: each server responds 503, which does not make it
+    unhealthy.
+    """
     async with AsyncExitStack() as open_:
         engines = [FakeEngine(at_seq(model_info(), 3)) for _ in range(2)]
         servers = [await open_.enter_async_context(live_server(one)) for one in engines]

@@ -1,7 +1,7 @@
-"""The server is drained and started again behind nginx, HAProxy and Envoy, under a light load.
+"""Tests of a server that drains and restarts behind nginx, HAProxy and Envoy, under a light load.
 
-In the gap requests may be refused, in the way of each protocol; whatever else ends a request is a
-loss. Before and after, every answer is right.
+In the gap, requests may be rejected in the way of each protocol. Any other failure is a loss.
+Before and after the gap, every response is correct.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from embedserve_proto.embedding_pb2_grpc import EmbeddingServiceStub
 
 STEP_S_MAX = 180
 PAUSE_S = 0.02
-"""Between a client's requests: the load is steady, not heavy."""
+"""Seconds between a client's requests, so that the load is steady, not heavy."""
 PROTOBUF = {"content-type": "application/x-protobuf"}
 ANSWERED = {"200", "OK"}
 RESET = "CANCELLED before an answer"
-"""HAProxy 2.6 resets the open half of a stream behind its 503, which grpcio may see first."""
+"""Outcome of a stream that HAProxy 2.6 resets after its 503; grpcio may see the reset first."""
 REFUSED = {"502", "503", "UNAVAILABLE", RESET}
 ANSWERS = 50
-"""Of each client, before and after the restart."""
+"""Number of responses that each client waits for before and after the restart."""
 STREAM_REQUESTS = 5
 OPTIONS = (*OWN_CONNECTION, ("grpc.max_reconnect_backoff_ms", 200))
-"""A channel soon tries again, to see the server that came back."""
+"""Options of a channel that reconnects soon after the server is back."""
 Ask = Callable[[Lookup], str]
 
 
 class Load:
-    """Clients that ask one request after the other, and count how each ended."""
+    """Clients that send one request after another, and count the outcomes."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, Counter[str]] = {}
@@ -61,7 +61,7 @@ class Load:
             for one in asked:
                 try:
                     outcome = ask(one)
-                except Exception as error:  # whatever it is, it is counted as a loss
+                except Exception as error:  # any error counts as a loss
                     outcome = repr(error)
                 with self.changed:
                     self.outcomes[name][outcome] += 1
@@ -70,7 +70,7 @@ class Load:
                     return
 
     def until_each(self, count: int, outcomes: set[str]) -> None:
-        """Each client has met ``outcomes`` ``count`` times more than by now."""
+        """Waits until each client has ``count`` further outcomes of ``outcomes``."""
         with self.changed:
             wanted = {name: met + count for name, met in self._met(outcomes).items()}
             is_done = self.changed.wait_for(
@@ -86,7 +86,10 @@ class Load:
         }
 
     def wait_until_answered(self) -> None:
-        """A proxy that checks servers sends nothing to one before a check has succeeded."""
+        """Waits until each client gets a response.
+
+        A proxy with health checks sends nothing to a server before a check has succeeded.
+        """
         end = time.monotonic() + STEP_S_MAX
         for ask in self._asks:
             while ask(lookups(1)[0]) not in ANSWERED:
@@ -125,14 +128,14 @@ def unary(stub: EmbeddingServiceStub) -> Ask:
 
 
 def stream(stub: EmbeddingServiceStub) -> Ask:
-    """A short stream; what it answers is right, also where it ends early."""
+    """Returns a function that runs a short stream, and checks all responses that it gets."""
 
     def ask(one: Lookup) -> str:
         answers = stub.EmbedStream(iter([one.request] * STREAM_REQUESTS), timeout=STEP_S_MAX)
         count, outcome = 0, "OK"
         try:
             for answer in answers:
-                if answer.HasField("error"):  # as each request is while the models load
+                if answer.HasField("error"):  # every request while models load
                     outcome = answer.error.code
                 else:
                     assert answer == one.answer
@@ -159,7 +162,11 @@ def ports() -> Ports:
 
 @pytest.fixture(params=[("nginx", "haproxy"), ("envoy",)], ids=" and ".join)
 def proxies(ports: Ports, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Proxy]]:
-    """Envoy apart: it comes from the package index, without which its test is skipped."""
+    """Runs the proxies.
+
+    Envoy comes from the package index, without which its test is skipped, so it has its own
+    parameter.
+    """
     with ExitStack() as open_:
         started = []
         for name in request.param:
@@ -169,7 +176,7 @@ def proxies(ports: Ports, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
 
 
 def add_clients(load: Load, open_: ExitStack, proxy: Proxy, name: str, timeout_s: float) -> None:
-    """Adds a client of REST, of unary calls and of a stream behind ``proxy``, open until then."""
+    """Adds clients for REST, unary calls and streams behind ``proxy``; ``open_`` closes them."""
     client = httpx.Client(base_url=proxy.http, timeout=timeout_s)
     load.add(f"{name} REST", rest(open_.enter_context(client)))
     for kind in (unary, stream):

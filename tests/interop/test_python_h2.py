@@ -1,4 +1,4 @@
-"""Python's h2 over a plain socket: the frames of a gRPC call and of a REST request, one by one."""
+"""Tests of Python's h2 over a plain socket: frames of a gRPC call and of a REST request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Fields = dict[str, str]
 
 
 class Client:
-    """One connection; keeps every event that came."""
+    """A connection that keeps every event it received."""
 
     def __init__(self, target: str) -> None:
         self.authority = target
@@ -42,7 +42,7 @@ class Client:
         self._socket.sendall(self.h2.data_to_send())
 
     def until(self, kind: type[Event], stream: int | None = None) -> Event:
-        """The first event of that kind, of ``stream`` if that is given."""
+        """Waits for the first event of that kind, of ``stream`` if it is given."""
         self.flush()
         while True:
             for event in self.events:
@@ -58,7 +58,7 @@ class Client:
             self.flush()
 
     def open(self, path: str, *fields: tuple[str, str]) -> int:
-        """A stream whose body is still to be sent."""
+        """Opens a stream, and sends its headers without a body."""
         stream: int = self.h2.get_next_available_stream_id()
         head = [(":method", "POST"), (":scheme", "http"), (":authority", self.authority)]
         self.h2.send_headers(stream, [*head, (":path", path), *fields])
@@ -74,7 +74,7 @@ class Client:
         return self.post(f"/{SERVICE}/{method}", body, *fields)
 
     def answer(self, stream: int) -> tuple[Fields, bytes, Fields]:
-        """(head, body, trailers) once the stream has ended."""
+        """Returns (headers, body, trailers) once the stream has ended."""
         self.until(StreamEnded, stream)
         head: Fields = {}
         trailers: Fields = {}
@@ -157,7 +157,7 @@ def test_headers_in_continuation_frames(client: Client) -> None:
 
 
 def test_a_stream_answers_before_its_end(client: Client) -> None:
-    """EmbedStream's messages may come in any pieces, and each is answered as it is whole."""
+    """Checks that EmbedStream responds to each message once it is complete, however it is split."""
     first, second = lookup(3), lookup(4)
     fields = (("te", "trailers"), ("content-type", "application/grpc+proto"))
     stream = client.open(f"/{SERVICE}/EmbedStream", *fields)

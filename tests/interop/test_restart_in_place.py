@@ -1,7 +1,7 @@
-"""One of two servers behind a proxy is restarted on its ports, under load, and no request is lost.
+"""Tests of one of two servers behind a proxy that restarts on its ports: no request is lost.
 
-While the server loads it refuses connections on its gRPC port and answers 503 on its HTTP port, and
-the proxy has the other server answer. HAProxy and Envoy check readiness, too; nginx cannot.
+While the server loads, it refuses connections on its gRPC port and responds 503 on its HTTP port.
+The proxy retries with the other server. HAProxy and Envoy also check readiness; nginx cannot.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_servers import Running, free_port, running
 
 CLIENTS = 2
-"""Of each kind: requests come while others are on their way."""
+"""Number of clients of each kind, so that requests arrive while others are in flight."""
 ANSWERS = 25
-"""Of each client, before and after the restart."""
+"""Number of responses that each client waits for before and after the restart."""
 STEP_S_MAX = 180
 
 
 @pytest.fixture(scope="module")
 def lasting(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
-    """The ports of the server that is not restarted."""
+    """Runs the server that does not restart, and yields its ports."""
     ports = Ports(free_port(), free_port())
     log = tmp_path_factory.mktemp("lasting") / "log"
     with running(store, log, ports_used=(ports.http, ports.grpc)):
@@ -39,7 +39,7 @@ def lasting(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 @pytest.fixture
 def restarted() -> Ports:
-    """The ports of the server that is."""
+    """Returns the ports of the server that restarts."""
     return Ports(free_port(), free_port())
 
 
@@ -69,7 +69,7 @@ def test_a_restart_in_place_behind_a_proxy_loses_nothing(
     late.mkdir()
 
     def publish_later() -> None:
-        """While the server loads, which takes until then, every client is answered."""
+        """Publishes once every client got responses while the server loads."""
         until(lambda: is_live(restarted.http))
         load.until_each(ANSWERS, ANSWERED)
         shutil.copytree(store, tmp_path / "copy")
@@ -86,7 +86,7 @@ def test_a_restart_in_place_behind_a_proxy_loses_nothing(
         published = thread.submit(publish_later)
         with running(late, tmp_path / "second", *options, ports_used=ports) as server:
             published.result()
-            until(lambda: {"rest", "grpc"} <= answered_protocols(server))  # it is asked again
+            until(lambda: {"rest", "grpc"} <= answered_protocols(server))  # it gets requests again
             load.until_each(ANSWERS, ANSWERED)
             load.stop()
     for name, met in load.outcomes.items():

@@ -1,8 +1,8 @@
-"""Servers are replaced one by one, as kubelet and the endpoints do it, and nothing is lost.
+"""Tests of servers that are replaced one by one, as kubelet and endpoints do: no request is lost.
 
-The new one starts beside the old; once it is ready, what stands before them sends to it alone; the
-old one is given the time of preStop, and then SIGTERM. Clients of REST, gRPC and streams ask all
-the while, over the Service and through nginx and HAProxy before it.
+The new server starts next to the old one. Once it is ready, the Service sends requests only to the
+new server. The old server gets the time of preStop, and then SIGTERM. Clients of REST, gRPC and
+streams send requests throughout, to the Service, and through nginx and HAProxy in front of it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from running_servers import Running, free_port, running
 
 ROLLS = 1
 ANSWERS = 30
-"""Of each client, before and after a server is replaced."""
+"""Number of responses that each client waits for before and after a server is replaced."""
 STEP_S_MAX = 180
 AGE_S = 3
-"""So that connections are ended for their age meanwhile, too."""
+"""Maximum age of connections in seconds, so that some end for their age during the test."""
 EXIT_S_MAX = 30
-"""terminationGracePeriodSeconds: then kubelet kills."""
+"""terminationGracePeriodSeconds, after which kubelet kills the container."""
 SERVICE = """
 global
     nbthread 1
@@ -47,11 +47,11 @@ listen grpc
     server a 127.0.0.1:{a.grpc}
     server b 127.0.0.1:{b.grpc}
 """
-"""A Service as kube-proxy makes it: new connections go to what is ready, open ones stay."""
+"""HAProxy as a Service of kube-proxy: new connections go to ready servers, open ones stay."""
 
 
 class Service:
-    """Where the pods are reached, and which of them are ready."""
+    """A Service: its ports, and which of its pods are ready."""
 
     def __init__(self, folder: Path, pods: dict[str, Ports]) -> None:
         self.ports = Ports(free_port(), free_port())
@@ -61,8 +61,11 @@ class Service:
         )
 
     def wait_for_admin(self) -> None:
-        """HAProxy listens on its ports a moment before its socket is there, and on that a moment
-        later."""
+        """Waits until HAProxy accepts commands on its admin socket.
+
+        HAProxy listens on its ports a moment before the socket exists, and on the socket a moment
+        later.
+        """
         end = time.monotonic() + START_S_MAX
         while not self._is_listening():
             assert time.monotonic() < end, "HAProxy listens on no socket"
@@ -83,7 +86,7 @@ class Service:
 
 @pytest.fixture
 def pods() -> dict[str, Ports]:
-    """Two places, of which each server takes the one that is free."""
+    """Returns the ports of two places; each new server uses the free place."""
     return {name: Ports(free_port(), free_port()) for name in ("a", "b")}
 
 
@@ -99,7 +102,7 @@ def service(tmp_path: Path, pods: dict[str, Ports]) -> Iterator[Service]:
 
 @pytest.fixture
 def load(service: Service, tmp_path: Path) -> Iterator[Load]:
-    """Of the Service itself, and through a proxy of each kind before it."""
+    """Runs clients of the Service, directly and through a proxy of each kind."""
     load = Load()
     ports = service.ports
     own = Proxy("service", f"http://127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}", tmp_path)
@@ -132,7 +135,7 @@ def test_a_rolling_restart_loses_nothing(
         for number in range(1, ROLLS + 1):
             load.until_each(ANSWERS, ANSWERED)
             other = "b" if place == "a" else "a"
-            new = start(number, other)  # until it is ready: maxSurge 1, maxUnavailable 0
+            new = start(number, other)  # returns once ready: maxSurge 1, maxUnavailable 0
             service.set_ready(other, is_ready=True)
             service.set_ready(place, is_ready=False)
             load.until_each(ANSWERS // 2, ANSWERED)  # preStop

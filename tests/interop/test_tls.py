@@ -1,4 +1,4 @@
-"""Clients' certificates and tokens asked by curl, openssl, Node, Java and grpcio."""
+"""Tests of client certificates and tokens with curl, openssl, Node, Java and grpcio."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ COMPONENT = Path(__file__).parents[2] / "deploy" / "kubernetes" / "components" /
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 PASSWORD = b"changeit"
 SHORT_LIVED = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
-"""Of Java: what ends after a second is not worth compiling well."""
+"""Options of Java for a program of one second, which is not worth optimizing."""
 
 
 @dataclass(frozen=True)
 class Secured:
-    """A server with TLS, clients' certificates and tokens, and what its clients have.
+    """A server with TLS, client certificates and tokens, and the files of its clients.
 
     Attributes:
-        token: of a caller who may ask the model.
+        token: token of a caller that may send requests to the model.
         folder: NAME.pem and NAME.key of each client, root.pem, clients.pem, http.sock.
     """
 
@@ -53,7 +53,7 @@ class Secured:
         return str(self.folder / f"{name}.pem"), str(self.folder / f"{name}.key")
 
     def curl(self, name: str, *options: str, path: str = f"/models/{MODEL}/embed") -> str:
-        """Status and version of HTTP, or curl's exit status and what it says."""
+        """Returns the HTTP status and version, or curl's exit status and error."""
         certificate = ("--cert", self.pair(name)[0], "--key", self.pair(name)[1]) if name else ()
         url = self.server.http.replace("http://127.0.0.1", "https://localhost") + path
         shown = ("--silent", "--show-error", "--output", "/dev/null", "--write-out")
@@ -217,7 +217,10 @@ def test_our_clients(secured: Secured) -> None:
 
 
 def test_the_probes_of_kubernetes_pass_without_a_certificate(secured: Secured) -> None:
-    """Those of the component mtls, as kubelet runs them; over the port readiness is not told."""
+    """Runs the probes of the component mtls like kubelet does.
+
+    Over the port, readiness is not reported.
+    """
     deployment = yaml.safe_load((COMPONENT / "pods.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     environment = {

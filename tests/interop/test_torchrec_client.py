@@ -1,4 +1,4 @@
-"""TorchRec's own client of its predictor: what it asks is answered as /embed answers."""
+"""Tests of TorchRec's own client of its predictor: responses equal /embed's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ ROWS = 1000
 
 @pytest.fixture
 def client() -> Iterator[ModuleType]:
-    """torchrec.inference.client, which imports what is compiled of its .proto by these names."""
+    """Yields torchrec.inference.client, which imports the code generated from its .proto by these
+    names.
+    """
     pytest.importorskip("torchrec")
     names = {"predictor_pb2": predictor_pb2, "predictor_pb2_grpc": predictor_pb2_grpc}
     sys.modules.update(names)

@@ -1,5 +1,7 @@
-"""NVIDIA's tritonclient over REST and gRPC, sync, async and streaming, in binary, in JSON and by
-shared memory: what it is answered is what /embed answers, to the bit."""
+"""Tests of NVIDIA's tritonclient: results equal /embed's bit for bit.
+
+REST and gRPC; sync, async and streaming; in binary, in JSON and by shared memory.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,14 @@ MORE_OF_THE_PROTOCOL = {
     "ModelStatistics": {"batch_stats", "memory_usage", "response_stats"},
     "InferStatistics": {"cache_hit", "cache_miss"},
 }
-"""What Triton's messages have beside ours."""
+"""Fields of Triton's messages that ours lack."""
 IN_PART = {f"inference.{name}" for name in ("ModelConfig", "ModelInput", "ModelOutput")}
-"""Messages of which we have a few fields."""
+"""Messages with only a few of Triton's fields."""
 
 
 @pytest.fixture(scope="module")
 def told(server: Running) -> dict[str, Any]:
-    """What the client was told of all that it asked."""
+    """Runs tritonclient once, and returns all that it received."""
     asked = [as_asked(one, at) for at, one in enumerate(ASKED)]
     given = {
         "http": server.http.removeprefix("http://"),
@@ -67,7 +69,10 @@ def as_asked(one: Lookup, at: int) -> dict[str, Any]:
 
 
 def placed() -> list[tuple[int, Lookup]]:
-    """Those that name their outputs, with their positions; of the last `pooled` has 5.8 MB."""
+    """Returns the lookups that name their outputs, with their positions.
+
+    In the last one `pooled` has 5.8 MB.
+    """
     named = [(at, one) for at, one in enumerate(ASKED) if OUTPUTS[at % len(OUTPUTS)]]
     return [*named, (OUTPUTS.index(["pooled"]), large_answer())]
 

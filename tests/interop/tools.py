@@ -1,4 +1,4 @@
-"""Finds the programs that these tests run, and says how to get one that is missing."""
+"""Finds the programs that the tests run, and names the package of a missing one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "interop"
-"""What is installed or built for these tests and kept for their next run; git ignores it."""
+"""Folder of packages and programs built for the tests, kept for the next run; git ignores it."""
 SEARCHED = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
-"""Debian's servers are in a folder that is not on every user's PATH."""
+"""Search path. Debian's servers are in /usr/sbin, which is not on every user's PATH."""
 TOOL_S_MAX = 600
 ANSWER_S_MAX = 60
-"""Of a server, for clients whose own patience is shorter."""
+"""Timeout in seconds for a response, for clients with shorter defaults."""
 
 
 def tool(name: str) -> str:
-    """The path of a program; the test fails where there is none."""
+    """Returns the path of a program; the test fails if it is missing."""
     path = shutil.which(name, path=SEARCHED)
     if path is None:
         pytest.fail(f"{name} is missing: run deploy/install-debian-packages.sh", pytrace=False)
@@ -36,7 +36,7 @@ def run_tool(
     cwd: Path | None = None,
     limit_s: float = TOOL_S_MAX,
 ) -> bytes:
-    """What a program wrote to stdout; it must end well."""
+    """Runs a program that must succeed, and returns its stdout."""
     done = subprocess.run(
         [tool(name), *map(str, arguments)],
         input=stdin,

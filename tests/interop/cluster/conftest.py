@@ -1,4 +1,4 @@
-"""The node of these tests, and what they start on it."""
+"""Fixtures of the tests on a Kubernetes node: the node, and what the tests start on it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from embedserve_proto import __version__
 
 IMAGE = f"localhost/embedserve:{__version__}-cpu"
 FAULT_KINDS = ("ConfigMap", "PersistentVolumeClaim", "Deployment")
-"""What a test of a fault starts: one pod."""
+"""Kinds of objects that a test of a fault applies; they make one pod."""
 
 
 @pytest.fixture(scope="session")
 def folder() -> Path:
-    """Goes with the namespaces of in_namespace.sh."""
+    """Returns a folder that is removed with the namespaces of in_namespace.sh."""
     if has_way_out():
         pytest.fail("packets could leave this host: run make cluster-test", pytrace=False)
     return Path(os.environ["NAMESPACE_FOLDER"])
@@ -41,12 +41,12 @@ def folder() -> Path:
 
 @pytest.fixture(scope="session")
 def volume(folder: Path, store: Path) -> Path:
-    """A folder of the node with the store."""
+    """Makes a folder of the node with the store."""
     return readable_copy(store, folder / "store")
 
 
 def readable_copy(source: Path, target: Path) -> Path:
-    """Copies a folder for the image's user; returns ``target``."""
+    """Copies a folder, readable by the image's user, and returns ``target``."""
     shutil.copytree(source, target)
     for one in (target, *target.rglob("*")):
         one.chmod(0o755 if one.is_dir() else 0o644)
@@ -55,7 +55,7 @@ def readable_copy(source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def publish(kubectl: Kubectl, folder: Path, store: Path) -> Publish:
-    """Starts the Job that publishes what ``store`` was published from."""
+    """Returns a function that starts a Job, which publishes the checkpoint of ``store``."""
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
     for name in ("model.safetensors", "tables.yaml"):
@@ -81,7 +81,7 @@ def kubectl(folder: Path) -> Iterator[Kubectl]:
 
 @pytest.fixture
 def start(kubectl: Kubectl, volume: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts one pod in a namespace of its own, which goes with the test."""
+    """Returns a function that starts one pod in a namespace, which is deleted after the test."""
     with ExitStack() as ends:
 
         def start(

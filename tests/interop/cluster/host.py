@@ -1,7 +1,7 @@
-"""What a node finds on its host, in the namespaces of in_namespace.sh: addresses, folders, cgroups.
+"""The host of a node in the namespaces of in_namespace.sh: addresses, folders, cgroups.
 
-Kubelet and its helpers write to fixed places of a host. In the namespaces empty folders and files
-lie over them, so that nothing of the host changes.
+kubelet and its helpers write to fixed paths of a host. In the namespaces, empty folders and files
+are mounted over these paths, so that the host does not change.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from interop.tools import run_tool
 
 NODE = "10.89.78.1"
-"""The node's address; on loopback, with the route to Services."""
+"""Address of the node, on loopback, which also routes to Services."""
 PODS = "10.89.79.0/24"
 SERVICES = "10.89.80.0/24"
 CGROUP = "embedserve"
@@ -26,11 +26,11 @@ SYSCTLS = {
     "vm/overcommit_memory": 1,
     "vm/panic_on_oom": 0,
 }
-"""Values that kubelet sets for the whole host; here it finds files that have them."""
+"""Values that kubelet sets for the whole host. Here it finds files with these values."""
 
 
 def prepare(folder: Path) -> None:
-    """Lays everything out, once; ``folder`` keeps the files of sysctls."""
+    """Prepares addresses and mounts, once; ``folder`` keeps the sysctls' files."""
     run_tool("ip", "address", "add", f"{NODE}/32", "dev", "lo")
     run_tool("ip", "route", "add", SERVICES, "dev", "lo", "src", NODE)
     for path in EMPTY_FOLDERS:

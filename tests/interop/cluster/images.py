@@ -1,4 +1,4 @@
-"""Images that a node gets as a file, because it reaches no registry."""
+"""Images that a node imports from a file, because it reaches no registry."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from interop.tools import run_tool, tool
 
 PAUSE = "localhost/embedserve-pause:bookworm"
-"""The first container of a pod, which holds its network: Debian's catatonit alone."""
+"""First container of a pod, which holds its network; it contains only Debian's catatonit."""
 SAVE_S_MAX = 300
 
 
 def save_images(path: Path, *names: str) -> None:
-    """Writes these images of podman, and that of the first container, into one archive."""
+    """Writes these images of podman, and the pause image, into one archive."""
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as files:
         files.add(tool("catatonit"), "pause", filter=_owned_by_root)

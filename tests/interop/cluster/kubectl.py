@@ -1,4 +1,4 @@
-"""kubectl, for one cluster."""
+"""A wrapper of kubectl for one cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALL_S_MAX = 120
 READY_S_MAX = 600
 SERVERS = ("--selector", "app.kubernetes.io/name=embedserve")
 COUNTS = ("replicas", "updatedReplicas", "readyReplicas", "availableReplicas")
-"""Counts of a Deployment's status, equal once a rollout has ended."""
+"""Counts in a Deployment's status, which are equal once a rollout has ended."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Kubectl:
         return done.stdout
 
     def ask(self, *arguments: object) -> str:
-        """Returns what it printed, errors too; it may fail, where an object is not there yet."""
+        """Returns the output, including errors. The command may fail, for example if an object is
+        missing.
+        """
         done = self._call(arguments, "")
         return done.stdout + done.stderr
 
@@ -68,12 +70,12 @@ class Namespaced:
         return self.kubectl.get("--namespace", self.name, *what)
 
     def pods(self) -> list[dict[str, Any]]:
-        """Pods that are not being deleted, the oldest first."""
+        """Returns the pods that are not being deleted, the oldest first."""
         pods = self.get("pods", *SERVERS, "--sort-by=.metadata.creationTimestamp")["items"]
         return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
     def wait_until_ready(self, replicas: int) -> float:
-        """Waits for so many ready pods, all of the newest template; returns the seconds."""
+        """Waits for ``replicas`` ready pods of the newest template, and returns the seconds."""
         begin = time.monotonic()
         while True:
             deployment = self.get("deployment", "embedserve")
@@ -87,7 +89,7 @@ class Namespaced:
             time.sleep(0.2)
 
     def wait_for(self, text: str, *command: object) -> str:
-        """Waits until what kubectl prints has ``text``; returns all of it."""
+        """Waits until kubectl's output contains ``text``, and returns the output."""
         end = time.monotonic() + READY_S_MAX
         while text not in (said := self.kubectl.ask("--namespace", self.name, *command)):
             assert time.monotonic() < end, f"no {text!r} in: {said}\n{self.state()}"
@@ -95,11 +97,11 @@ class Namespaced:
         return said
 
     def wait_for_log(self, text: str) -> str:
-        """Also in the log of a container that has ended."""
+        """Waits until the log contains ``text``, also after its container has ended."""
         return self.wait_for(text, "logs", "deployment/embedserve", "--tail=-1")
 
     def state(self) -> str:
-        """What a person would look at."""
+        """Returns descriptions and logs, for the message of a failed test."""
         what = (("describe", "pods"), ("logs", "deployment/embedserve", "--tail=30"))
         return "\n".join(self.kubectl.ask("--namespace", self.name, *one) for one in what)
 
@@ -110,6 +112,7 @@ def _is_ready(pod: dict[str, Any]) -> bool:
 
 
 Start = Callable[..., Namespaced]
-"""Starts one pod in a namespace of its own: a fixture of conftest.py."""
+"""Type of the fixture ``start`` in conftest.py, which starts one pod in a namespace."""
 Publish = Callable[[Namespaced], None]
-"""Starts the publishing Job in that namespace: a fixture of conftest.py, too."""
+"""Type of the fixture ``publish`` in conftest.py, which starts the publishing Job in that
+namespace."""

@@ -1,4 +1,4 @@
-"""Manifests of the tests: overlays/cpu with components, in a namespace of its own, and volumes."""
+"""Manifests for the tests: overlays/cpu with components, in a namespace, and volumes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import yaml
 from interop.tools import ROOT, run_tool
 
 OVERLAY = Path(__file__).parent
-"""The kustomization beside this file."""
+"""Folder of the kustomization next to this file."""
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 Manifest = dict[str, Any]
 
 
 def render(folder: Path, namespace: str, *components: str) -> dict[str, Manifest]:
-    """Returns the manifests by kind, and Services by kind and name, with the Namespace first."""
+    """Returns the manifests by kind, Services by kind and name, with the Namespace first."""
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -35,7 +35,7 @@ def render(folder: Path, namespace: str, *components: str) -> dict[str, Manifest
 
 
 def pod_of(manifests: dict[str, Manifest]) -> Manifest:
-    """The pod of the Deployment, to be changed in place."""
+    """Returns the pod of the Deployment, which the caller may change in place."""
     pod: Manifest = manifests["Deployment"]["spec"]["template"]["spec"]
     return pod
 
@@ -47,7 +47,7 @@ def container_of(manifests: dict[str, Manifest]) -> Manifest:
 
 
 def persistent_volume(namespace: str, path: Path) -> Manifest:
-    """A folder of the node, for the claim of that namespace."""
+    """Returns a volume on a folder of the node, for the claim of that namespace."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
@@ -71,7 +71,7 @@ def secret(namespace: str, name: str, files: dict[str, str]) -> Manifest:
 
 
 def publishing_job(namespace: str, checkpoint: Path, image: str, model: str) -> Manifest:
-    """The Job of deploy/kubernetes/publish, whose checkpoint is a folder of the node."""
+    """Returns the Job of deploy/kubernetes/publish, with a folder of the node as its checkpoint."""
     job: Manifest = yaml.safe_load(run_tool("kubectl", "kustomize", KUBERNETES / "publish"))
     job["metadata"]["namespace"] = namespace
     pod = job["spec"]["template"]["spec"]

@@ -1,7 +1,8 @@
 """One node and its control plane, as child processes with all files in one folder.
 
-Kubernetes 1.20 of build_kubernetes.sh, and Debian's etcd and containerd. Nothing listens outside of
-the network namespace. Pods are on a bridge in it, and Services are kube-proxy's iptables.
+Kubernetes 1.20 is built by build_kubernetes.sh; etcd and containerd are Debian's. Nothing listens
+outside of the network namespace. Pods are on a bridge in it, and Services use kube-proxy's
+iptables.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from interop.cluster.kubectl import Kubectl
 from interop.tools import CACHE, tool
 
 KUBERNETES = CACHE / "kubernetes"
-"""Where make cluster-test builds it."""
+"""Folder of Kubernetes, built by make cluster-test."""
 CNI_PLUGINS = Path("/usr/lib/cni")
 NAME = "node"
 TOKEN = "administrator-of-this-namespace"
 START_S_MAX = 180
 STOP_S_MAX = 30
 LOG_MAX = 4000
-"""Characters of a program's log in the error that it does not start."""
+"""Characters of a program's log in the error of a failed start."""
 Check = Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Node:
-    """Starts the programs; all files are in ``folder``."""
+    """Starts the programs of a node, with all files in ``folder``."""
 
     folder: Path
     ends: ExitStack
@@ -46,7 +47,8 @@ class Node:
         path = Path(program)
         log = self.folder / f"{path.name}.log"
         with log.open("ab") as output:
-            # Not of this process group, to which Ctrl-C goes: the tests end the programs.
+            # In another process group, so that Ctrl-C does not reach it: the tests end the
+            # programs.
             process = subprocess.Popen(
                 [path, *options], stdout=output, stderr=subprocess.STDOUT, process_group=0
             )
@@ -117,7 +119,7 @@ class Node:
             f"--token-auth-file={tokens}",
             "--authorization-mode=AlwaysAllow",
             f"--service-cluster-ip-range={SERVICES}",
-            # Pods have no accounts here: the server asks nobody.
+            # Pods have no service accounts here.
             "--disable-admission-plugins=ServiceAccount",
             "--service-account-issuer=https://127.0.0.1",
             f"--service-account-signing-key-file={key}",
@@ -189,7 +191,7 @@ BinaryName = "{os.environ["LIMITED_RUNC"]}"
             "cgroupRoot": f"/{CGROUP}",
             "failSwapOn": False,
             "featureGates": {"DevicePlugins": False},
-            # The host's disk is others' affair.
+            # The tests do not manage the host's disk.
             "evictionHard": {"memory.available": "100Mi"},
             "imageGCHighThresholdPercent": 100,
             "resolvConf": "",
@@ -213,7 +215,7 @@ BinaryName = "{os.environ["LIMITED_RUNC"]}"
             "kind": "KubeProxyConfiguration",
             "clientConnection": {"kubeconfig": str(self.kubeconfig)},
             "clusterCIDR": PODS,
-            # Left as they are: they are the host's.
+            # 0 leaves the host's values unchanged.
             "conntrack": {
                 "maxPerCore": 0,
                 "min": 0,
@@ -243,9 +245,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def running_node(folder: Path, archive: Path) -> Iterator[Kubectl]:
-    """A Ready node that has the images of ``archive``.
+    """Runs a node, and yields its kubectl once the node is Ready and has the images of ``archive``.
 
-    Its containers end with the namespace of processes.
+    Its containers end with the process namespace.
     """
     with ExitStack() as ends:
         node = Node(folder, ends)

@@ -1,4 +1,4 @@
-"""What a person reads of a pod that cannot serve: its events, its state, its log."""
+"""Tests of what a person sees of a pod that cannot serve: events, state and log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from interop.cluster.manifests import Manifest, container_of
 pytestmark = pytest.mark.cluster
 
 TOO_LITTLE = "64Mi"
-"""Less than Python and PyTorch take before they load a model."""
+"""Memory limit below what Python and PyTorch take before they load a model."""
 
 
 def test_a_container_without_memory_is_killed_and_said_to_be(start: Start) -> None:

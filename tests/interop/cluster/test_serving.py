@@ -1,4 +1,5 @@
-"""The built image with overlays/cpu on a real control plane and kubelet (make cluster-test).
+"""Tests of the built image with overlays/cpu on a real control plane and kubelet (make
+cluster-test).
 
 The control plane is Kubernetes 1.20. Its network plugin does not enforce policies.
 """
@@ -24,23 +25,23 @@ pytestmark = pytest.mark.cluster
 
 NAMESPACE = "serving"
 REPLICAS = 2
-"""The autoscaler's minimum."""
+"""Minimum of the autoscaler."""
 ROLLOUTS = 2
 CLIENTS = 3
-"""Of each protocol."""
+"""Number of clients of each protocol."""
 ANSWERS = 200
-"""Of each client, before and after a change."""
+"""Number of responses that each client waits for before and after a change."""
 REQUEST_S_MAX = 60
 RESTARTS = "jsonpath={.status.containerStatuses[0].restartCount}"
 CUT_OFF = ("UNAVAILABLE", "CANCELLED", "RemoteProtocolError", "ReadError", "ConnectError")
-"""What a client sees of a connection that ends with its server."""
+"""Errors of clients whose connection ends with its server."""
 
 
 @pytest.fixture(scope="module")
 def serving(
     kubectl: Kubectl, volume: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Namespaced]:
-    """The whole overlay."""
+    """Applies the whole overlay."""
     manifests = render(tmp_path_factory.mktemp(NAMESPACE), NAMESPACE)
     kubectl.apply(persistent_volume(NAMESPACE, volume), *manifests.values())
     yield kubectl.in_namespace(NAMESPACE)
@@ -49,7 +50,7 @@ def serving(
 
 @pytest.fixture
 def load(serving: Namespaced) -> Iterator[Load]:
-    """Clients of every protocol, through the Service, and their outcomes."""
+    """Runs clients of every protocol through the Service, and counts their outcomes."""
     address = serving.get("service", "embedserve")["spec"]["clusterIP"]
     service = Proxy("service", f"http://{address}:8000", f"{address}:8001", Path(os.devnull))
     load = Load()
@@ -95,7 +96,7 @@ def test_a_rollout_loses_nothing(serving: Namespaced, load: Load) -> None:
 
 
 def test_a_pod_deleted_by_force(serving: Namespaced, load: Load) -> None:
-    """Its clients may lose what is in flight, and nothing after a new pod is ready."""
+    """Checks that clients lose at most requests in flight, and none after a new pod is ready."""
     serving.wait_until_ready(REPLICAS)
     (victim, *_) = serving.pods()
     serving.run("delete", "pod", victim["metadata"]["name"], "--force", "--grace-period=0")
@@ -104,7 +105,7 @@ def test_a_pod_deleted_by_force(serving: Namespaced, load: Load) -> None:
 
 
 def test_a_killed_server_is_started_again(serving: Namespaced, load: Load) -> None:
-    """Killed with the signal of the kernel for a cgroup without memory."""
+    """Kills with the signal that the kernel uses for a cgroup without memory."""
     serving.wait_until_ready(REPLICAS)
     victim = serving.pods()[0]["metadata"]["name"]
     restarts = restarts_of(serving, victim)
@@ -115,7 +116,7 @@ def test_a_killed_server_is_started_again(serving: Namespaced, load: Load) -> No
 
 
 def assert_only_cut_off(load: Load, what: str) -> None:
-    """Every client got right answers again, and lost connections at most until now."""
+    """Checks that every client gets correct responses again, and lost only connections before."""
     with load.changed:
         before = {name: met.copy() for name, met in load.outcomes.items()}
     load.until_each(ANSWERS, ANSWERED)

@@ -1,4 +1,4 @@
-"""Stores and caches on volumes: published by the Job, read-only, full, and of two pods at once."""
+"""Tests of stores and caches on volumes: published by the Job, read-only, full, or shared."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.cluster
 CREDENTIALS = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 JOB_LOG = ("logs", "job/embedserve-publish", "--tail=-1")
 FULL = "64k"
-"""Less than the tables of the store."""
+"""Size of a volume, smaller than the tables of the store."""
 
 
 @pytest.fixture(scope="module")
 def bucket(folder: Path, store: Path) -> Iterator[dict[str, dict[str, str]]]:
-    """The Secret for the store that the component names, s3://bucket/store."""
+    """Yields the Secret for the store that the component names, s3://bucket/store."""
     shutil.copytree(store, folder / "s3" / "bucket" / "store")
     with serve_s3(folder / "s3", host=NODE) as endpoint:
         found = environment(endpoint)
@@ -32,7 +32,7 @@ def bucket(folder: Path, store: Path) -> Iterator[dict[str, dict[str, str]]]:
 
 @pytest.fixture
 def disk(folder: Path, tmp_path: Path) -> Path:
-    """An empty folder of the node that every user may write to."""
+    """Makes an empty folder of the node that every user may write to."""
     path = folder / tmp_path.name
     path.mkdir()
     path.chmod(0o777)
@@ -40,7 +40,7 @@ def disk(folder: Path, tmp_path: Path) -> Path:
 
 
 def cache_in(path: Path, *, replicas: int = 1, is_read_only: bool = False) -> Callable[..., None]:
-    """Puts the cache of pods into one folder of the node."""
+    """Returns a change of manifests that puts the cache of pods into one folder of the node."""
 
     def change(manifests: dict[str, Manifest]) -> None:
         manifests["Deployment"]["spec"]["replicas"] = replicas

@@ -1,7 +1,7 @@
-"""Asks a server of the Open Inference Protocol by KServe's own clients, over REST and gRPC.
+"""Calls a server of the Open Inference Protocol by KServe's own clients, over REST and gRPC.
 
-Runs in an environment of its own, which has kserve and none of this project. Takes what to ask as
-JSON from stdin, and writes what came as JSON.
+Runs in a virtual environment that has kserve, but not this project. Reads the requests as JSON from
+stdin, and writes the results as JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kserve.inference_client import RESTConfig
 
 
 def request_of(model: str, asked: dict[str, Any], *, is_binary: bool) -> InferRequest:
-    """F.ids and F.lengths of each feature."""
+    """Returns a request with the tensors F.ids and F.lengths of each feature F."""
     inputs = []
     for feature, bags in asked["bags"].items():
         ids = np.array([one for bag in bags for one in bag], np.int64)
@@ -31,7 +31,7 @@ def request_of(model: str, asked: dict[str, Any], *, is_binary: bool) -> InferRe
 
 
 def told(response: Any) -> dict[str, Any]:
-    """The outputs as float32 bytes, and what else was answered."""
+    """Returns the outputs as float32 bytes, with the other fields of the response."""
     outputs = {}
     for one in response.outputs:
         values = one.as_numpy()
@@ -77,7 +77,7 @@ async def over_grpc(target: str, model: str, given: dict[str, Any]) -> dict[str,
 
 
 async def said(asked: Any) -> str:
-    """What it raises."""
+    """Returns the error that a call raises, or ""."""
     try:
         await asked
     except Exception as error:

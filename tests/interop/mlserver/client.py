@@ -1,8 +1,8 @@
-"""Asks a server of the Open Inference Protocol as callers of MLServer do: by `mlserver infer`, and
-by its types, codecs and gRPC stub.
+"""Calls a server of the Open Inference Protocol like MLServer's callers do.
 
-Runs in an environment of its own, which has mlserver and none of this project. Takes what to ask as
-JSON from stdin, and writes what came as JSON.
+Uses `mlserver infer`, and MLServer's types, codecs and gRPC stub. Runs in a virtual environment
+that has mlserver, but not this project. Reads the requests as JSON from stdin, and writes the
+results as JSON.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ INFER_S_MAX = 60
 
 
 def request_of(asked: dict[str, Any]) -> InferenceRequest:
-    """F.ids and F.lengths of each feature."""
+    """Returns a request with the tensors F.ids and F.lengths of each feature F."""
     inputs = []
     for feature, bags in asked["bags"].items():
         ids = np.array([one for bag in bags for one in bag], np.int64)
         lengths = np.array([len(bag) for bag in bags], np.int32)
         for part, values in (("ids", ids), ("lengths", lengths)):
             tensor = NumpyCodec.encode_input(f"{feature}.{part}", values)
-            tensor.shape = list(values.shape)  # which it takes for a matrix
+            tensor.shape = list(values.shape)  # the codec takes it for a matrix
             inputs.append(tensor)
     return InferenceRequest(id=asked["id"], inputs=inputs)
 
 
 def told(response: InferenceResponse) -> dict[str, Any]:
-    """The outputs as float32 bytes, and what else was answered."""
+    """Returns the outputs as float32 bytes, with the other fields of the response."""
     outputs = {}
     for one in response.outputs:
         values = NumpyCodec.decode_output(one)
@@ -49,7 +49,7 @@ def told(response: InferenceResponse) -> dict[str, Any]:
 
 
 def by_command(target: str, model: str, requests: list[InferenceRequest]) -> list[dict[str, Any]]:
-    """`mlserver infer`, which answers in the order that it was answered in."""
+    """Runs `mlserver infer`, which writes responses in the order of their arrival."""
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder) / "requests", Path(folder) / "responses"
         asked.write_text("".join(f"{one.model_dump_json()}\n" for one in requests))

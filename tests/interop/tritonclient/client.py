@@ -1,7 +1,7 @@
-"""Asks a server of the Open Inference Protocol by NVIDIA's own client, in every way that it has.
+"""Calls a server of the Open Inference Protocol by NVIDIA's own client, in all its ways.
 
-Runs in an environment of its own, which has tritonclient and none of this project. Takes what to
-ask as JSON from stdin, and writes what came as JSON.
+Runs in a virtual environment that has tritonclient, but not this project. Reads the requests as
+JSON from stdin, and writes the results as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REGION_BYTES = 8 << 20
 
 
 def inputs_of(kind: Any, bags: dict[str, Any], **options: Any) -> list[Any]:
-    """F.ids and F.lengths of each feature."""
+    """Returns the tensors F.ids and F.lengths of each feature F."""
     inputs = []
     for feature, of_feature in bags.items():
         ids = np.array([one for bag in of_feature for one in bag], np.int64)
@@ -44,7 +44,7 @@ def outputs_of(kind: Any, names: list[str], **options: Any) -> list[Any] | None:
 
 
 def told(result: Any, names: list[str]) -> dict[str, Any]:
-    """The outputs as float32 bytes, and what else was answered."""
+    """Returns the outputs as float32 bytes, with the other fields of the response."""
     response = result.get_response()
     if not isinstance(response, dict):
         response = {
@@ -172,7 +172,10 @@ def over_a_stream(target: str, model: str, asked: list[dict[str, Any]]) -> list[
 def by_shared_memory(
     kind: Any, target: str, model: str, asked: list[dict[str, Any]], key: str
 ) -> dict[str, Any]:
-    """Ids from one region, and vectors to another; what was told of the regions."""
+    """Looks up ids from one shared-memory region, and receives vectors in another.
+
+    Returns the results, with the server's description of the regions.
+    """
     ids, vectors = (
         shared_memory.create_shared_memory_region(name, f"{key}-{name}", REGION_BYTES)
         for name in ("ids", "vectors")
@@ -202,7 +205,7 @@ def by_shared_memory(
 def asked_in_memory(
     kind: Any, client: Any, model: str, asked: dict[str, Any], ids: Any, vectors: Any
 ) -> dict[str, Any]:
-    """All inputs one behind the other in a region, and so all outputs."""
+    """Sends a request whose inputs are contiguous in one region, and its outputs in another."""
     inputs, offset = [], 0
     for feature, bags in asked["bags"].items():
         of_bags = np.array([one for bag in bags for one in bag], np.int64)
@@ -234,7 +237,7 @@ def asked_in_memory(
 
 
 def described(http: str, grpc: str, model: str) -> dict[str, Any]:
-    """Health, metadata, configuration, statistics and the index, of both."""
+    """Returns health, metadata, configuration, statistics and the index, over REST and gRPC."""
     with (
         triton_http.InferenceServerClient(http) as rest,
         triton_grpc.InferenceServerClient(grpc) as rpc,
@@ -268,7 +271,7 @@ def described(http: str, grpc: str, model: str) -> dict[str, Any]:
 
 
 def errors(http: str, grpc: str, model: str, bags: dict[str, Any]) -> list[list[str | None]]:
-    """(message, status) of a wrong output and of a version that is not served, of both."""
+    """Returns (message, status) for a wrong output and an unserved version, over REST and gRPC."""
     said = []
     for kind, target in ((triton_http, http), (triton_grpc, grpc)):
         with kind.InferenceServerClient(target) as client:
@@ -286,7 +289,7 @@ def errors(http: str, grpc: str, model: str, bags: dict[str, Any]) -> list[list[
 
 
 def field_numbers() -> dict[str, Any]:
-    """Of every message of its .proto files, by full name."""
+    """Returns the field numbers and types of every message of the .proto files, by full name."""
     numbers: dict[str, Any] = {}
 
     def add(message: Any) -> None:
