@@ -1,6 +1,6 @@
-"""Renders the kustomizations for the tests and reads what they are compared with.
+"""Renders the kustomizations for the tests, and reads the files to compare them with.
 
-It needs kubectl (deploy/install-debian-packages.sh) and never talks to a cluster.
+Needs kubectl (deploy/install-debian-packages.sh), and never talks to a cluster.
 """
 
 import os
@@ -36,20 +36,20 @@ COMPONENTS = (
 PAIRS = tuple(combinations(COMPONENTS, 2))
 COMBINATIONS = ((), *((name,) for name in COMPONENTS), *PAIRS, COMPONENTS)
 COMMAND = get_command(app)
-# For each manifest it would read its schemas again.
+# Otherwise it reads its schemas for each manifest.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The manifests that one kustomization renders to, and the components that it lists."""
+    """The manifests that a kustomization renders to, and the components that it lists."""
 
     name: str
     manifests: list[dict[str, Any]]
     components: tuple[str, ...] = ()
 
     def named(self, kind: str, name: str = "") -> list[dict[str, Any]]:
-        """All of that kind, or of these the one of that name."""
+        """Returns all manifests of that kind, or only those of that name."""
         return [
             manifest
             for manifest in self.manifests
@@ -57,7 +57,7 @@ class Rendered:
         ]
 
     def one(self, kind: str, name: str = "") -> dict[str, Any]:
-        """The one of that kind, or of these the one of that name."""
+        """Returns the only manifest of that kind, or of that kind and name."""
         (found,) = self.named(kind, name)
         return found
 
@@ -74,17 +74,22 @@ class Rendered:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The container's EMBEDSERVE_* variables: of the ConfigMap, and its own, which win."""
+        """Returns the container's EMBEDSERVE_* variables: the ConfigMap's, then its own.
+
+        The container's own variables win.
+        """
         data: dict[str, str] = self.one("ConfigMap")["data"]
         return data | {one["name"]: one["value"] for one in self.container.get("env", [])}
 
     @cached_property
     def settings(self) -> ServeSettings:
-        """What `embedserve serve` makes of the container's arguments and variables."""
+        """Returns the settings that `embedserve serve` reads from the container's arguments and
+        variables.
+        """
         served: list[ServeSettings] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("embedserve.processes.serve.serve", served.append)
-            # It reads the metadata of all that is installed.
+            # The real check reads the metadata of all installed packages.
             patch.setattr("embedserve.commands.server_commands.check_engine", lambda: None)
             for name, value in self.variables.items():
                 patch.setenv(name, value)
@@ -94,7 +99,7 @@ class Rendered:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether other pods reach the server's ports."""
+        """Returns whether other pods reach the server's ports."""
         return "shared-memory" not in self.components
 
 
@@ -103,11 +108,11 @@ Compose = Callable[..., Rendered]
 
 
 def kustomize(folder: Path) -> str:
-    """Renders a kustomization to YAML, about which kubectl must not have anything to say."""
+    """Renders a kustomization to YAML; kubectl must not print a warning."""
     if shutil.which("kubectl") is None:
         pytest.fail("kubectl is missing: run deploy/install-debian-packages.sh", pytrace=False)
     command = ["kubectl", "kustomize", str(folder)]
-    # It ends before garbage matters: to collect it takes a quarter of the CPU time.
+    # kubectl ends before garbage matters; collecting it takes a quarter of the CPU time.
     environment = os.environ | {"GOGC": "off"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
@@ -115,8 +120,10 @@ def kustomize(folder: Path) -> str:
 
 
 def kustomize_text(text: str, files: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Renders the text of a kustomization that names deploy/kubernetes as ``KUBERNETES``, and
-    ``files`` beside it."""
+    """Renders the text of a kustomization, with ``files`` next to it.
+
+    The text names deploy/kubernetes as ``KUBERNETES``.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         ours = os.path.relpath(KUBERNETES, folder)
@@ -137,8 +144,10 @@ def render(name: str) -> Rendered:
 
 @pytest.fixture(scope="session")
 def compose(made_once: MadeOnce) -> Compose:
-    """compose("tls", "s3"): the base with components, in that order; each rendered once for all
-    processes."""
+    """Returns a function: ``compose("tls", "s3")`` is the base with components, in that order.
+
+    Each is rendered once for all processes.
+    """
 
     def write(folder: Path, components: tuple[str, ...]) -> None:
         kustomization = {
@@ -194,7 +203,7 @@ def publish() -> Rendered:
 
 @pytest.fixture(params=COMBINATIONS, ids=lambda names: "+".join(names) or "base")
 def rendered(request: pytest.FixtureRequest, compose: Compose) -> Rendered:
-    """The base with no component, each one, each pair, and all of them."""
+    """Returns the base with no component, each one, each pair, and all of them."""
     return compose(*request.param)
 
 
@@ -205,7 +214,7 @@ def pyproject() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def dockerfile() -> list[list[str]]:
-    """The Dockerfile's instructions, each as its words: [["FROM", "image"], …]."""
+    """Returns the Dockerfile's instructions, each as its words: [["FROM", "image"], …]."""
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#"))
     joined = re.sub(r"\\\n", " ", text)

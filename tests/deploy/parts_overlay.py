@@ -20,7 +20,7 @@ ROWS = PodRows("shop@1 of store", 30 * GIB, model="shop")
 
 @dataclass(frozen=True)
 class Shard(Rendered):
-    """The pods of one part, among the manifests of an overlay."""
+    """The pods of one part, in the manifests of an overlay."""
 
     part: int = 0
 
@@ -37,8 +37,10 @@ class Shard(Rendered):
 def render_parts(
     parts: int, *components: str, rows: PodRows = ROWS, options: PodOptions | None = None
 ) -> Rendered:
-    """Renders overlays/parts with the shards of ``parts`` parts. Their store is remote if the
-    component s3 is among ``components``."""
+    """Renders overlays/parts with the shards of ``parts`` parts.
+
+    Their store is remote if the component s3 is among ``components``.
+    """
     rows = replace(rows, is_pulled="s3" in components)
     text = shard_manifests(parts, rows, options or PodOptions())
     return render_with(text, *components)

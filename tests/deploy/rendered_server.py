@@ -1,6 +1,6 @@
-"""Runs a real server as a rendered pod: its arguments, variables and Secrets.
+"""Runs a real server as a rendered pod, with its arguments, variables and Secrets.
 
-Mounts are folders and ports are free ones; all else is as rendered.
+Mounts become folders, and ports become free ones; all else is as rendered.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Served:
     """A running server.
 
     Attributes:
-        rendered: manifests whose ``pod`` it is.
-        variables: those that it runs with.
-        ports: its real ports by their names in the container.
+        rendered: manifests whose ``pod`` it runs.
+        variables: environment variables of the server.
+        ports: real ports by their names in the container.
         secrets: Secrets by name, each a folder of its keys.
     """
 
@@ -43,7 +43,9 @@ class Served:
     secrets: Path
 
     def passes(self, probe: dict[str, Any]) -> bool:
-        """Runs a probe as kubelet does: without a certificate, and verifying none."""
+        """Runs a probe as kubelet does: without a client certificate, and without verifying the
+        server's.
+        """
         if "exec" in probe:
             _, *arguments = probe["exec"]["command"]
             return run_warm_command(*arguments, environment=self.variables).returncode == 0
@@ -75,7 +77,7 @@ class Served:
             connection.close()
 
     def context(self, config: dict[str, Any]) -> ssl.SSLContext:
-        """Trusts and presents what a ServiceMonitor's ``tlsConfig`` names."""
+        """Returns the TLS context that a ServiceMonitor's ``tlsConfig`` describes."""
         ca = self.secrets / config["ca"]["secret"]["name"] / config["ca"]["secret"]["key"]
         context = ssl.create_default_context(cafile=str(ca))
         if "cert" in config:
@@ -86,8 +88,10 @@ class Served:
 
 
 def write_secrets(folder: Path, hosts: Sequence[str] = ()) -> None:
-    """The Secrets that deploy/README.md tells users to create; the server's certificate is also for
-    ``hosts``."""
+    """Writes the Secrets that deploy/README.md tells users to create.
+
+    The server's certificate is also valid for ``hosts``.
+    """
     authority = Authority()
     for secret, pair in (
         ("embedserve-tls", authority.sign("server", hosts=["embedserve", *hosts])),
@@ -112,11 +116,11 @@ def write_secrets(folder: Path, hosts: Sequence[str] = ()) -> None:
 def running_as(
     rendered: Rendered, folder: Path, name: str, changed: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
-    """Runs the pod of ``rendered`` until it is ready, and stops it at the end.
+    """Runs the pod of ``rendered``, yields the server once it is ready, and stops it at the end.
 
     Args:
-        folder: has the store and the Secrets.
-        name: folder below it for the server's /tmp and its log.
+        folder: folder with the store and the Secrets.
+        name: subfolder for the server's /tmp and its log.
         changed: variables with other values than the rendered ones.
     """
     own = folder / name

@@ -1,4 +1,4 @@
-"""The autoscaler scales what there is, by metrics that prometheus-adapter's rules make."""
+"""Tests of the autoscaler: its target exists, and prometheus-adapter's rules make its metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def test_its_metrics_are_the_adapters(rendered: Rendered) -> None:
 
 
 def test_the_readmes_patch_replaces_them() -> None:
-    """A worker uses one core at most, so a share that it never reaches would never add a pod."""
+    """Checks a reachable target: a worker uses at most one core, so a higher share would never add
+    a pod.
+    """
     _, _, section = (DEPLOY / "README.md").read_text().partition("\n## Autoscaling\n")
     patches = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])
     kustomization = {"resources": ["KUBERNETES/overlays/cpu"], "patches": patches}

@@ -1,4 +1,4 @@
-"""build-image.sh hands the engine what it needs. Stand-ins are called: nothing is built here."""
+"""Tests of build-image.sh with stand-ins for its programs: nothing is built."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from .conftest import DEPLOY
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """With an engine, and a debootstrap, that write down how they are called."""
+    """Runs the script with an engine and a debootstrap that record their calls."""
     for name, has_image in (("engine", 1), ("debootstrap", 0)):
         program = folder / name
         program.write_text(

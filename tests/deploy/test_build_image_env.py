@@ -1,7 +1,7 @@
-"""build-image-env.sh builds the wheel and installs what the locks name, outside Docker.
+"""Tests of build-image-env.sh, which builds the wheel and installs the locks' packages.
 
-The real run leaves the dependencies out; it takes hatchling and cyclonedx-py from pip's index. With
-them all it is a run of minutes: -m soak.
+The real run omits the dependencies, and gets hatchling and cyclonedx-py from pip's index. With all
+dependencies it takes minutes: -m soak.
 """
 
 import json
@@ -31,8 +31,9 @@ from .conftest import DEPLOY, ROOT
 SCRIPT = DEPLOY / "build-image-env.sh"
 LOCKS = DEPLOY / "locks"
 NOT_IN_THE_IMAGE = {"cpu", "cuda", "ray"}
-"""Extras of one variant, and of clusters that start shards on their own nodes. All others are in
-the image, because a pod with a setting that needs one cannot install it."""
+"""Extras of one variant, and of clusters that start shards on their own nodes.
+
+All others are in the image, because a pod with a setting that needs one cannot install it."""
 BUILD_S_MAX = 1200
 WHOLE_S_MAX = 1800
 
@@ -51,7 +52,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The environment's packages."""
+    """Returns the folder of the environment's packages."""
     prefix = tmp_path_factory.mktemp("image") / "env"
     done = run("cpu", prefix, ROOT, WITH_DEPENDENCIES="no")
     assert done.returncode == 0, done.stderr
@@ -69,7 +70,7 @@ def installed(site: Path) -> Distribution:
     "package", ["embedserve", "embedserve_store", "embedserve_client", "embedserve_proto"]
 )
 def test_the_packages_are_installed(site: Path, package: str) -> None:
-    """test_distributions.py checks what each wheel holds."""
+    """Checks a file of each package; test_distributions.py checks the contents of each wheel."""
     assert (site / package / "py.typed").is_file()
 
 
@@ -96,7 +97,7 @@ def test_the_command_is_installed(
 
 
 def pinned(lock: str) -> dict[str, str]:
-    """Versions by package; each has a hash."""
+    """Returns the versions by package; every package must have a hash."""
     found: dict[str, str] = {}
     for entry in re.split(r"\n(?=\w)", (LOCKS / f"{lock}.txt").read_text())[1:]:
         name, version = entry.split()[0].split("==")
@@ -107,7 +108,7 @@ def pinned(lock: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
 def test_the_locks_have_what_the_project_asks_for(variant: str, pyproject: dict[str, Any]) -> None:
-    """Where this fails, a pyproject.toml has changed: run make lock."""
+    """Fails if a pyproject.toml has changed without ``make lock``."""
     extras = pyproject["project"]["optional-dependencies"]
     versions = pinned(variant)
     server = pyproject["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"]
@@ -175,7 +176,7 @@ def test_an_unknown_with_dependencies_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_whole_environment_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All packages of the lock, without what slim takes out of them."""
+    """Checks all packages of the lock, without the files that slim removes."""
     prefix = tmp_path / "env"
     done = run("cpu", prefix, ROOT, timeout_s=WHOLE_S_MAX)
     assert done.returncode == 0, done.stderr
@@ -196,7 +197,7 @@ def embedserve(prefix: Path, *words: object) -> None:
 
 @contextmanager
 def serving(prefix: Path, *words: object) -> Iterator[int]:
-    """`embedserve serve …` of the environment, ready; gives its HTTP port."""
+    """Runs `embedserve serve …` of the environment, and yields its HTTP port once it is ready."""
     port = free_port()
     ports = ("--http-port", str(port), "--grpc-port", "0")
     health = ("health", "--ready", "--http-port", str(port))

@@ -1,4 +1,4 @@
-"""Components combine in any order, and what each one changes is there.
+"""Tests of components: they combine in any order, and each makes its changes.
 
 test_kubernetes.py checks each combination as a whole.
 """
@@ -28,7 +28,7 @@ from .test_kubernetes import check_schema_of
 
 ALERTS = DEPLOY.parent / "docs" / "alerts.md"
 NESTED = {"exec-probes"}
-"""Components that are only part of others."""
+"""Components that only other components include."""
 SHUFFLES = 5
 DEPRECATED = {
     *("bases", "commonLabels", "imageTags", "patchesJson6902", "patchesStrategicMerge", "vars"),
@@ -37,8 +37,9 @@ DEPRECATED = {
 
 
 def in_order(value: Any) -> Any:
-    """The same value with all lists sorted, because the order of volumes or variables is that of
-    the components."""
+    """Returns the value with all lists sorted: the order of volumes or variables is the components'
+    order.
+    """
     if isinstance(value, dict):
         return {key: in_order(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -51,7 +52,7 @@ def by_name(items: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def secrets(value: Any) -> set[str]:
-    """Names of the Secrets that a manifest refers to."""
+    """Returns the names of the Secrets that a manifest refers to."""
     if isinstance(value, list):
         return set().union(*map(secrets, value))
     if not isinstance(value, dict):
@@ -81,7 +82,7 @@ def test_all_components_combine_in_any_order(compose: Compose, seed: int) -> Non
 
 
 def test_components_named_twice_change_nothing(compose: Compose) -> None:
-    """An overlay of an overlay may name those that the other one has already."""
+    """Checks an overlay of an overlay, which may list the same components again."""
     twice = compose(*COMPONENTS, *COMPONENTS).manifests
     assert in_order(twice) == in_order(compose(*COMPONENTS).manifests)
 
@@ -174,7 +175,7 @@ def test_each_component_changes_its_settings(compose: Compose) -> None:
 
 
 def test_gpus_do_not_follow_a_bucket(compose: Compose) -> None:
-    """The server would refuse to start."""
+    """Checks that following is off: with GPUs the server would not start."""
     assert compose("s3").settings.follow == "latest"
     for order in (("s3", "gpu"), ("gpu", "s3")):
         assert compose(*order).settings.follow == "none"

@@ -1,9 +1,9 @@
-"""Resources of other projects follow these projects' own schemas, where a folder has these.
+"""Tests of other projects' resources against these projects' own schemas.
 
-EMBEDSERVE_CRDS names one with their CustomResourceDefinitions as YAML: KServe's
+EMBEDSERVE_CRDS names a folder with their CustomResourceDefinitions as YAML: KServe's
 config/crd/full/serving.kserve.io_{servingruntimes,inferenceservices}.yaml and the Prometheus
-Operator's monitoring.coreos.com_{servicemonitors,prometheusrules}.yaml. Without it this is skipped:
-they are others' code, which is not kept here.
+Operator's monitoring.coreos.com_{servicemonitors,prometheusrules}.yaml. Without it the tests are
+skipped. The files are other projects' code, so they are not kept here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Schemas = dict[tuple[str, str], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def schemas() -> Schemas:
-    """By apiVersion and kind."""
+    """Returns the schemas by apiVersion and kind."""
     folder = os.environ.get("EMBEDSERVE_CRDS")
     if not folder:
         pytest.skip("EMBEDSERVE_CRDS names no folder with the schemas of KServe and Prometheus")
@@ -42,17 +42,17 @@ def schemas() -> Schemas:
 
 
 def closed(schema: Any, *, is_root: bool = True) -> Any:
-    """The same schema, but that a field which it does not name is an error."""
+    """Returns the schema with every unknown field as an error."""
     if isinstance(schema, list):
         return [closed(one, is_root=False) for one in schema]
     if not isinstance(schema, dict):
         return schema
     made = {name: closed(value, is_root=False) for name, value in schema.items()}
     if "(?i)" in str(made.get("pattern")):
-        del made["pattern"]  # Go's, not Python's
+        del made["pattern"]  # Go's syntax, not Python's
     keeps = schema.get("x-kubernetes-preserve-unknown-fields") or is_root
     if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not keeps:
-        # "metadata" of the resource itself is Kubernetes', and has no fields here.
+        # The resource's own "metadata" is Kubernetes', and has no fields here.
         made.setdefault("additionalProperties", False)
     return made
 

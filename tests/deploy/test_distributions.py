@@ -1,6 +1,6 @@
-"""The wheels and sdists of `make dist`: built twice, whole, and installed alone.
+"""Tests of the wheels and sdists of `make dist`: reproducible, complete, and installable alone.
 
-What builds them and their dependencies come from pip's index, without PyTorch and TorchRec.
+The build tools and the dependencies come from pip's index, without PyTorch and TorchRec.
 """
 
 import os
@@ -41,7 +41,7 @@ def build(tree: Path, folder: Path) -> dict[str, bytes]:
         timeout=RUN_S_MAX,
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    assert done.stdout.count("PASSED") == 4  # twine check
+    assert done.stdout.count("PASSED") == 4  # by twine check
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -83,14 +83,14 @@ def test_a_wheel_has_every_file_of_its_packages_and_no_other(folder: Path, name:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_an_sdist_has_its_license_and_what_builds_it(folder: Path, name: str) -> None:
-    """Each wheel is built from its sdist alone, by build-dist.sh."""
+    """Checks files; build-dist.sh builds each wheel from its sdist alone."""
     with tarfile.open(folder / f"{name}-{__version__}.tar.gz") as archive:
         files = {file.name.partition("/")[2] for file in archive.getmembers() if file.isfile()}
     assert {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml", "hatch_build.py"} <= files
 
 
 def test_both_have_one_license() -> None:
-    """A link would lead out of the client's sdist."""
+    """Checks copies, since a link would lead out of the client's sdist."""
     assert (ROOT / "clients/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
@@ -98,7 +98,7 @@ def test_both_have_one_license() -> None:
 def installed(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
-    """The name of a distribution, and an environment with it and its dependencies alone."""
+    """Returns the name of a distribution, and an environment with only it and its dependencies."""
     prefix = tmp_path_factory.mktemp("env")
     venv.create(prefix)
     pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "install"]

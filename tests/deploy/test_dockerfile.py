@@ -1,4 +1,4 @@
-"""The Dockerfile agrees with the tree, the project's metadata and the Deployment."""
+"""Tests of the Dockerfile: it matches the tree, the project's metadata and the Deployment."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def arguments(dockerfile: Instructions, name: str) -> list[list[str]]:
 
 
 def sources(dockerfile: Instructions) -> list[str]:
-    """What COPY takes from the tree, not from another stage."""
+    """Returns the paths that COPY takes from the tree, not from another stage."""
     copies = [words for words in arguments(dockerfile, "COPY") if words[0][:2] != "--"]
     return [source for words in copies for source in words[:-1]]
 

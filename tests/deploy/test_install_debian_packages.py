@@ -1,6 +1,7 @@
-"""install-debian-packages.sh calls apt-get only for what is missing, and leaves no service running.
+"""Tests of install-debian-packages.sh: it installs only missing packages, and leaves no service
+running.
 
-The script sees a PATH of stand-ins: nothing is installed by these tests.
+The script sees a PATH of stand-ins: the tests install nothing.
 """
 
 import re
@@ -14,7 +15,7 @@ from .conftest import DEPLOY
 
 BASH = shutil.which("bash")
 PLAIN = ("env", "sh", "chmod", "rm", "grep", "head", "mkdir", "mktemp")
-"""Commands that are the host's own."""
+"""Commands of the real host."""
 PROGRAMS = (
     *("kubectl", "curl", "nghttp", "h2load", "nginx", "haproxy", "node", "npm", "go"),
     *("prometheus", "promtool", "chromium", "redis-server", "nats-server"),
@@ -28,7 +29,7 @@ INSTALL = "apt-get install -qq -y --no-install-recommends"
 
 
 class Host:
-    """A folder of commands that stands for a host; each call of a stand-in is written down."""
+    """A folder of commands that stands in for a host, and records each call of a stand-in."""
 
     def __init__(self, folder: Path, user: int) -> None:
         self.folder = folder

@@ -1,6 +1,7 @@
-"""KServe's resources: their parts that Kubernetes knows are valid, and say what the server takes.
+"""Tests of KServe's resources: their Kubernetes parts are valid, and the server accepts their
+arguments.
 
-KServe's own schemas are not here; test_crds.py compares with them where they are.
+KServe's own schemas are not in the repository; test_crds.py uses them if they are available.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .test_kubernetes import SCHEMAS
 from .test_settings import KNOWN
 
 KSERVES = {"minReplicas", "maxReplicas", "deploymentStrategy", "model"}
-"""Of a predictor, which is a PodSpec otherwise."""
+"""Fields of a predictor that a PodSpec lacks."""
 MODELS = {"modelFormat", "protocolVersion", "runtime", "storageUri"}
 
 

@@ -1,6 +1,6 @@
-"""The manifests of the base, each component, each pair and all at once are valid.
+"""Tests of the manifests of the base, each component, each pair and all at once: all are valid.
 
-They agree with each other and with the settings that the server reads from them.
+They also agree with each other and with the settings that the server reads from them.
 """
 
 import json
@@ -20,7 +20,7 @@ from embedserve.shared_memory.settings import check_shared_memory
 from .conftest import DEPLOY, Rendered
 
 SCHEMAS = "1.37"
-"""Version of Kubernetes: the newest that kubernetes-validate has."""
+"""Version of Kubernetes: the newest that kubernetes-validate supports."""
 LABELS = {"app.kubernetes.io/name": "embedserve"}
 CUSTOM = {"ServiceMonitor", "PrometheusRule"}
 """Resources of the Prometheus Operator."""
@@ -32,7 +32,7 @@ def container_ports(rendered: Rendered) -> dict[str, int]:
 
 @cache
 def check_schema(manifest: str) -> None:
-    """Validates JSON, that of a manifest which many combinations have once."""
+    """Validates the JSON of a manifest, once for all combinations that contain it."""
     kubernetes_validate.validate(json.loads(manifest), SCHEMAS, strict=True)
 
 
@@ -47,7 +47,7 @@ def monitoring(name: str) -> Any:
 
 
 def services(rendered: Rendered) -> list[str]:
-    """Names of the Services."""
+    """Returns the names of the Services."""
     if not rendered.is_reachable:
         return []
     more = ["embedserve-management"] if "management-port" in rendered.components else []
@@ -73,7 +73,7 @@ def test_every_kind_is_rendered_and_no_more(rendered: Rendered) -> None:
 
 def test_manifests_follow_the_kubernetes_schema(rendered: Rendered) -> None:
     for manifest in rendered.manifests:
-        if manifest["kind"] not in CUSTOM:  # test_crds.py
+        if manifest["kind"] not in CUSTOM:  # checked by test_crds.py
             check_schema_of(manifest)
 
 
@@ -201,14 +201,14 @@ def test_the_network_policy_lets_out_to_a_bucket_and_dns_anywhere(rendered: Rend
         assert egress == []
         return
     (rule,) = egress
-    assert set(rule) == {"ports"}  # a DNS cache on the node has no pod labels
+    assert set(rule) == {"ports"}  # a node's DNS cache has no pod labels
     ports = [(port["protocol"], port["port"]) for port in rule["ports"]]
     assert ports == [("TCP", 443), ("UDP", 53), ("TCP", 53)]
 
 
 def test_the_config_map_is_the_containers_environment(rendered: Rendered) -> None:
     name = rendered.one("ConfigMap")["metadata"]["name"]
-    assert name.startswith("embedserve-")  # the generator's hash follows
+    assert name.startswith("embedserve-")  # the generator appends a hash
     secrets = [{"secretRef": {"name": "embedserve-s3"}}] if "s3" in rendered.components else []
     assert rendered.container["envFrom"] == [{"configMapRef": {"name": name}}, *secrets]
 
@@ -230,13 +230,13 @@ def test_the_service_adds_nothing_to_the_environment(rendered: Rendered) -> None
     ],
 )
 def test_probes_reach_the_server(rendered: Rendered, probe: str, path: str) -> None:
-    """Kubelet has no client certificate, and connects to the pod's address."""
+    """Checks the probes: kubelet has no client certificate, and connects to the pod's address."""
     settings, found = rendered.settings, rendered.container[probe]
     if settings.tls_client_ca or not rendered.is_reachable:
         more = ["--ready"] if path == "/health/ready" else []
         assert found["exec"] == {"command": ["embedserve", "health", *more]}
         assert "httpGet" not in found
-        assert found["timeoutSeconds"] > TIMEOUT_S  # of the command itself
+        assert found["timeoutSeconds"] > TIMEOUT_S  # the command's own timeout
         assert settings.http_uds.startswith("/tmp/")
         return
     scheme = {"scheme": "HTTPS"} if settings.tls_cert else {}
@@ -254,7 +254,7 @@ def test_the_pod_outlives_its_drain(rendered: Rendered) -> None:
 
 def test_a_rollout_keeps_every_replica(rendered: Rendered) -> None:
     spec = rendered.one("Deployment")["spec"]
-    assert "replicas" not in spec  # applied anew, it would undo what the autoscaler did
+    assert "replicas" not in spec  # each apply would undo the autoscaler
     assert rendered.one("HorizontalPodAutoscaler")["spec"]["minReplicas"] == 2
     assert spec["strategy"] == {
         "type": "RollingUpdate",
@@ -293,4 +293,4 @@ def test_the_image_is_this_version(rendered: Rendered) -> None:
 
 def test_a_store_without_models_is_waited_for(rendered: Rendered) -> None:
     assert rendered.settings.wait is True
-    # Neither may end a pod that waits, or pulls and loads for hours: test_probes_reach_the_server.
+    # No probe may end a pod that waits, pulls or loads for hours: test_probes_reach_the_server.

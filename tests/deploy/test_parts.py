@@ -1,6 +1,6 @@
-"""The manifests of a model in parts are valid, alone and with components, and fit together.
+"""Tests of the manifests of a model in parts: valid, alone and with components, and consistent.
 
-test_kubernetes.py checks the base, of which the routers are made.
+test_kubernetes.py checks the base, which the routers use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CASES: list[tuple[int, tuple[str, ...]]] = [
     (16, ALL),
 ]
 DNS_CACHE_S = 30
-"""Seconds that CoreDNS, as kubeadm configures it, lets clients keep a name."""
+"""Seconds that clients may cache a name from CoreDNS, in kubeadm's configuration."""
 MIB = 1 << 20
 rendered_once = cache(render_parts)
 
@@ -72,7 +72,7 @@ def quantity(text: str) -> int:
 
 def test_manifests_follow_the_kubernetes_schema(parts: Rendered) -> None:
     for manifest in parts.manifests:
-        if manifest["kind"] not in CUSTOM:  # test_crds.py
+        if manifest["kind"] not in CUSTOM:  # checked by test_crds.py
             check_schema_of(manifest)
 
 
@@ -150,7 +150,7 @@ def test_a_part_replaces_one_replica_at_a_time(parts: Rendered) -> None:
 
 
 def shared(pod: dict[str, Any]) -> dict[str, Any]:
-    """What pods of shards and of routers have alike."""
+    """Returns what the pods of shards and of routers have in common."""
     pod = {key: value for key, value in pod.items() if not re.match("affinity|topology", key)}
     (container,) = pod["containers"]
     mounts = [one for one in container["volumeMounts"] if one["name"] != "shard-token"]
@@ -166,7 +166,7 @@ def shared(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_shards_have_the_pods_of_routers(parts: Rendered) -> None:
-    """So every component changes both."""
+    """Checks that every component changes both."""
     for shard in shards_of(parts):
         assert shared(shard.pod) == shared(parts.pod)
     assert parts.pod["automountServiceAccountToken"] is False
@@ -309,7 +309,7 @@ def test_routers_refuse_gpus() -> None:
 
 
 def selected(manifest: dict[str, Any], selector: str) -> bool:
-    """Whether kubectl's ``-l selector`` selects a manifest."""
+    """Returns whether kubectl's ``-l selector`` selects a manifest."""
     found = manifest["metadata"].get("labels", {})
     is_selected = True
     for key, others, equal, value in re.findall(

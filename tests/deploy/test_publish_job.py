@@ -1,5 +1,7 @@
-"""The publishing Job writes where the servers read, by a command line that publish takes. The shell
-is the same Job, asleep."""
+"""Tests of the publishing Job: it writes where the servers read, by arguments that publish accepts.
+
+The shell is the same Job, asleep.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_it_writes_to_the_claim_that_servers_read(job: dict[str, Any], cpu: Rend
     claim = volumes[mounts["/store"]["name"]]["persistentVolumeClaim"]["claimName"]
     assert claim == cpu.one("PersistentVolumeClaim")["metadata"]["name"]
     writer, reader = pod["securityContext"], cpu.pod["securityContext"]
-    assert reader.items() <= writer.items()  # what it writes the servers' user reads
+    assert reader.items() <= writer.items()  # the servers' user can read its files
     assert container(job)["securityContext"] == cpu.container["securityContext"]
     assert container(job)["image"] == cpu.container["image"]
 
@@ -71,7 +73,9 @@ def test_a_version_for_a_bucket_is_staged_on_a_volume_of_its_own(job: dict[str, 
 
 
 def test_publish_takes_its_arguments(job: dict[str, Any]) -> None:
-    """They are understood: what is missing here is the description."""
+    """Checks that the command parses its arguments: it fails only because the description is
+    missing.
+    """
     done = CliRunner().invoke(app, container(job)["args"])
     assert done.exit_code == 1, done.output
     assert "/description/tables.yaml" in done.stderr
@@ -95,7 +99,7 @@ def test_no_other_selects_its_pods(
 def test_the_shell_sleeps_beside_store_and_checkpoint(
     job: dict[str, Any], shell: dict[str, Any]
 ) -> None:
-    """It starts before there is a description, and ends by itself."""
+    """Checks the shell, which starts without a description, and ends by itself."""
     ours, theirs = (container(one) for one in (shell, job))
     assert ours["command"] == ["sleep", str(shell["activeDeadlineSeconds"])]
     assert "args" not in ours
@@ -129,7 +133,7 @@ def test_the_jobs_of_a_bucket_need_no_claim_for_the_store(folder: str) -> None:
 
 
 def of_readme(heading: str) -> str:
-    """The first YAML under a heading of the README."""
+    """Returns the first YAML under a heading of the README."""
     _, _, page = (DEPLOY / "README.md").read_text().partition(f"\n{heading}\n")
     text = textwrap.dedent(page.partition("```yaml\n")[2].partition("```")[0])
     return text.replace("../embedserve/deploy/kubernetes", "KUBERNETES")

@@ -1,7 +1,7 @@
-"""Real shards and a router, as rendered, answer the goldens of the version.
+"""Tests of real shards and a router that run as rendered: responses equal the version's goldens.
 
-Shards are printed by the command of docs/parts.md. In place of DNS the router reads a file, in
-which each part has the addresses of the pods that its rendered Service selects.
+The command of docs/parts.md prints the shards. The router reads a file instead of DNS. There each
+part has the addresses of the pods that its rendered Service selects.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> str:
-    """What the page's command prints of the published version."""
+    """Returns the page's command's output for the published version."""
     page = (ROOT / "docs" / "parts.md").read_text()
     (arguments,) = re.findall(r"^ +embedserve (plan .*) > shop/parts\.yaml$", page, re.MULTILINE)
     command = [*PYTHON, "-m", "embedserve", *arguments.split()]
@@ -69,7 +69,7 @@ def printed(folder: Path) -> str:
 
 
 def write_addresses(path: Path, rendered: Rendered, shards: Sequence[tuple[Shard, Served]]) -> None:
-    """Writes what DNS would answer for the names that the router looks up."""
+    """Writes the addresses that DNS would return for the names that the router looks up."""
     source = parse_shards(rendered.variables["EMBEDSERVE_SHARDS"])
     assert isinstance(source, DnsShards)
     found: dict[str, list[str]] = {}
@@ -107,7 +107,7 @@ def router(request: pytest.FixtureRequest, folder: Path, printed: str) -> Iterat
 
 
 def credentials(router: Served) -> dict[str, Any]:
-    """Returns what a caller of the router presents."""
+    """Returns the credentials of a caller of the router."""
     if "mtls" not in router.rendered.components:
         return {}
     pair = router.secrets / "embedserve-prometheus-tls"

@@ -1,4 +1,4 @@
-"""A real server with the rendered variables: probes pass, and Prometheus' scrape works."""
+"""Tests of a real server with the rendered variables: probes pass, and Prometheus can scrape."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_prometheus_scrapes(served: Served) -> None:
 
 
 def test_other_pods_reach_the_ports_unless_memory_is_shared(served: Served) -> None:
-    """Another address of this host stands for the pod's own."""
+    """Uses another address of this host in place of the pod's."""
     for port in served.ports.values():
         try:
             socket.create_connection(("127.0.0.2", port), timeout=10).close()

@@ -1,4 +1,4 @@
-"""Every EMBEDSERVE_* variable that a deployment sets is a setting of the command."""
+"""Tests of the EMBEDSERVE_* variables of deployments: each is a setting of the command."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The systemd unit fits the command, its settings and the page that quotes it."""
+"""Tests of the systemd unit: it fits the command, its settings and the page that quotes it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ BREAKS_THE_SERVER = {
     "PrivateDevices",  # hides GPUs
     "ProtectClock",  # hides GPUs
     "WatchdogSec",  # the server sends no WATCHDOG=1
-    "PrivateUsers",  # the store's groups would not be those of the host
+    "PrivateUsers",  # the store's groups would differ from the host's
 }
 
 
 def service() -> dict[str, list[str]]:
-    """The lines of [Service]: each name with its values."""
+    """Returns the settings of [Service]: each name with its values."""
     (section,) = re.findall(r"^\[Service\]\n(.*?)^\[", UNIT.read_text(), re.MULTILINE | re.DOTALL)
     found = defaultdict(list)
     for line in filter(None, section.splitlines()):
@@ -90,7 +90,7 @@ def test_the_cache_is_where_the_server_looks() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """A static check. The command need not be installed on this host."""
+    """Checks the unit statically; the command need not be installed."""
     unit = tmp_path / UNIT.name
     (command,) = service()["ExecStart"]
     unit.write_text(UNIT.read_text().replace(command.split()[0], "/bin/true"))

@@ -1,6 +1,6 @@
-"""compose.yaml fits the files beside it, the image and the server.
+"""Tests of compose.yaml: it fits the neighbouring files, the image and the server.
 
-Docker itself is not asked: the hosts of these tests have no engine.
+The tests do not call Docker, because their hosts have no engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def compose() -> dict[str, dict[str, Any]]:
 
 
 def mounted(service: str) -> dict[str, str]:
-    """What lies where in a service's container."""
+    """Returns the mounts of a service's container: path inside to path outside."""
     pairs = [volume.split(":")[:2] for volume in compose()[service]["volumes"]]
     return {inside: outside for outside, inside in pairs}
 

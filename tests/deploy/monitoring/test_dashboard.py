@@ -1,4 +1,4 @@
-"""Grafana can import the dashboard from its file: it names no data source of one installation."""
+"""Tests of the dashboard's file: Grafana can import it, and it names no installation's source."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from documents import ROOT
 
 DASHBOARD = json.loads((ROOT / "deploy/monitoring/grafana/dashboard.json").read_text("utf-8"))
 UID = r"[A-Za-z0-9_-]{1,40}"
-"""What Grafana accepts as the identifier of a dashboard."""
+"""Pattern of the dashboard identifiers that Grafana accepts."""
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def queries() -> Iterator[dict[str, Any]]:
-    """All that asks a data source: panels and their targets, variables, annotations."""
+    """Yields everything that queries a data source: panels and their targets, variables,
+    annotations.
+    """
     for panel in DASHBOARD["panels"]:
         if panel["type"] != "row":
             yield panel
@@ -28,9 +30,9 @@ def queries() -> Iterator[dict[str, Any]]:
 def test_the_dashboard_has_an_identifier_and_a_version() -> None:
     assert re.fullmatch(UID, DASHBOARD["uid"])
     assert DASHBOARD["version"] >= 1
-    assert DASHBOARD["schemaVersion"] >= 36  # since then a data source is an object
-    assert "id" not in DASHBOARD  # the number of a row in one installation's database
-    assert "__inputs" not in DASHBOARD  # would be asked for at the import by a browser only
+    assert DASHBOARD["schemaVersion"] >= 36  # from there a data source is an object
+    assert "id" not in DASHBOARD  # the id of a row in one installation's database
+    assert "__inputs" not in DASHBOARD  # only a browser's import fills it in
 
 
 def test_the_data_source_is_a_variable_that_comes_first() -> None:

@@ -1,4 +1,4 @@
-"""The rules are Prometheus', each alert is raised by what it is for alone, and has its page."""
+"""Tests of Prometheus' rules: valid, each alert fires only for its fault, and has its page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALERTS_PAGE = ROOT / "docs" / "alerts.md"
 
 
 def promtool(*arguments: object) -> str:
-    """What it printed; it must be content."""
+    """Runs promtool, which must succeed, and returns its output."""
     done = subprocess.run(
         ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=120
     )
