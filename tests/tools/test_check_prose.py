@@ -1,4 +1,4 @@
-"""The check of docstrings and comments reports each kind of problem, with file and line."""
+"""Tests of the check of docstrings and comments: it reports each problem with file and line."""
 
 from __future__ import annotations
 

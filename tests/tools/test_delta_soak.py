@@ -1,4 +1,4 @@
-"""The soak of deltas: ids that the comparison expects, and undos."""
+"""Tests of the soak of deltas: its expected ids, and undos."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Line:
 
 
 def test_pushed_and_removed_ids_leave_those_that_are_expected() -> None:
-    """A table as DeltaWriter keeps it: an id that is removed must be there."""
+    """Uses a table as DeltaWriter keeps it, where only an existing id can be removed."""
     random, line = Random(3), Line()
     states: list[dict[Any, int]] = [
         dict.fromkeys(delta_ids.vocabularies()["words"], delta_ids.value_of(0))

@@ -1,4 +1,4 @@
-"""The fuzzer finds nothing in a few seconds, and would find what is wrong."""
+"""Tests of the fuzzer: it finds nothing in a few seconds, and would find faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuzz.store_files import fuzz_store, publish
 from hostile.target_server import table
 
 SECONDS = 600
-"""More than the inputs take, also where something else has the cores."""
+"""Time limit in seconds, longer than the inputs take even if other work has the cores."""
 INPUTS = 3000
 STORE_INPUTS = 200
 

@@ -1,4 +1,4 @@
-"""What make prints while pip installs: a line for each package, and pip's own errors and status."""
+"""Tests of make's output while pip installs: a line for each package, pip's errors and status."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A short soak finds nothing, and what would be wrong is found."""
+"""Tests of the soak: a short one finds nothing, and faults would be found."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
 
 
 def report_of(*faults: Fault, tally: Tally, log: Path, text: str = "") -> Report:
-    """Of a soak in which this happened, as planned."""
+    """Returns the report of a soak in which ``faults`` happened as planned."""
     log.write_text(text or "worker 1 was ended by SIGKILL: restarted\n" * len(faults))
     planned = {KILL: len(faults), HANG: 0, RESTART: 0}
     watch = Watch(Servers(log, log.parent, None), PHASES)  # type: ignore[arg-type]
@@ -69,11 +69,11 @@ def test_what_a_killed_worker_held_may_be_lost(tmp_path: Path) -> None:
 
 def test_what_it_did_not_hold_may_not(tmp_path: Path) -> None:
     for loss in (
-        replace(LOSS, port=4001),  # of the other worker
+        replace(LOSS, port=4001),  # the other worker's
         replace(LOSS, at_s=105.0),  # before
         replace(LOSS, at_s=150.0),  # long after
-        replace(LOSS, port=4001, opened_s=109.9),  # new, but has answered
-        replace(LOSS, opened_s=110.5),  # the port again, of a later connection
+        replace(LOSS, port=4001, opened_s=109.9),  # new, but has responses
+        replace(LOSS, opened_s=110.5),  # a later connection of the port
         replace(LOSS, port=4001, opened_s=110.3, answered=0),  # new, and too late for its socket
     ):
         fault = replace(KILLED, lost={})
@@ -82,7 +82,7 @@ def test_what_it_did_not_hold_may_not(tmp_path: Path) -> None:
 
 
 def test_a_connection_that_was_not_accepted_yet_was_held() -> None:
-    for opened_s in (109.9, 110.11):  # the kernel closes its sockets a moment later
+    for opened_s in (109.9, 110.11):  # the kernel closes the sockets a moment later
         assert KILLED.explains(replace(LOSS, port=4001, opened_s=opened_s, answered=0))
 
 

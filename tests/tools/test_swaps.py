@@ -1,4 +1,4 @@
-"""What compares the answers of `make swaps` finds wrong ones; and a few swaps."""
+"""Tests of `make swaps`: the comparison finds wrong responses; and a few swaps."""
 
 from __future__ import annotations
 
