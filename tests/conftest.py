@@ -81,7 +81,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
-    """Returns a function: ``made_once("demo", make)`` is a folder that ``make(folder)`` filled
+    """Returns ``made_once``: ``made_once("demo", make)`` is a folder that ``make(folder)`` filled
     once.
 
     Tests must not change that folder. The tests run in several processes (pytest-xdist), whose

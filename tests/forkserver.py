@@ -84,8 +84,9 @@ class Asked:
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """subprocess.Popen for a forked process. The command begins with PYTHON; Asked describes the
-    other arguments.
+    """subprocess.Popen for a forked process.
+
+    The command begins with PYTHON. Asked describes the other arguments.
     """
 
     def __init__(

@@ -16,8 +16,9 @@ from embedserve_store.format.table_spec import CODES_MAX, SCALE_BIAS_BYTES
 
 
 def rows_in_half(rows: np.ndarray, dtype: str, dim: int) -> np.ndarray:
-    """Returns stored bytes [n, row_bytes] as float32 [n, dim]; float32 and float16 rows are
-    unchanged.
+    """Returns stored bytes [n, row_bytes] as float32 [n, dim].
+
+    float32 and float16 rows are unchanged.
     """
     if dtype not in CODES_MAX:
         return dequantize_rows(rows, dtype, dim)
@@ -35,8 +36,9 @@ def rows_in_half(rows: np.ndarray, dtype: str, dim: int) -> np.ndarray:
 
 
 def _fused(bits: np.ndarray, factor: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    """Returns ``bits`` (uint16) times ``factor`` plus ``bias`` as float16; float64 holds the exact
-    value.
+    """Returns ``bits`` (uint16) times ``factor`` plus ``bias`` as float16.
+
+    float64 holds the exact value.
     """
     normal = (bits.view(np.float16) * np.float16(32768)).astype(np.float64)
     result: np.ndarray = (normal * factor + bias).astype(np.float16)

@@ -57,8 +57,9 @@ CASES = [
 
 
 def pooled_source() -> EmbeddingBagCollection:
-    """Returns four tables: two features on one table, one feature on two, sum and mean, uneven
-    rows.
+    """Returns four tables: two features on one table, one feature on two, uneven rows.
+
+    Two tables have sums, two have means.
     """
     torch.manual_seed(3)
     return collection(
@@ -87,8 +88,7 @@ def unpooled_source() -> EmbeddingCollection:
 
 
 def check(case: Case, store: Path, devices: str, gpu_layout: str = "shards") -> None:
-    """Publishes the case to ``store``, restores it on ``devices`` and checks what each replica
-    returns.
+    """Publishes the case, restores it on ``devices`` and checks what each replica returns.
 
     Raises:
         AssertionError: a result is wrong.

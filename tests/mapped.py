@@ -12,9 +12,7 @@ from embedserve_store.format.tables_file import FileState, TablesFile
 
 
 def map_tables(path: Path, nbytes: int, start: int = 0) -> TablesFile:
-    """Maps ``nbytes`` zeros from byte ``start`` of ``path``, and returns a TablesFile without
-    tables.
-    """
+    """Maps ``nbytes`` zeros from byte ``start`` of ``path`` as a TablesFile without tables."""
     path.write_bytes(bytes(start + nbytes))
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -70,8 +70,9 @@ def to_kjt(bags: Bags, features: Sequence[str]) -> tuple[np.ndarray, np.ndarray]
 
 
 def assert_same(actual: Any, expected: np.ndarray, relative: float = 1e-6) -> None:
-    """Checks equality within ``relative`` of the largest expected magnitude: the order of float32
-    sums varies.
+    """Checks equality within ``relative`` of the largest expected magnitude.
+
+    The order of float32 sums varies.
     """
     scale = float(np.abs(expected).max(initial=1e-30))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=relative * scale)
@@ -85,8 +86,10 @@ def sample(version: ModelVersion, batch_size: int = 7) -> dict[str, list[list[in
 
 
 def stored_rows(version: ModelVersion, *, as_float16: bool = False) -> dict[str, np.ndarray]:
-    """Returns every table of ``version`` as float32, dequantized by numpy; ``as_float16`` as GPUs
-    do.
+    """Returns every table of ``version`` as float32, dequantized by numpy.
+
+    Args:
+        as_float16: dequantizes like GPUs do.
     """
     dequantize = rows_in_half if as_float16 else dequantize_rows
     return {
@@ -101,7 +104,10 @@ def expected(
     bags: Bags,
     weights: Weights | None = None,
 ) -> np.ndarray:
-    """Returns the expected response, float32 [B, sum(dims)] in ``manifest.keys`` order."""
+    """Returns the expected response to ``bags``, computed from float32 ``tables``.
+
+    It is float32 [B, sum(dims)] in ``manifest.keys`` order.
+    """
     blocks = [
         pooled(
             tables[table.name],

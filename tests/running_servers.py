@@ -56,8 +56,9 @@ def free_port() -> int:
 
 @cache
 def _ports() -> Iterator[int]:
-    """Returns the ports of this process in random order: concurrent runs of the tests use the same
-    range.
+    """Returns the ports of this process in random order.
+
+    Concurrent runs of the tests use the same range.
     """
     own = ports_of_worker()
     return iter(random.SystemRandom().sample(own, len(own)))

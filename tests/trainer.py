@@ -163,8 +163,9 @@ def gathered(dmp: DistributedModelParallel, rank: int) -> dict[str, torch.Tensor
 
 
 def answers(dmp: DistributedModelParallel) -> dict[str, np.ndarray]:
-    """Returns ids, lengths and, for each key, float32 [SAMPLED, dim]. Every rank looks up the same
-    ids.
+    """Returns ids, lengths and, for each key, float32 [SAMPLED, dim].
+
+    Every rank looks up the same ids.
     """
     bags = sample(np.random.default_rng(1234), SAMPLED)
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""Forked servers (forkserver) for processes that tests do not start themselves, such as Ray's
-actors.
+"""Forked servers (forkserver) for processes that Ray and others start, not the tests.
 
 When such a process starts `embedserve serve`, warm_site/sitecustomize.py makes the new process a
 stand-in. It requests a forked server from this relay and passes on the signals that it receives. It

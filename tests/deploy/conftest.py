@@ -83,9 +83,7 @@ class Rendered:
 
     @cached_property
     def settings(self) -> ServeSettings:
-        """Returns the settings that `embedserve serve` reads from the container's arguments and
-        variables.
-        """
+        """Returns the settings that `embedserve serve` reads from the container."""
         served: list[ServeSettings] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("embedserve.processes.serve.serve", served.append)

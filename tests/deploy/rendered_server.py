@@ -43,7 +43,7 @@ class Served:
     secrets: Path
 
     def passes(self, probe: dict[str, Any]) -> bool:
-        """Runs a probe as kubelet does: without a client certificate, and without verifying the
+        """Runs a probe as kubelet does: without a client certificate, without verifying the
         server's.
         """
         if "exec" in probe:

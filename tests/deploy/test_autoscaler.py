@@ -32,8 +32,9 @@ def test_its_metrics_are_the_adapters(rendered: Rendered) -> None:
 
 
 def test_the_readmes_patch_replaces_them() -> None:
-    """Checks a reachable target: a worker uses at most one core, so a higher share would never add
-    a pod.
+    """Checks that the target can be reached: a worker uses at most one core.
+
+    A share that it never reaches would never add a pod.
     """
     _, _, section = (DEPLOY / "README.md").read_text().partition("\n## Autoscaling\n")
     patches = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])

@@ -37,8 +37,9 @@ DEPRECATED = {
 
 
 def in_order(value: Any) -> Any:
-    """Returns the value with all lists sorted: the order of volumes or variables is the components'
-    order.
+    """Returns the value with all lists sorted.
+
+    The order of volumes or variables is the order of the components.
     """
     if isinstance(value, dict):
         return {key: in_order(one) for key, one in value.items()}

@@ -1,7 +1,6 @@
-"""Tests of install-debian-packages.sh: it installs only missing packages, and leaves no service
-running.
+"""Tests of install-debian-packages.sh: it installs only missing packages.
 
-The script sees a PATH of stand-ins: the tests install nothing.
+It leaves no service running. The script sees a PATH of stand-ins: the tests install nothing.
 """
 
 import re

@@ -1,5 +1,4 @@
-"""Tests of KServe's resources: their Kubernetes parts are valid, and the server accepts their
-arguments.
+"""Tests of KServe's resources: valid Kubernetes parts, and arguments that the server accepts.
 
 KServe's own schemas are not in the repository; test_crds.py uses them if they are available.
 """

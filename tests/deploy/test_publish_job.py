@@ -73,9 +73,7 @@ def test_a_version_for_a_bucket_is_staged_on_a_volume_of_its_own(job: dict[str, 
 
 
 def test_publish_takes_its_arguments(job: dict[str, Any]) -> None:
-    """Checks that the command parses its arguments: it fails only because the description is
-    missing.
-    """
+    """Checks that the command parses its arguments: only the description is missing."""
     done = CliRunner().invoke(app, container(job)["args"])
     assert done.exit_code == 1, done.output
     assert "/description/tables.yaml" in done.stderr

@@ -65,9 +65,7 @@ def shell(command: str, folder: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Makes a folder with STORE: seven versions of "dlrm", a delta after the last, an alias and a
-    note.
-    """
+    """Makes a folder with STORE: seven versions of "dlrm", then a delta, an alias and a note."""
     done = run_warm_python("-c", PUBLISH, tmp_path / "STORE")
     assert done.returncode == 0, done.stderr
     set_alias(tmp_path / "STORE", "dlrm", "stable", 6)

@@ -571,7 +571,7 @@ import("/console/neighbours.js").then(async ({ nearest }) => {
 def test_a_rejected_id_is_asked_for_again_after_a_delta_alone(page: Page, demo: Demo) -> None:
     page.open(f"{demo.server.http}/console")
     refused, still, found, other, again = page.value(REJECTED)
-    assert refused == ["INVALID_ARGUMENT: no such id", 17]  # rejects more than 16 of 20 ids
+    assert refused == ["INVALID_ARGUMENT: no such id", 17]  # gives up after 16 of 20 ids
     assert still == ["INVALID_ARGUMENT: no such id", 0]
     assert found == other == ["1 2 3 4 5 6", 3]
     assert again == ["1 2 3 4 5 6", 1]

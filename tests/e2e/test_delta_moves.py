@@ -96,9 +96,7 @@ def has_one_memory(server: Running) -> bool:
 
 
 def compact_and_move(store: Path, server: Running, trainer: Trainer, callers: Callers) -> int:
-    """Publishes a compacted version, waits until the server returns later rows, and returns its
-    number.
-    """
+    """Publishes a compacted version, and returns its number once the server has later rows."""
     made = compact_deltas(store, "m").version
     until(lambda: version(server.http) == made)
     later = trainer.seq + 3

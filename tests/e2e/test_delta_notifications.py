@@ -1,5 +1,6 @@
-"""Tests of a server that a broker notifies of deltas: they are served immediately, secrets stay
-hidden.
+"""Tests of deltas that a broker notifies a server of: it serves them immediately.
+
+It shows no secret.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ HOUR = "3600"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_is_notified_of_each_delta(tmp_path: Path, kind: str) -> None:
-    """Checks a server that polls hourly: notified deltas are served, also after the broker has
-    died.
-    """
+    """Checks a server that polls hourly: it serves notified deltas, also after the broker died."""
     store, log, management_port = tmp_path / "store", tmp_path / "log", free_port()
     weights = {"ebc.embedding_bags.t.weight": torch.zeros(10, 4)}
     publish(weights, store, model="m", tables=[TableSpec("t", 10, 4, ("f",), "sum", "float32")])

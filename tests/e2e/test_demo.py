@@ -187,8 +187,9 @@ def to(server: Running, text: str) -> str:
 
 
 def pattern_of(answer: str) -> str:
-    """Returns a pattern for a response without white space, with all fractions 0.0. … matches
-    anything.
+    """Returns a pattern for a response without white space, with all fractions 0.0.
+
+    … matches anything.
     """
     return ".*".join(map(re.escape, without_fractions(answer).split("…")))
 

@@ -136,8 +136,9 @@ def until(is_so: Callable[[], bool]) -> None:
 def test_a_server_that_loads_lives_and_is_not_ready(
     published: Path, weight: torch.Tensor, tmp_path: Path, workers: int
 ) -> None:
-    """Checks liveness and readiness while a server waits. The one with two workers starts as from a
-    shell.
+    """Checks liveness and readiness while a server waits.
+
+    The server with two workers starts as from a shell.
     """
     store = tmp_path / "store"
     store.mkdir()

@@ -61,7 +61,7 @@ def locust_until(
 ) -> subprocess.CompletedProcess[str]:
     """Runs locust until the server has completed ``wanted`` further requests of each outcome.
 
-    Takes as long as that takes, up to RUN_S_MAX.
+    The run may take up to RUN_S_MAX.
     """
     before, end = answered(server), time.monotonic() + RUN_S_MAX
     with subprocess.Popen(

@@ -1,6 +1,4 @@
-"""Tests of Prometheus with the served demo: every query of the dashboard and every rule has a
-result.
-"""
+"""Tests of Prometheus with the served demo: every query and every rule has a result."""
 
 from __future__ import annotations
 

@@ -253,9 +253,7 @@ def test_a_router_may_start_before_its_shards(tmp_path: Path) -> None:
 
 
 def test_a_request_that_is_too_large_for_a_shard_is_not_called_overload(tmp_path: Path) -> None:
-    """Checks the error where the shards' limits are lower than the router's: a retry would not
-    help.
-    """
+    """Checks the error of a request that only the shards' limits reject: no retry would help."""
     store = tmp_path / "store"
     publish_next(store, 1)
     limits = ("--request-examples-max", 1000, "--body-bytes-max", 100_000)

@@ -122,8 +122,9 @@ def test_every_plan_answers_exactly_over_both_protocols(
 async def test_a_thousand_mixed_requests_each_get_their_own_answer(
     server: Running, ebc: EmbeddingBagCollection
 ) -> None:
-    """Checks that neighbours in a batch do not matter: valid requests are exact, others get their
-    own error.
+    """Checks that requests of a batch do not affect each other.
+
+    Valid ones get exact results, invalid ones their own error.
     """
     rng = np.random.default_rng(4)
     rows = tables(ebc, DEFAULT[0])

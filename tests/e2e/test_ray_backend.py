@@ -299,9 +299,7 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
             wait_until(answered, lambda: (joined(), one.log()), ASK_PAUSE_S_MAX)
 
         def ask_until_back(count: int, *killed: int) -> None:
-            """Kills processes, and sends requests until ``count`` more shards have joined both
-            routers.
-            """
+            """Kills processes, and sends requests until both routers have ``count`` more shards."""
             before = [set(found) for found in joined()]
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)

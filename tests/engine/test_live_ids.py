@@ -314,8 +314,9 @@ def test_every_lookup_has_the_ids_of_its_seq(
 def test_two_aliases_of_a_version_are_served(
     training: Training, device: str, tmp_path: Path
 ) -> None:
-    """Checks an alias that goes back: from memory and, after the applier was killed, from the
-    store.
+    """Checks an alias that goes back to a delta: from memory, and from the store.
+
+    It reads from the store after the applier was killed.
     """
     for package in ("prometheus_client", "typer", "uvloop"):
         pytest.importorskip(package)  # a GPU host may lack the server's packages

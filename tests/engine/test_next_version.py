@@ -227,9 +227,7 @@ def test_a_version_that_is_dropped_lets_go_of_its_rows_at_once(
 
 
 def test_kernels_of_one_feature_are_told_apart(tmp_path: Path) -> None:
-    """Checks kernels on two ranks whose placeholder rows must differ from other constants while
-    scripted.
-    """
+    """Checks kernels on two ranks, whose placeholder rows must differ from other constants."""
     tables: Tables = (("a", 30, 16, ["a"], SUM), ("b", 30, 16, ["b"], SUM))
     options = {"sharding": "table_wise", "world_size": 2}
     versions = [publish_next(tmp_path, tables, **options) for _ in range(2)]

@@ -185,9 +185,7 @@ def test_a_replica_has_all_it_needs_on_its_own_gpu(published: Publish, sharding:
         share_rows(weighted.module, replica.module)
     assert tensors_of(first.module) == {torch.device("cuda:0")}
     kernels = list(replica.module.tbes_configs())
-    assert called.between["cuda:0", "cuda:1"] == 2 * len(
-        kernels
-    )  # copies its rows, none from a host
+    assert called.between["cuda:0", "cuda:1"] == 2 * len(kernels)  # rows, none from a host
     assert not called.between["cuda:1", "cuda:0"]
     for one in (replica, weighted):
         assert tensors_of(one.module) == {torch.device("cuda:1")}
@@ -197,8 +195,7 @@ def test_a_replica_has_all_it_needs_on_its_own_gpu(published: Publish, sharding:
 
 
 def ask(version: ModelVersion, gpu: int) -> tuple[torch.Tensor, Called]:
-    """Returns the result of a batch of empty bags, as float16, and the operators of the second
-    batch.
+    """Returns the result of a batch of empty bags, as float16, and the second batch's operators.
 
     The replica on ``gpu`` looks them up.
     """

@@ -53,9 +53,7 @@ class Asked:
         self._threads = threads
 
     def ask(self, ids: int) -> tuple[int, Future[np.ndarray]]:
-        """Submits a batch of one bag of ``ids`` ids; returns the chosen replica's number and the
-        result.
-        """
+        """Submits one bag of ``ids`` ids; returns the chosen replica's number and the result."""
         bag = np.zeros(ids, np.int64), np.full(1, ids, np.int32)
         asked = self._threads.submit(self._replicas.lookup, *bag)
         return self.each.index(self._came.get(timeout=WAIT_S)), asked

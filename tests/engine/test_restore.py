@@ -150,8 +150,9 @@ def test_eager_lookups_are_those_of_the_distributed_model_parallel(
 def test_int8_equals_dequantizing_by_hand(
     ebc: EmbeddingBagCollection, published: Publish, sharding: Sharding, world_size: int
 ) -> None:
-    """Restores without compilation, which takes fifty times as long; test_widths.py compiles each
-    dtype.
+    """Restores without compilation, which takes fifty times as long.
+
+    test_widths.py compiles lookups of each dtype.
     """
     version = published(dtype="int8", sharding=sharding, world_size=world_size)
     tables = {name: dequantized_int8(rows) for name, rows in source_rows(ebc).items()}

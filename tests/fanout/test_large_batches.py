@@ -104,8 +104,9 @@ def test_a_step_that_fails_fails_the_batch_once_and_keeps_no_room(
 def test_batches_wait_for_room_for_the_values_of_their_parts(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the budget: each part may return almost a whole result, so eight batches could take
-    gigabytes.
+    """Checks the budget of memory: without it, eight batches could take gigabytes.
+
+    Each part may return almost a whole result.
     """
     monkeypatch.setattr(values_budget, "VALUES_BYTES_MAX", 1)
     monkeypatch.setattr(values_budget, "SMALL_BYTES_MAX", 0)
@@ -182,8 +183,9 @@ def never() -> None:
 
 @pytest.mark.parametrize("is_pooled", [True, False])
 def test_the_values_of_parts_are_estimated_from_above(tmp_path: Path, is_pooled: bool) -> None:
-    """Checks the upper bound too: with a larger estimate, batches would wait and use threads
-    needlessly.
+    """Checks the estimate from above, too.
+
+    With a larger estimate, batches would wait and use threads needlessly.
     """
     publish(pooled_source() if is_pooled else unpooled_source(), tmp_path, model="m", hosts=PARTS)
     shards = LocalShards(tmp_path, "m", PARTS)
@@ -198,8 +200,9 @@ def test_the_values_of_parts_are_estimated_from_above(tmp_path: Path, is_pooled:
 def test_the_event_loop_is_free_while_a_large_batch_is_divided(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks that dividing runs in a thread: it waits for the event loop, which would block on
-    itself.
+    """Checks that dividing runs in a thread, which waits for the event loop.
+
+    On the event loop it would block itself.
     """
     divide = Partition.divide
     shards = LocalShards(store, "m", PARTS)

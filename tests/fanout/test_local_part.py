@@ -68,9 +68,7 @@ def definitions_are_cached() -> None:
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    """Returns programs for the tests that are not about compilation, which takes a second per
-    layout.
-    """
+    """Returns programs for tests that are not about compilation, which takes a second each."""
     return Programs()
 
 

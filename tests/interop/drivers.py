@@ -140,8 +140,7 @@ def _compile(folder: Path, sources: Sequence[Path]) -> None:
 
 
 def python_programs(name: str) -> Path:
-    """Returns the programs' folder of a virtual environment with the requirements of folder
-    ``name``.
+    """Returns the programs' folder of a virtual environment with the packages of folder ``name``.
 
     Without a package index the test that needs it is skipped.
     """
@@ -167,7 +166,7 @@ def told_by_python(name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _install_for_python(folder: Path, sources: Sequence[Path]) -> None:
-    """Installs by the pip of this environment. Modules are compiled when they are imported."""
+    """Installs with the pip of this environment. Modules are compiled when they are imported."""
     python = (sys.executable, "-m")
     options = ("--quiet", "--disable-pip-version-check", "--no-compile")
     for command in (

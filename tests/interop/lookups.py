@@ -64,9 +64,7 @@ class Lookup:
 
     @cached_property
     def framed(self) -> bytes:
-        """Returns the request in gRPC's framing: the flag for no compression, the length, the
-        message.
-        """
+        """Returns the request in gRPC's framing: flag (not compressed), length, message."""
         return b"\0" + len(self.body).to_bytes(4, "big") + self.body
 
     @cached_property
@@ -155,9 +153,7 @@ WRONG_FIELD = "features.user[1][0]"
 
 
 def assert_answers(bodies: Sequence[bytes], asked: Sequence[Lookup]) -> None:
-    """Checks that each body is the response to its lookup; a failure shows only the start of the
-    body.
-    """
+    """Checks that each body is the response to its lookup. A failure shows only its start."""
     assert len(bodies) == len(asked)
     for number, (body, one) in enumerate(zip(bodies, asked, strict=True)):
         is_right = pb.EmbedResponse.FromString(body) == one.answer
@@ -165,8 +161,8 @@ def assert_answers(bodies: Sequence[bytes], asked: Sequence[Lookup]) -> None:
 
 
 def assert_outputs(outputs: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
-    """Checks that each output is (shape, base64 of its float32) as expected, and that none is left
-    over.
+    """Checks that the outputs are (shape, base64 of float32) as expected, and that there are no
+    others.
     """
     assert set(outputs) == set(expected)
     for name, values in expected.items():

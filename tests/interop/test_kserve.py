@@ -1,7 +1,6 @@
-"""Tests of KServe's InferenceRESTClient and InferenceGRPCClient: results equal /embed's bit for
-bit.
+"""Tests of KServe's InferenceRESTClient and InferenceGRPCClient: results equal /embed's.
 
-Installing the clients takes a minute and 320 MB.
+They are equal bit for bit. Installing the clients takes a minute and 320 MB.
 """
 
 from __future__ import annotations

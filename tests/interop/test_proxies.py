@@ -140,9 +140,7 @@ async def test_the_log_has_the_clients_address_whatever_the_client_says(
 async def test_lookups_that_no_server_can_answer_yet_leave_the_others_answered(
     name: str, tmp_path: Path
 ) -> None:
-    """Checks a min_seq ahead of the rows: each server responds 503, which does not make it
-    unhealthy.
-    """
+    """Checks a min_seq ahead of the rows: each server's 503 does not make it unhealthy."""
     async with AsyncExitStack() as open_:
         engines = [FakeEngine(at_seq(model_info(), 3)) for _ in range(2)]
         servers = [await open_.enter_async_context(live_server(one)) for one in engines]

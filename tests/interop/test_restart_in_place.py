@@ -1,7 +1,8 @@
-"""Tests of one of two servers behind a proxy that restarts on its ports: no request is lost.
+"""Tests of a restart of one of two servers behind a proxy, on its ports and under load.
 
-While the server loads, it refuses connections on its gRPC port and responds 503 on its HTTP port.
-The proxy retries with the other server. HAProxy and Envoy also check readiness; nginx cannot.
+No request is lost. While the server loads, it refuses connections on its gRPC port and responds 503
+on its HTTP port. The proxy retries with the other server. HAProxy and Envoy also check readiness;
+nginx cannot.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def test_a_restart_in_place_behind_a_proxy_loses_nothing(
     late.mkdir()
 
     def publish_later() -> None:
-        """Publishes once every client got responses while the server loads."""
+        """Publishes after every client got responses. Until then the server loads."""
         until(lambda: is_live(restarted.http))
         load.until_each(ANSWERS, ANSWERED)
         shutil.copytree(store, tmp_path / "copy")

@@ -23,9 +23,7 @@ ROWS = 1000
 
 @pytest.fixture
 def client() -> Iterator[ModuleType]:
-    """Yields torchrec.inference.client, which imports the code generated from its .proto by these
-    names.
-    """
+    """Yields torchrec.inference.client, which imports its generated code by these names."""
     pytest.importorskip("torchrec")
     names = {"predictor_pb2": predictor_pb2, "predictor_pb2_grpc": predictor_pb2_grpc}
     sys.modules.update(names)

@@ -1,4 +1,4 @@
-"""Finds the programs that the tests run, and names the package of a missing one."""
+"""Finds the programs that the tests run, and says how to install a missing one."""
 
 from __future__ import annotations
 

@@ -16,9 +16,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def queries() -> Iterator[dict[str, Any]]:
-    """Yields everything that queries a data source: panels and their targets, variables,
-    annotations.
-    """
+    """Yields all queries of data sources: panels and their targets, variables, annotations."""
     for panel in DASHBOARD["panels"]:
         if panel["type"] != "row":
             yield panel

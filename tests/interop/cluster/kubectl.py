@@ -39,8 +39,8 @@ class Kubectl:
         return done.stdout
 
     def ask(self, *arguments: object) -> str:
-        """Returns the output, including errors. The command may fail, for example if an object is
-        missing.
+        """Returns the output, including errors. The command may fail, for example without the
+        object.
         """
         done = self._call(arguments, "")
         return done.stdout + done.stderr

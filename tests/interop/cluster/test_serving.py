@@ -1,7 +1,7 @@
-"""Tests of the built image with overlays/cpu on a real control plane and kubelet (make
-cluster-test).
+"""Tests of the built image on a real control plane and kubelet (make cluster-test).
 
-The control plane is Kubernetes 1.20. Its network plugin does not enforce policies.
+The image runs with overlays/cpu. The control plane is Kubernetes 1.20. Its network plugin does not
+enforce policies.
 """
 
 from __future__ import annotations

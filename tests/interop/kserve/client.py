@@ -1,4 +1,4 @@
-"""Calls a server of the Open Inference Protocol by KServe's own clients, over REST and gRPC.
+"""Calls a server of the Open Inference Protocol with KServe's own clients, over REST and gRPC.
 
 Runs in a virtual environment that has kserve, but not this project. Reads the requests as JSON from
 stdin, and writes the results as JSON.

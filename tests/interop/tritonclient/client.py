@@ -1,4 +1,4 @@
-"""Calls a server of the Open Inference Protocol by NVIDIA's own client, in all its ways.
+"""Calls a server of the Open Inference Protocol with NVIDIA's own client, in all its modes.
 
 Runs in a virtual environment that has tritonclient, but not this project. Reads the requests as
 JSON from stdin, and writes the results as JSON.
