@@ -1,4 +1,4 @@
-"""Tests of lookups on CUDA: results equal those on the CPU. Skipped without a GPU."""
+"""Tests of lookups on CUDA: results equal the stored rows and the CPU's. Skipped without a GPU."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_what_fills_a_row_up_leaves_its_scale(tmp_path: Path, dtype: str) -> Non
     rows = source_rows(source)["t"]
     version = published(source, tmp_path, dtype=dtype)
     steps = {"int8": 255, "int4": 15}[dtype]
-    assert np.abs(stored_rows(version)["t"] - rows).max() < 0.5 / steps + 0.1  # 0.1: float16 of 100
+    assert np.abs(stored_rows(version)["t"] - rows).max() < 0.5 / steps + 0.1  # float16 of 100
     ids = np.arange(50)
     answer = restore(version).lookup(ids, np.ones(50, np.int32))
     assert_same(answer, stored_rows(version)["t"])

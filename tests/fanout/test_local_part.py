@@ -170,7 +170,7 @@ def test_a_failed_local_lookup_fails_only_its_examples(
 
 @pytest.mark.parametrize("is_pooled", [True, False])
 def test_all_tables_may_be_local(tmp_path: Path, is_pooled: bool) -> None:
-    """Checks a model without a requested table in the shards' parts."""
+    """Checks a router that holds all requested tables, so that the shards' parts have none."""
     publish_small(tmp_path, is_pooled=is_pooled, sharding="table_wise")
     shards = LocalShards(tmp_path, "m", PARTS)
     with routed(shards, tmp_path, "m", local=ANY) as engine:
