@@ -1,7 +1,7 @@
-"""Lets a process that a test does not start itself be a warm server (tests/warm_relay.py).
+"""Makes processes that tests do not start themselves stand-ins for forked servers.
 
-Python imports this module as it starts, where PYTHONPATH has its folder. Any process but
-`embedserve serve` goes on as it would without.
+tests/warm_relay.py has the relay. Python imports this module at its start if PYTHONPATH has its
+folder. A process other than `embedserve serve` continues as without it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def _be_relayed(address: str) -> None:
-    """Has the relay start the server, passes signals on to it, and ends as it does."""
+    """Makes the relay start the server, passes signals on to it, and exits with its status."""
     import json
     import signal
     import socket
