@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a command, as root, in a network namespace with loopback alone, where podman or kubelet starts
-# pods: they reach each other over a bridge in it, and nothing outside. Nothing of the host is changed:
-# mounts are the namespace's own, and podman's files are in a folder that goes with it, except the image.
-# The processes are in a namespace of their own, too: whatever ends this script, even kill -9, ends all of
-# them. The folder ("$NAMESPACE_FOLDER", build/namespace) and the control groups "embedserve", which pods
-# leave behind, are removed before and after.
+# Runs a command, as root, in a network namespace with only loopback. Podman or kubelet starts pods in it,
+# which reach each other over a bridge, and nothing outside. The host does not change: mounts belong to the
+# namespace, and podman's files, except the image, are in a folder that is removed with it. The processes
+# are in a process namespace, so that anything that ends this script, even kill -9, ends all of them. The
+# script removes the folder ("$NAMESPACE_FOLDER", build/namespace) and the control groups "embedserve",
+# which pods leave behind, before and after.
 #
-# Some hosts limit root, and have hierarchies of cgroups (version 1) that are mounted nowhere:
-# they are mounted here, and runc ("$LIMITED_RUNC") is called without the limits that it may not set.
+# Some hosts limit root, and have cgroup hierarchies (version 1) that are not mounted. The script mounts
+# them, and calls runc ("$LIMITED_RUNC") without the limits that it may not set.
 set -euo pipefail
 
 made=$(cd "$(dirname "$0")/../.." && pwd -P)/build/namespace
@@ -25,8 +25,8 @@ if [ "${1:-}" != --inside ]; then
     remove_leftovers
     trap remove_leftovers EXIT
     mkdir -p "$made"
-    # A job of its own, with its own process group: a signal reaches it once, through the trap, also
-    # where this script was started in the background, which ignores Ctrl-C.
+    # A job with its own process group: a signal reaches it once, through the trap. That also holds if
+    # this script was started in the background, where Ctrl-C is ignored.
     set -m
     env --default-signal=INT setpriv --pdeathsig KILL unshare --net --mount --propagation private \
         --pid --fork --kill-child --mount-proc "$0" --inside "$@" &
@@ -72,7 +72,7 @@ runtime = "limited"
 [engine.runtimes]
 limited = ["$made/runc"]
 CONF
-# Podman leaves probes to systemd; the tests ask them instead.
+# Podman leaves probes to systemd; the tests run them instead.
 export DISABLE_HC_SYSTEMD=true CONTAINERS_CONF=$made/containers.conf
 export NAMESPACE_FOLDER=$made LIMITED_RUNC=$made/runc
 "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds Kubernetes' apiserver, controller-manager, scheduler, kubelet and kube-proxy into FOLDER, with
-# Debian's Go from Debian 12's source package, which holds all that it needs: nothing else is
-# downloaded. Without cloud providers and Docker, which one node does not need. It does nothing where
-# all five are there; a build that was interrupted continues.
+# Builds Kubernetes' apiserver, controller-manager, scheduler, kubelet and kube-proxy into FOLDER.
+# Debian's Go builds them from Debian 12's source package, which is complete: nothing else is downloaded.
+# The build omits cloud providers and Docker, which one node does not need. The script does nothing if
+# all five programs exist, and continues an interrupted build.
 set -euo pipefail
 
 [ $# -eq 1 ] || { echo "usage: build_kubernetes.sh FOLDER" >&2; exit 2; }
@@ -44,12 +44,12 @@ version=$(sed -n 's/^Version: .*really\([0-9.]*\)-.*/\1/p' "$build"/kubernetes_*
 IFS=. read -r major minor _ <<<"$version"
 echo "Kubernetes $version was unpacked after $((SECONDS - begin)) s; the build takes some minutes."
 
-# Its own vendor folder, as before modules; nothing is asked of a module proxy.
+# Go uses the source's vendor folder, without modules and without a module proxy.
 export GO111MODULE=off GOFLAGS= GOPROXY=off GOPATH=$build GOCACHE=$build/cache CGO_ENABLED=0
 component=k8s.io/kubernetes/vendor/k8s.io/component-base/version
 cd "$source"
 
-# The descriptions of the API are the only code that the source lacks; its own generator writes them.
+# The source lacks only the code that describes the API; its own generator writes that code.
 api=k8s.io/kubernetes/pkg/generated/openapi
 if [ ! -e "$build/generated" ]; then
     go build -o "$build/openapi-gen" ./vendor/k8s.io/kube-openapi/cmd/openapi-gen

@@ -1,5 +1,5 @@
-// Makes the gRPC calls that drivers.py writes to stdin, with grpc-go, and writes how each ended to
-// stdout. Messages are bytes here: the codec passes them on as they are.
+// Makes the gRPC calls that drivers.py writes to stdin, with grpc-go, and writes their outcomes to
+// stdout. Messages are bytes, which the codec passes on unchanged.
 package main
 
 import (
@@ -40,7 +40,7 @@ type ended struct {
 	Trailers map[string]string `json:"trailers"`
 }
 
-// bytesCodec is named as the codec whose messages it carries.
+// bytesCodec has the name of the protobuf codec, whose messages it passes on as bytes.
 type bytesCodec struct{}
 
 func (bytesCodec) Name() string { return "proto" }
@@ -85,8 +85,8 @@ func unary(connection *grpc.ClientConn, asked call, options []grpc.CallOption) e
 	return end(answers, err, trailer)
 }
 
-// stream sends in turns, each request after the answer before it, or all beside the answers; a
-// cancelled one ends at its first answer.
+// stream sends each request after the previous response (in turns), or all while it receives; a
+// cancelled stream ends at its first response.
 func stream(connection *grpc.ClientConn, asked call, options []grpc.CallOption) ended {
 	ctx, cancel := asked.context()
 	defer cancel()
@@ -128,7 +128,7 @@ func stream(connection *grpc.ClientConn, asked call, options []grpc.CallOption) 
 	return end(answers, err, calls.Trailer())
 }
 
-// health is Check's status, then the first of Watch.
+// health returns the status of Check, then the first one of Watch.
 func health(connection *grpc.ClientConn, asked call) ended {
 	ctx, cancel := asked.context()
 	defer cancel()

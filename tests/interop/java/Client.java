@@ -1,6 +1,6 @@
-// Posts a body with Java's own HttpClient, over HTTP/2, and writes a line "VERSION STATUS BODY":
-// once for each token, over a connection of its own.
-// Arguments: URL, a key store with the root (and a client's pair, if any), its password, tokens.
+// Posts a body with Java's HttpClient over HTTP/2, and writes a line "VERSION STATUS BODY".
+// Does so once for each token, over a new connection.
+// Arguments: URL, a key store with the root (and a client's key pair, if any), its password, tokens.
 import java.io.ByteArrayInputStream;
 import java.io.FileInputStream;
 import java.net.URI;

@@ -1,5 +1,5 @@
-// Makes the gRPC calls that drivers.py writes to stdin, with @grpc/grpc-js, and writes how each
-// ended to stdout. Messages are base64; they go through proto-loader's objects both ways.
+// Makes the gRPC calls that drivers.py writes to stdin, with @grpc/grpc-js, and writes their outcomes
+// to stdout. Messages are base64; proto-loader decodes and encodes them in both directions.
 "use strict";
 
 const fs = require("node:fs");
@@ -42,7 +42,8 @@ function unary(client, name, method, asked) {
   });
 }
 
-// In turns a request waits for the answer before it; a cancelled stream ends at its first answer.
+// With in_turns a request waits for the previous response. A cancelled stream ends at its first
+// response.
 function stream(client, name, method, asked) {
   return new Promise((resolve) => {
     const answers = [];
@@ -63,7 +64,7 @@ function stream(client, name, method, asked) {
   });
 }
 
-// Over TLS where the environment names PEM files.
+// Uses TLS if the environment names PEM files.
 function credentials() {
   const { TLS_CA, TLS_CERT, TLS_KEY } = process.env;
   if (TLS_CA === undefined) return grpc.credentials.createInsecure();
