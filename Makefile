@@ -47,7 +47,7 @@ test: install lint types contracts pytest
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/check_prose.py server model_store clients bench tools
+	$(BIN)/python tools/check_prose.py server model_store clients bench tools tests
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,6 @@
 """Checks docstrings and comments against the rules of CONTRIBUTING.md that a program can check.
 
-    python tools/check_prose.py server model_store clients
+    python tools/check_prose.py server model_store clients bench tools tests
 
 Reports openings that continue the name above them ("Of a body."), phrases that have a plainer
 word, and sentences of more than 40 words. Exits with 1 if there is any.
