@@ -1,4 +1,5 @@
-"""The fake servers, and each of the four clients behind one blocking face."""
+"""Fixtures of the client's tests: the fake servers, and a blocking wrapper of each of the four
+clients."""
 
 import asyncio
 import inspect
@@ -19,7 +20,8 @@ KINDS = ("rest", "rest-async", "grpc", "grpc-async")
 
 
 class Blocking:
-    """A sync or async client, called alike: coroutines run to their end in a loop of its own."""
+    """A sync or async client with a blocking interface. Coroutines run to their end in an event
+    loop of its own."""
 
     def __init__(self, make: Any, address: str, **options: Any) -> None:
         self._runner = asyncio.Runner()
@@ -60,7 +62,7 @@ def model() -> FakeModel:
 
 @pytest.fixture(scope="module")
 def rest_fake() -> Iterator[RestFake]:
-    """One server for all tests of a module: uvicorn takes its time to stop."""
+    """Starts one server for all tests of a module, because uvicorn is slow to stop."""
     with rest_server() as fake:
         yield fake
 
@@ -79,7 +81,7 @@ def grpc_target(model: FakeModel) -> Iterator[str]:
 
 @pytest.fixture(params=KINDS)
 def client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
-    """Each of the four clients in turn, on its fake server."""
+    """Yields each of the four clients in turn, connected to its fake server."""
     blocking = _connected(request.param, request)
     yield blocking
     blocking.shut()
@@ -87,7 +89,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
 
 @pytest.fixture(params=KINDS)
 def retrying_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
-    """Each of them, with two tries more."""
+    """Yields each of the four clients in turn, with two retries."""
     blocking = _connected(request.param, request, retries=2)
     yield blocking
     blocking.shut()
@@ -95,7 +97,7 @@ def retrying_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
 
 @pytest.fixture(params=("grpc", "grpc-async"))
 def stream_client(request: pytest.FixtureRequest) -> Iterator[Blocking]:
-    """Both gRPC clients in turn."""
+    """Yields both gRPC clients in turn."""
     blocking = _connected(request.param, request)
     yield blocking
     blocking.shut()

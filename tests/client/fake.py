@@ -1,11 +1,11 @@
-"""A small embedserve server for the client's tests: exact answers, and every failure on order.
+"""A small embedserve server for the client's tests: exact responses, and every failure on demand.
 
-`FakeModel` pools ids from two little tables of whole numbers; its model "sequence" gives the
-rows of TITLES, one for each string, zeros where it is unknown. `rest_app` and `grpc_server`
-put it on the wire, written from the contract alone: they share no code with the real server.
-A request to the model "fail:CODE" is answered with that code, and so are as many requests as
-`FakeModel.refusals` has codes, before others are answered. "old" is "shop" on a server of
-before output_dtype: it answers float32 and does not say so.
+`FakeModel` pools ids from two small tables of integers. Its model "sequence" returns the row of
+TITLES for each string, zeros for an unknown one. `rest_app` and `grpc_server` serve it. They are
+written from the contract alone and share no code with the real server.
+A request to the model "fail:CODE" fails with that code. `FakeModel.refusals` lists the codes that
+the next requests fail with, before others succeed. "old" is "shop" on a server from before
+output_dtype: it returns float32 and does not report the type.
 """
 
 import json
@@ -27,7 +27,7 @@ from embedserve_proto import embedding_pb2_grpc as pb_grpc
 
 ASKED_S_MAX = 60
 KEPT_S = 300
-"""Seconds that the REST fake keeps a connection without requests."""
+"""Seconds that the REST fake keeps an idle connection open."""
 ROWS = 100
 DIMS = {"user": 2, "movie": 4}
 KEYS = ("user", "movie")
@@ -46,7 +46,7 @@ HTTP_STATUS = {
 
 
 class Refused(Exception):
-    """The fake's own error; field as in the contract."""
+    """The fake's own error; ``field`` is the contract's."""
 
     def __init__(self, code: str, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -54,17 +54,17 @@ class Refused(Exception):
 
 
 def pooled(key: str, bags: list[list[int]]) -> np.ndarray:
-    """What a sum over the rows of each bag gives."""
+    """Returns the sums over the rows of each bag."""
     return np.stack([TABLES[key][bag].sum(axis=0) for bag in bags])
 
 
 def _bytes_of(values: np.ndarray, output_dtype: int) -> bytes:
-    with np.errstate(over="ignore"):  # what is too large is infinite
+    with np.errstate(over="ignore"):  # values that are too large become infinite
         return values.astype("<f2" if output_dtype == pb.FLOAT16 else "<f4").tobytes()
 
 
 class FakeModel:
-    """Model "shop", version 7; keeps the requests and headers that it got."""
+    """Model "shop", version 7; records the requests and headers that it receives."""
 
     def __init__(self) -> None:
         self.requests: list[pb.EmbedRequest] = []
@@ -171,7 +171,7 @@ class FakeModel:
 
 
 class Silent(FakeModel):
-    """Answers nothing until it may."""
+    """A model that sends no response until ``may_answer`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Silent(FakeModel):
 
 
 def rest_app(current: Callable[[], FakeModel]) -> Callable[..., Awaitable[None]]:
-    """The REST side as an ASGI app; each request asks the model that is then the current one."""
+    """Returns the REST server as an ASGI app; ``current`` returns the model of each request."""
 
     async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
         model = current()
@@ -233,7 +233,7 @@ def _json_of(error: Refused) -> bytes:
 
 
 class Servicer(pb_grpc.EmbeddingServiceServicer):
-    """The gRPC side."""
+    """The gRPC server's methods."""
 
     def __init__(self, model: FakeModel) -> None:
         self.model = model
@@ -278,7 +278,7 @@ def _or_abort(context: Any, answer: Callable[[], Any]) -> Any:
 
 @dataclass
 class RestFake:
-    """A running REST server and the model that it asks, which may be replaced between requests."""
+    """A running REST server and its model, which may be replaced between requests."""
 
     url: str
     model: FakeModel
@@ -286,7 +286,7 @@ class RestFake:
 
 @contextmanager
 def rest_server(model: FakeModel | None = None, port: int = 0) -> Iterator[RestFake]:
-    """The fake on a loopback port, a free one unless it is told."""
+    """Serves the fake over REST on a loopback port; 0 is any free port."""
     fake = RestFake("", model or FakeModel())
     app = rest_app(lambda: fake.model)
     config = uvicorn.Config(
@@ -313,7 +313,7 @@ def rest_server(model: FakeModel | None = None, port: int = 0) -> Iterator[RestF
 
 @contextmanager
 def grpc_server(model: FakeModel, port: int = 0) -> Iterator[str]:
-    """The target of the fake on a loopback port, a free one unless it is told."""
+    """Serves the fake over gRPC on a loopback port, 0 for any free one; yields its target."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         server = grpc.server(pool)
         pb_grpc.add_EmbeddingServiceServicer_to_server(Servicer(model), server)

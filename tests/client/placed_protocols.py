@@ -1,4 +1,4 @@
-"""The calls of lookups through shared memory, whose protocol says what is asked and answered."""
+"""Reads and answers the calls of lookups through shared memory, over REST and gRPC."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Calls = RestRequests | GrpcRequests
 
 
 class Rest:
-    """What REST's calls ask for, and how a server answers them."""
+    """Fields of REST calls, and a server's responses to them."""
 
     made = staticmethod(lambda: RestRequests(10.0, PREFIX))
 
     @staticmethod
     def path(call: Call[Any]) -> str:
-        """Without the name of a region."""
+        """Returns the last part of the URL path, without the name of a region."""
         is_region = call.path.startswith("/v2/systemsharedmemory/region/")
         return call.path.rpartition("/")[2] if is_region else call.path
 
@@ -54,7 +54,7 @@ class Rest:
 
 
 class Refused(grpc.RpcError):  # type: ignore[misc]
-    """As grpc raises it."""
+    """An RPC error with the interface of grpc's own."""
 
     def __init__(self, code: grpc.StatusCode, said: str, metadata: dict[str, str]) -> None:
         self._code, self._said, self._metadata = code, said, metadata
@@ -70,7 +70,7 @@ class Refused(grpc.RpcError):  # type: ignore[misc]
 
 
 class Grpc:
-    """The same of gRPC's."""
+    """Fields of gRPC calls, and a server's responses to them."""
 
     CODES: ClassVar = {
         400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -140,7 +140,7 @@ class Grpc:
 
 
 def told(one: Any) -> dict[str, Any]:
-    """A tensor of a message, but for its values."""
+    """Returns the name and parameters of a tensor of a message, without its values."""
     parameters = {
         name: value.string_param or value.int64_param for name, value in one.parameters.items()
     }

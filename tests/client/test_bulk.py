@@ -1,4 +1,5 @@
-"""Very many examples: cut into requests, answered in order, whatever form they come in."""
+"""Tests of bulk lookups: many examples are split into requests and returned in order, for every
+input type."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_an_error_ends_it_and_what_was_not_asked_is_not(
 
 
 class Held:
-    """A client that answers nothing until it is let."""
+    """A client whose calls fail only once ``go_on`` is set."""
 
     def __init__(self) -> None:
         self.asked = threading.Semaphore(0)

@@ -1,4 +1,4 @@
-"""What all four clients do alike: vectors, models, errors, deadlines."""
+"""Tests of what all four clients have in common: vectors, models, errors, deadlines."""
 
 from concurrent.futures import ThreadPoolExecutor
 from inspect import getmembers, isfunction, signature

@@ -1,4 +1,4 @@
-"""The error tree by itself; the clients' tests go through it on the wire."""
+"""Tests of the error classes alone; the clients' tests cover them on the wire."""
 
 import pickle
 

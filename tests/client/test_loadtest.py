@@ -1,4 +1,5 @@
-"""What the load test sends. locust is never imported here: it replaces sockets and threads."""
+"""Tests of the load test's requests. They never import locust, which replaces sockets and
+threads."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def rule(**fields: object) -> IdRule:
 
 
 def model(*tables: tuple[str, tuple[str, ...], IdRule], name: str = "shop") -> ModelInfo:
-    """Of tables given as (name, features, rule), of ROWS rows each."""
+    """Returns a model with ``tables``, given as (name, features, rule), of ROWS rows each."""
     features = tuple(dict.fromkeys(one for _, features, _ in tables for one in features))
     return ModelInfo(
         model=name,
@@ -207,7 +208,8 @@ def test_json_and_protobuf_hold_the_same_ids() -> None:
 
 
 async def test_a_server_accepts_the_requests_of_every_kind_of_model() -> None:
-    """The real frontends over fake engines: models of every id rule, pooled and not."""
+    """Checks it with the real frontends over fake engines: models of every id rule, pooled and
+    unpooled."""
     infos = [model_info("plain"), ruled_info(), unpooled_info()]
     names = [info.name for info in infos]
     async with live_server(*map(FakeEngine, infos)) as live:
@@ -269,7 +271,8 @@ def test_the_model_is_the_named_the_default_or_the_only_one() -> None:
 
 
 def test_a_version_is_named_like_in_requests() -> None:
-    """A model without a version is the first listed, unless one is served as the newest."""
+    """A model name without a version means the first listed version, unless one is served as the
+    newest."""
     stable = replace(
         model(("t", ("a",), rule(rule="modulo", modulus=5))), version=3, alias="stable"
     )

@@ -1,4 +1,4 @@
-"""With torch beside it: a KeyedJaggedTensor in, a KeyedTensor out; without: no import of it."""
+"""Tests with torch: a KeyedJaggedTensor in, a KeyedTensor out. Without torch nothing imports it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every file and folder that docs/architecture.md names is there."""
+"""Tests that every file and folder that docs/architecture.md names exists."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 from documents import ROOT
 
 ROOTS = (ROOT, ROOT / "server" / "embedserve", ROOT / "model_store" / "embedserve_store")
-"""Where the page's paths begin."""
+"""Folders that the page's paths are relative to."""
 
 
 def named_paths() -> list[str]:
-    """What stands in `…` and ends as a folder or a file of ours does."""
+    """Returns the texts in `…` that end like a folder or a file of this repository."""
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     return sorted(set(re.findall(r"`([\w/]+(?:/|\.py|\.proto|\.toml))`", text)))
 

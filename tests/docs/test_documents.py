@@ -1,4 +1,5 @@
-"""Links lead somewhere, the index has every page, and the README stays short."""
+"""Tests of the pages: every link has a target, the index has every page, and the README stays
+short."""
 
 from __future__ import annotations
 

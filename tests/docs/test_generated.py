@@ -1,4 +1,4 @@
-"""The committed references are what docs/generate.py makes of the code, and name all of it."""
+"""Tests that the committed references are the output of docs/generate.py and name everything."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_committed_is_current(name: str) -> None:
 
 
 def over_two_ranks(tables: Sequence[TableSpec]) -> Plan:
-    """Rank 0 has a row of each table, and rank 1 the others."""
+    """Returns a plan with one row of each table on rank 0 and the others on rank 1."""
     return Plan(
         2,
         {
@@ -66,7 +66,7 @@ def over_two_ranks(tables: Sequence[TableSpec]) -> Plan:
 
 
 class OneCaller:
-    """Who has a name, and asked."""
+    """Statistics of a single named caller that has sent a request."""
 
     def names(self) -> frozenset[str]:
         return frozenset({"ranker"})
@@ -76,8 +76,9 @@ class OneCaller:
 
 
 def families_with_samples() -> list[Metric]:
-    """Of a server that answered and refused requests over TLS to a model of every id rule, row_wise
-    over two ranks, in the shadow of another version. It calls a shard, too."""
+    """Returns the metrics of a server with samples of every family. It has accepted and rejected
+    requests over TLS to a model of every id rule, row_wise over two ranks, and shadows another
+    version. It calls a shard, too."""
     model = ruled_info()
     status = DeltaStatus(LinePosition(7, 0, "0" * 64))
     deltas = replace(followed(status), notify=SharedFlag())

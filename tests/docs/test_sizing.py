@@ -1,4 +1,4 @@
-"""The memory that the pages give for examples is what the code computes."""
+"""Tests that the memory figures of the pages' examples are what the code computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def features(page: str, before: str) -> int:
 
 
 def example(aliases: int = 1, hot: float = 1.0) -> tuple[str, str]:
-    """(request, limit) of a pod of the page's example, in GiB."""
+    """Returns (request, limit) of a pod of the page's example, in GiB."""
     count = features(SIZING, "rows and ids and ")
     rows = PodRows("dlrm", 20 * GIB, aliases=aliases, features=count)
     figures = pod_figures(rows, PodOptions(workers=4, follow="alias", hot=hot))
@@ -68,7 +68,8 @@ def test_a_batch_on_a_gpu_takes_what_the_page_says() -> None:
 
 
 def test_the_example_overlay_takes_what_the_page_says() -> None:
-    """Two workers that follow two aliases, with the component tls; rows are left out."""
+    """The example has two workers that follow two aliases, with the component tls; rows are left
+    out."""
     settings = ServeSettings("", workers=2, follow="alias", tls_cert="tls.crt")
     count = features(DEPLOYING, "a small model of ")
     memory = server_memory(Rows(0), settings, features=count, names=2)

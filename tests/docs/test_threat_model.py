@@ -1,4 +1,4 @@
-"""Every test that docs/threat-model.md names is there."""
+"""Tests that every test that docs/threat-model.md names exists."""
 
 from __future__ import annotations
 

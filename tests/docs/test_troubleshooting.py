@@ -1,4 +1,4 @@
-"""Each message that the page quotes is one that the code has."""
+"""Tests that the code has each message that the page quotes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ ANYTHING = "…"
 
 
 def quoted() -> list[str]:
-    """The messages of the tables' first column."""
+    """Returns the messages in the first column of the page's tables."""
     rows = re.findall(r"^\| (.+?) \| .*\|$", PAGE.read_text("utf-8"), flags=re.MULTILINE)
     return [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
 
 
 @cache
 def said() -> tuple[str, ...]:
-    """Every text in the sources, with … for what is filled in."""
+    """Returns every text in the sources, with … in place of each formatted value."""
     paths = [path for folder in SOURCES for path in Path(ROOT, folder).rglob("*.py")]
     return tuple(text for path in paths for text in _texts(ast.parse(path.read_text("utf-8"))))
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
-    """Without docstrings."""
+    """Yields the texts of a module, without docstrings."""
     said_alone = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if node in said_alone:

@@ -1,4 +1,5 @@
-"""Each example runs from nothing, and its service answers as its whole model does."""
+"""Tests that each example runs from an empty folder, and that its service returns the whole model's
+results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed code is what protoc makes of the .proto files."""
+"""Tests that the committed code is protoc's output for the .proto files."""
 
 from __future__ import annotations
 

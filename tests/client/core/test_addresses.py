@@ -1,4 +1,4 @@
-"""Addresses are written alike for REST and gRPC."""
+"""Tests of server addresses: REST and gRPC accept the same syntax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One feature's values, in every form, and what is said of a wrong one."""
+"""Tests of the values of one feature: every accepted type, and the error messages of invalid
+values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Several features as one batch, their weights, and TorchRec's KeyedJaggedTensor."""
+"""Tests of batches: several features, their weights, and TorchRec's KeyedJaggedTensor."""
 
 from typing import Any
 
@@ -135,7 +135,7 @@ def test_weights_of_a_feature_not_asked_for_are_refused() -> None:
 
 
 class FakeTensor:
-    """The part of a torch tensor that is asked for."""
+    """The methods of a torch tensor that the client calls."""
 
     def __init__(self, values: Any) -> None:
         self._array = np.array(values)
@@ -151,7 +151,7 @@ class FakeTensor:
 
 
 class FakeJagged:
-    """The part of a KeyedJaggedTensor that is asked for; the real one is tested below."""
+    """The methods of a KeyedJaggedTensor that the client calls; the real class is tested below."""
 
     def __init__(self, keys: list[str], lengths: Any, ids: Any, weights: Any = None) -> None:
         self._keys = keys
@@ -184,7 +184,7 @@ def test_a_jagged_tensor_is_the_whole_request() -> None:
 
 
 class VariableJagged(FakeJagged):
-    """One with a batch size per key."""
+    """A KeyedJaggedTensor with a batch size per key."""
 
     def variable_stride_per_key(self) -> bool:
         return True
@@ -225,7 +225,8 @@ class CountedName(str):
 
 
 class FakeTable(dict[str, Any]):
-    """A table whose names are not copied to another type, as those of libraries are."""
+    """A table whose ``columns`` are its own name objects; those of libraries are copies of another
+    type."""
 
     @property
     def columns(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ids in columns and tables of pandas, polars and pyarrow, and in torch's tensors."""
+"""Tests of ids in columns and tables of pandas, polars and pyarrow, and in torch's tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embedserve_client.core.batch import batch_of
 from embedserve_client.errors import InvalidRequest
 
 LISTS = [[1, 2], [], None, [3]]
-"""Of which None stands for a null."""
+"""Bags of a list column; None stands for a null."""
 
 
 def ids(value: Any) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""Timeouts: which one counts, and what the server is told."""
+"""Tests of timeouts: which timeout applies to a call, and which deadline the server gets."""
 
 import pytest
 

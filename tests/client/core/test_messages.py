@@ -1,4 +1,4 @@
-"""The bytes on the wire: little-endian, complete, and read back without a copy."""
+"""Tests of the bytes on the wire: little-endian, complete, and read back without a copy."""
 
 from itertools import chain
 from typing import Any

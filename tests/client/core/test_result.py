@@ -1,4 +1,4 @@
-"""Views per key, and the way to TorchRec."""
+"""Tests of results: views per key, and conversion to TorchRec."""
 
 from dataclasses import replace
 from typing import Any
@@ -82,7 +82,8 @@ def test_to_dict_has_every_key_in_order(result: EmbedResult) -> None:
 
 @pytest.fixture
 def jagged() -> EmbedResult:
-    """Three ids of movie in the second example, one of user in the first."""
+    """Returns a result with three ids of movie in the second example and one of user in the
+    first."""
     values = np.arange(8, dtype=np.float32).reshape(4, 2)
     lengths = np.array([[0, 3], [1, 0]], np.int32)
     return EmbedResult(values, Layout(("movie", "user"), (2, 2)), "sequence", 7, {}, lengths)
@@ -105,7 +106,8 @@ def test_tensors_of_the_other_kind_are_refused(result: EmbedResult, jagged: Embe
 
 
 def test_every_key_is_read_in_linear_time() -> None:
-    """No key looks at the lengths of those before it, nor compares itself with them."""
+    """Checks that no key adds up the lengths of the keys before it, nor compares itself with
+    them."""
     keys, compared = 200, 0
 
     class CountedKey(str):
@@ -128,7 +130,7 @@ def test_every_key_is_read_in_linear_time() -> None:
 
 
 class CountedLengths(np.ndarray[Any, Any]):
-    """Counts the lengths that are added up."""
+    """Array that counts the lengths that are added up."""
 
     summed = 0
 

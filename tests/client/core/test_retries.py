@@ -1,4 +1,4 @@
-"""What is tried again, when, and how often; by all four clients alike."""
+"""Tests of retries of all four clients: which errors are retried, when, and how often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A call during which its client is closed is not retried, and fails with an error of its own."""
+"""Tests of the retry loop: a call whose client is closed meanwhile fails with its own error,
+without a retry."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from embedserve_client.errors import Overloaded, Unavailable
 
 
 class Transport:
-    """Rejects every call, and fails as httpx does once the client is closed.
+    """Transport that rejects every call, and fails as httpx does once the client is closed.
 
     Args:
         closed_at: number of the call before which the client is closed.

@@ -1,4 +1,5 @@
-"""Whom a REST client trusts: with https:// those that are named or the system's, else nobody."""
+"""Tests of the CAs that a REST client trusts: with https:// the configured ones or the system's,
+otherwise none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status of an ended call, when grpc's failed write gets in its way."""
+"""Tests of the status of an ended gRPC call while a failed write hides it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ GRPCS = (grpc.StatusCode.INTERNAL, "Internal error from Core", ())
 
 
 class FakeCall:
-    """An aio call whose status changes at every look, until the last."""
+    """An aio call whose status changes whenever it is read, until the last."""
 
     def __init__(self, *statuses: Status) -> None:
         self._statuses = list(statuses)

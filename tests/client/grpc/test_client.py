@@ -1,4 +1,4 @@
-"""What only gRPC has: message sizes and channels."""
+"""Tests of the gRPC client alone: message sizes and channels."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from embedserve_client import (
 )
 from embedserve_client.grpc.calls import KEEPALIVE_MS_MAX
 
-# 6 floats an example: just over the 4 MiB that grpc takes by itself.
+# 6 floats an example: just over 4 MiB, grpc's default limit of a message.
 LARGE_BATCH = 4 * 2**20 // (6 * 4) + 1
 
 
@@ -82,7 +82,8 @@ def test_a_call_in_flight_ends_when_another_thread_closes_the_client() -> None:
 
 
 async def test_a_call_in_flight_ends_when_another_task_closes_the_client() -> None:
-    """With an error, not as if its task had been cancelled."""
+    """The call fails with a client error; only the task that was cancelled raises
+    CancelledError."""
     model = Silent()
     with grpc_server(model) as target:
         client = AsyncGrpcEmbedClient(target, retries=3, timeout_s=ASKED_S_MAX)
@@ -96,7 +97,7 @@ async def test_a_call_in_flight_ends_when_another_task_closes_the_client() -> No
 
 
 def test_credentials_make_a_tls_channel(grpc_target: str) -> None:
-    """The fake speaks plain text, so that a TLS channel does not get through."""
+    """The fake speaks plain text, so a TLS channel cannot connect."""
     with (
         GrpcEmbedClient(grpc_target, credentials=grpc.ssl_channel_credentials()) as client,
         pytest.raises(Unavailable),
@@ -105,7 +106,7 @@ def test_credentials_make_a_tls_channel(grpc_target: str) -> None:
 
 
 def test_calls_take_turns_over_the_servers_of_a_target() -> None:
-    """One that stops is left out, and one that comes again is asked again."""
+    """Checks that a stopped server gets no calls, and gets calls again after its restart."""
     models = FakeModel(), FakeModel()
     with ExitStack() as first, grpc_server(models[1]) as other:
         target = first.enter_context(grpc_server(models[0], free_port()))
@@ -137,7 +138,7 @@ def test_a_name_is_asked_for_its_addresses(grpc_target: str) -> None:
 
 
 def user_timeouts_ms(port: int) -> list[int]:
-    """TCP_USER_TIMEOUT of this process's connections to a port."""
+    """Returns TCP_USER_TIMEOUT of each connection from this process to ``port``."""
     timeouts = []
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):

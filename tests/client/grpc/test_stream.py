@@ -1,4 +1,4 @@
-"""Streams: order, failing items in their places, and every way a stream ends."""
+"""Tests of streams: order, failed items in their places, and every way a stream ends."""
 
 import asyncio
 import threading
@@ -104,7 +104,7 @@ def test_a_deadline_ends_the_stream(stream_client: Any, model: FakeModel) -> Non
 
 @pytest.mark.parametrize("after", [0, 1, 5, 10, 20])
 def test_a_server_that_aborts_ends_the_stream(stream_client: Any, after: int) -> None:
-    """Requests still on their way must not hide what the server said."""
+    """Checks that requests in flight do not hide the server's error."""
     abort = StreamRequest({"user": [1]}, model="abort")
 
     with pytest.raises(Unavailable, match="draining"):
@@ -147,7 +147,7 @@ def test_what_the_callers_iterable_raises_comes_after_the_answers(stream_client:
 
 
 def test_an_answer_comes_before_the_next_request_is_there(grpc_target: str) -> None:
-    """A caller may think about one answer before it sends more."""
+    """Checks that a caller can wait for one response before it sends its next request."""
     answered = threading.Event()
 
     def items() -> Iterator[Any]:
@@ -166,7 +166,7 @@ def test_an_answer_comes_before_the_next_request_is_there(grpc_target: str) -> N
 
 
 def test_a_stream_to_no_server_is_unavailable() -> None:
-    """Although the iterable still waits, so that no request tells of the failure."""
+    """The iterable still waits, so no request can report the failure."""
     release = threading.Event()
     released: list[bool] = []
 
@@ -231,8 +231,8 @@ def test_a_stream_ends_when_another_thread_closes_the_client() -> None:
 
 
 async def test_a_stream_ends_when_another_task_closes_the_client() -> None:
-    """With an error, not as if the task that reads it had been cancelled; also one that waits for
-    the caller's next item."""
+    """The stream fails with a client error; the task that reads it is not cancelled. Also tested
+    with a stream that waits for the caller's next item."""
 
     async def waiting() -> AsyncIterator[Any]:
         await asyncio.sleep(ASKED_S_MAX)

@@ -1,4 +1,4 @@
-"""What only REST has: the deadline header, Retry-After, kept-alive connections."""
+"""Tests of the REST client alone: the deadline header, Retry-After, kept-alive connections."""
 
 import asyncio
 import os
@@ -32,12 +32,12 @@ def test_the_servers_wait_is_passed_on(rest_url: str) -> None:
 
 
 class CountingTransport(httpx.HTTPTransport):
-    """Counts the connections that httpx opens."""
+    """Transport that counts the connections that httpx opens."""
 
     opened = 0
 
     def __init__(self) -> None:
-        super().__init__(limits=httpx.Limits(keepalive_expiry=None))  # whatever takes its time
+        super().__init__(limits=httpx.Limits(keepalive_expiry=None))  # never, on a slow host either
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request.extensions["trace"] = self._trace
@@ -74,12 +74,12 @@ async def test_an_async_client_answers_calls_side_by_side(rest_url: str) -> None
 
 CALLS = 50
 SLOW_S = 0.005
-"""Of each answer, so that the calls of two processes overlap."""
+"""Seconds that each response takes, so that the calls of two processes overlap."""
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
 def forked(act: Callable[[], object]) -> int:
-    """The pid of a forked process that acts, and fails if that raises."""
+    """Forks a process that calls ``act`` and fails if that raises; returns its pid."""
     child = os.fork()
     if not child:
         try:

@@ -1,4 +1,5 @@
-"""Answers that are not the fake server's: proxies, broken bodies, failing connections."""
+"""Tests of responses that the fake server never sends: of proxies, broken bodies, failing
+connections."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which calls a lookup makes where there is shared memory, by what each of them is answered."""
+"""Tests of the calls of a lookup with shared memory, given the response to each call."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lookup(calls: Calls, **options: Any) -> Steps[EmbedResult]:
 
 
 def embedded(version: int = 1, layout: Layout = LAYOUT, examples: int = EXAMPLES) -> EmbedResult:
-    """What /embed answers."""
+    """Returns the result of a call to /embed."""
     return EmbedResult(np.zeros((examples, layout.width), np.float32), layout, "shop", version)
 
 
@@ -69,7 +69,8 @@ def protocol(request: pytest.FixtureRequest) -> Any:
 
 
 def inferred(call: Any, version: int = 1, width: int = WIDTH, **parameters: int) -> Any:
-    """The answer to an inference, which has written nothing but its first number."""
+    """Returns the response to an inference; the server has written only the first number of the
+    output."""
     protocol = protocol_of(call)
     (output,) = protocol.asked(call)["outputs"]
     place = output["parameters"]
@@ -94,7 +95,7 @@ def ended(steps: Steps[EmbedResult], answer: Any) -> EmbedResult:
 
 
 def learn(calls: Calls, **options: Any) -> None:
-    """The first lookup of all."""
+    """Runs the first lookup, which registers a region and gets its vectors over /embed."""
     steps = lookup(calls, **options)
     assert path(next(steps)) == "register"
     assert path(steps.send(None)) == "/embed"
@@ -178,7 +179,8 @@ def test_what_is_refused_is_asked_for_without_and_its_region_dropped(
     assert files() == []
     ended(steps, embedded())
 
-    # A server that forgot the region is another: what was learnt is learnt again.
+    # A server that forgot the region has been replaced: the client registers and calls /embed
+    # again.
     steps = lookup(calls)
     assert path(next(steps)) == "register"
     assert path(steps.send(None)) == "/embed"

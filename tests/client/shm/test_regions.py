@@ -1,4 +1,4 @@
-"""Files in /dev/shm: who has which, how long, and that none is left."""
+"""Tests of files in /dev/shm: which process owns which, for how long, and that none is left."""
 
 from __future__ import annotations
 
