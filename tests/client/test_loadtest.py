@@ -208,8 +208,7 @@ def test_json_and_protobuf_hold_the_same_ids() -> None:
 
 
 async def test_a_server_accepts_the_requests_of_every_kind_of_model() -> None:
-    """Checks it with the real frontends over fake engines: models of every id rule, pooled and
-    unpooled."""
+    """Runs the real frontends over fake engines: models of every id rule, pooled and unpooled."""
     infos = [model_info("plain"), ruled_info(), unpooled_info()]
     names = [info.name for info in infos]
     async with live_server(*map(FakeEngine, infos)) as live:

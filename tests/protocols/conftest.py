@@ -1,4 +1,4 @@
-"""Every test here runs over every protocol; servers are shared by the tests of a module."""
+"""Fixtures of the tests that run over every protocol; the tests of a module share servers."""
 
 from __future__ import annotations
 

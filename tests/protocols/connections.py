@@ -15,7 +15,7 @@ ANSWER_S_MAX = 60.0
 
 
 class Exchange:
-    """A request that was begun, and its response."""
+    """A request in flight and its response."""
 
     @abstractmethod
     def write(self, data: bytes, *, is_end: bool = False) -> None:
@@ -27,7 +27,7 @@ class Exchange:
 
     @abstractmethod
     def cancel(self) -> None:
-        """Goes away as a client of this protocol does."""
+        """Disconnects or resets, as a client of this protocol does."""
 
 
 class Connection:
@@ -57,15 +57,15 @@ class Connection:
         return await exchange.answer()
 
     def frame(self, body: bytes) -> bytes:
-        """Returns the bytes that a whole body is on this connection."""
+        """Returns the bytes of a whole body, framed as this connection requires."""
         return body
 
 
 class Http1Connection(Connection):
-    """HTTP/1.1: pipelined requests; a client that goes away closes the connection.
+    """HTTP/1.1 with pipelined requests. To cancel a request, the client closes the connection.
 
     Args:
-        is_chunked: bodies are sent in chunks, which do not take the fast path.
+        is_chunked: whether bodies are sent in chunks, which do not take the fast path.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Http1Exchange(Exchange):
 
 
 class Http2Connection(Connection):
-    """HTTP/2: a stream for each request; a client that goes away resets it."""
+    """HTTP/2 with a stream for each request. To cancel a request, the client resets its stream."""
 
     def __init__(self, client: Http2Client) -> None:
         self.client = client
@@ -139,7 +139,7 @@ class Http2Connection(Connection):
         return _Http2Exchange(self.client, self.open(sent))
 
     def open(self, sent: Sent) -> int:
-        """Opens a stream; returns its number."""
+        """Opens a stream; returns its id."""
         return self.client.send("POST", sent.path, dict(sent.headers), is_end=False)
 
 
@@ -189,12 +189,12 @@ class StreamConnection(GrpcConnection):
 
 
 def framed(message: bytes) -> bytes:
-    """A message with gRPC's five bytes before it."""
+    """Returns a message with gRPC's prefix of five bytes."""
     return b"\0" + len(message).to_bytes(4) + message
 
 
 def unframed(data: bytes) -> list[bytes]:
-    """The messages of a body."""
+    """Returns the gRPC messages of a body."""
     messages = []
     while data:
         end = 5 + int.from_bytes(data[1:5])
@@ -207,7 +207,7 @@ def unframed(data: bytes) -> list[bytes]:
 async def connected(
     kind: type[Connection], port: int, is_chunked: bool
 ) -> AsyncIterator[Connection]:
-    """A connection of ``kind`` to a loopback port, until the block ends."""
+    """Yields a connection of ``kind`` to a loopback port; closes it when the block ends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         if kind is Http1Connection:

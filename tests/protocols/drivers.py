@@ -1,4 +1,4 @@
-"""One driver for each protocol: how it connects, how it encodes, and what it can say."""
+"""Drivers, one for each protocol: how it connects, how it encodes, and which options it has."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from server.live import Live
 
 @dataclass(frozen=True)
 class Protocol:
-    """A row of the matrix.
+    """A row of the matrix of protocols.
 
     Attributes:
-        make_format: the format's, of the folder of shared memory.
-        is_chunked: HTTP/1.1 bodies in chunks, off the fast path.
-        grpc_server: which server answers the gRPC port.
+        make_format: returns the format, given the folder that stands for shared memory.
+        is_chunked: whether HTTP/1.1 bodies are sent in chunks, off the fast path.
+        grpc_server: which server serves the gRPC port.
     """
 
     connection: type[Connection]
@@ -84,11 +84,11 @@ PROTOCOLS: Mapping[str, Protocol] = {
 
 
 class Driver:
-    """Asks a live server over one protocol.
+    """Sends requests to a live server over one protocol.
 
     Attributes:
-        protocol: its row.
-        engines: the server's; the first is the default model's.
+        protocol: row of the matrix.
+        engines: engines of the server; the first is the default model's.
     """
 
     def __init__(self, name: str, live: Live, engines: list[FakeEngine], placed: Placed) -> None:
@@ -100,7 +100,7 @@ class Driver:
         self.format = self.protocol.make_format(placed)
 
     def can(self, *options: str) -> bool:
-        """Whether requests of this protocol have such options."""
+        """Returns whether requests of this protocol have all of ``options``."""
         return self.format.can >= set(options)
 
     @property
@@ -109,23 +109,24 @@ class Driver:
         return "grpc" if self.protocol.is_grpc else "rest"
 
     def outcomes(self) -> dict[str, int]:
-        """Requests by outcome, so far."""
+        """Returns the number of requests so far, by outcome."""
         return self.live.outcomes(self.frontend)
 
     def has_more(self, before: Mapping[str, int], **counts: int) -> bool:
-        """Whether exactly ``counts`` requests were counted since ``before``."""
+        """Returns whether exactly ``counts`` requests were counted since ``before``."""
         return Counter(self.outcomes()) - Counter(before) == Counter(counts)
 
     def expect_more(self, before: Mapping[str, int], **counts: int) -> None:
-        """The same as an assertion."""
+        """Asserts that exactly ``counts`` requests were counted since ``before``."""
         assert Counter(self.outcomes()) - Counter(before) == Counter(counts)
 
     def over(self, name: str) -> Driver:
-        """A driver of another protocol for the same server."""
+        """Returns a driver of another protocol for the same server."""
         return Driver(name, self.live, self.engines, self._placed)
 
     def http_status(self, status: int) -> int | None:
-        """The status of a Response, where HTTP's is ``status``."""
+        """Returns the ``status`` of an expected Response: None over gRPC, which has no HTTP
+        status."""
         return None if self.protocol.is_grpc else status
 
     @property
@@ -134,7 +135,7 @@ class Driver:
 
     @property
     def engine(self) -> FakeEngine:
-        """The default model's."""
+        """The engine of the default model."""
         return self.engines[0]
 
     def engine_of(self, request: Request) -> FakeEngine:
@@ -144,7 +145,7 @@ class Driver:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Connection]:
-        """A connection of its own, until the block ends."""
+        """Yields a new connection; closes it when the block ends."""
         port = self.live.http_port
         if self.protocol.is_grpc:
             port = int(self.live.grpc_target.rpartition(":")[2])
@@ -152,7 +153,8 @@ class Driver:
             yield one
 
     async def encode(self, request: Request) -> Sent:
-        """Encodes a request; what lies in shared memory is written and registered before."""
+        """Encodes a request. Tensors in shared memory are written and their region is registered
+        first."""
         sent = self.format.encode(request, self.engine_of(request))
         if isinstance(self.format, formats.SharedMemory | formats.SharedMemoryMessage):
             await self._register(self.format.placed, request)
@@ -174,11 +176,11 @@ class Driver:
         return self.format.read(await exchange.answer())
 
     async def ask(self, request: Request, connection: Connection | None = None) -> Response:
-        """Sends a request, over a connection of its own unless one is given."""
+        """Sends a request, over a new connection unless one is given."""
         return await self.ask_raw(await self.encode(request), connection)
 
     async def ask_raw(self, sent: Sent, connection: Connection | None = None) -> Response:
-        """The same of an encoded request."""
+        """Sends an encoded request, over a new connection unless one is given."""
         async with AsyncExitStack() as stack:
             if connection is None:
                 connection = await stack.enter_async_context(self.connect())

@@ -1,4 +1,4 @@
-"""Bodies: how each format writes a request, and reads vectors and errors."""
+"""Formats of bodies: how each format encodes a request, and decodes vectors and errors."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Format:
     """The bodies of a protocol.
 
     Attributes:
-        is_grpc: whether its errors are gRPC statuses; else HTTP ones.
-        can: optional things that its requests may say.
-        has_field: whether its errors have a field.
+        is_grpc: whether errors are gRPC statuses; otherwise they are HTTP statuses.
+        can: optional fields of its requests.
+        has_field: whether errors name a field.
         not_a_message: bytes that are no request.
-        wrong_type: a body whose ids are fractions, and words of its error; b"" if there is none.
+        wrong_type: (body with fractions for ids, words of its error); b"" if there is none.
         is_text: whether the body is JSON alone.
     """
 
@@ -82,7 +82,7 @@ class Format:
         """Decodes the vectors of a response."""
 
     def read(self, raw: Raw) -> Response:
-        """Decodes a response, of vectors or of an error."""
+        """Decodes a response with vectors or an error."""
         if raw.status == 200:
             return Response("OK", 200, raw.headers, vectors=self.decode(raw))
         assert raw.headers["content-type"] == "application/json"
@@ -97,7 +97,7 @@ class Format:
 
 
 def rest_headers(request: Request, **more: str) -> dict[str, str]:
-    """HTTP headers, with the deadline's."""
+    """Returns the HTTP headers of a request, including its timeout."""
     timeout = {}
     if request.timeout_s is not None:
         timeout = {"x-timeout-ms": f"{request.timeout_s * 1000:g}"}
@@ -109,7 +109,7 @@ def embed_path(request: Request) -> str:
 
 
 class Json(Format):
-    """JSON to /embed."""
+    """JSON, as POST /embed accepts it."""
 
     wrong_type = b'{"features": {"user": [[1.5]]}}', "features.user[0][0] is 1.5"
     is_text = True
@@ -151,7 +151,7 @@ class Json(Format):
 
 
 def message_of(request: Request) -> pb.EmbedRequest:
-    """EmbedRequest of a request."""
+    """Returns a request as an EmbedRequest."""
     message = arrow_streams.message_of(request.bags, request.weights or None)
     message.model, message.version = request.model, request.version
     message.output_keys.extend(request.output_keys)
@@ -163,7 +163,7 @@ def message_of(request: Request) -> pb.EmbedRequest:
 
 
 def vectors_of(message: pb.EmbedResponse) -> Vectors:
-    """Vectors of an EmbedResponse."""
+    """Returns the vectors of an EmbedResponse."""
     dtype = np.dtype("<f2" if message.output_dtype == pb.FLOAT16 else "<f4")
     values = np.frombuffer(message.values, dtype)
     keys, dims = list(message.keys), list(message.length_per_key)
@@ -190,7 +190,7 @@ class Protobuf(Format):
 
 
 class Arrow(Format):
-    """A stream of columns."""
+    """Arrow stream with a column for each feature."""
 
     wrong_type = (
         arrow_streams.stream_of(pa.table({"user": pa.array([[1.5]])})),
@@ -233,7 +233,7 @@ class Arrow(Format):
 
 
 class Grpc(Format):
-    """Statuses of gRPC."""
+    """Base of gRPC formats, whose errors are gRPC statuses."""
 
     is_grpc = True
 
@@ -249,7 +249,7 @@ class Grpc(Format):
 
 
 def metadata(request: Request) -> dict[str, str]:
-    """gRPC metadata, with the deadline's."""
+    """Returns the gRPC metadata of a request, including its timeout."""
     timeout = {}
     if request.timeout_s is not None:
         timeout = {"grpc-timeout": f"{round(request.timeout_s * 1e6)}u"}
@@ -257,7 +257,7 @@ def metadata(request: Request) -> dict[str, str]:
 
 
 class Message(Grpc):
-    """EmbedRequest to Embed."""
+    """EmbedRequest, for the method Embed."""
 
     not_a_message = b"\xff"
     path = EMBED
@@ -271,7 +271,7 @@ class Message(Grpc):
 
 
 class StreamMessage(Message):
-    """The same to EmbedStream, whose errors have their place in the stream."""
+    """EmbedRequest, for the method EmbedStream, which sends an error as a message of the stream."""
 
     path = "/embedserve.v1.EmbeddingService/EmbedStream"
 
@@ -288,7 +288,7 @@ class StreamMessage(Message):
 
 
 def asked(request: Request) -> Asked:
-    """The tensors of the Open Inference Protocol."""
+    """Returns the tensors and parameters of a request in the Open Inference Protocol."""
     inputs = jagged(request.bags)
     for feature, weights in request.weights.items():
         flat = [one for bag in weights for one in bag]
@@ -348,7 +348,7 @@ class Infer(Format):
 
 
 class InferBinary(Infer):
-    """The same with tensors in binary."""
+    """The Open Inference Protocol over REST, with binary tensors."""
 
     is_text = False
     can = Infer.can | {"NaN"}
@@ -356,7 +356,7 @@ class InferBinary(Infer):
 
 
 class InferMessage(Grpc):
-    """The Open Inference Protocol over gRPC; tensors as raw bytes, or typed."""
+    """The Open Inference Protocol over gRPC, with tensors as raw bytes or typed values."""
 
     wrong_type = (
         FRACTIONS.message("shop", is_raw=True).SerializeToString(),
@@ -385,7 +385,8 @@ class InferTyped(InferMessage):
 
 
 class InferStream(InferMessage):
-    """The same to ModelStreamInfer, whose errors are messages of the stream."""
+    """The Open Inference Protocol over ModelStreamInfer, which sends an error as a message of the
+    stream."""
 
     path = "/inference.GRPCInferenceService/ModelStreamInfer"
 
@@ -403,7 +404,7 @@ class InferStream(InferMessage):
 
 
 class Predict(Grpc):
-    """TorchRec's predictor: features by position, of the default model."""
+    """TorchRec's predictor protocol: the features of the default model, by position."""
 
     can = frozenset({"NaN", "default model"})
     not_a_message = b"\xff"
@@ -433,15 +434,14 @@ class Predict(Grpc):
 
 
 ROOM = 1 << 16
-"""Bytes of an output in shared memory."""
+"""Bytes reserved for an output in shared memory."""
 
 
 class Placed:
-    """A folder in the place of /dev/shm, with a file for each request: the ids, then room for each
-    output.
+    """A folder that stands for /dev/shm. Each request has a file with its ids and room for outputs.
 
     Attributes:
-        last: the file of the last request, whose name is to be registered as a region.
+        last: file of the last request, whose name is to be registered as a region.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -474,7 +474,7 @@ class Placed:
         }
 
     def read(self, outputs: Mapping[str, tuple[str, Any, Mapping[str, Any]]]) -> Any:
-        """Vectors by key, of (datatype, shape, place) of each output."""
+        """Returns the vectors by key, given (datatype, shape, location) of each output."""
         by_key = {}
         for key, (datatype, shape, place) in outputs.items():
             data = (self.folder / place["shared_memory_region"]).read_bytes()
@@ -507,7 +507,7 @@ class SharedMemory(Infer):
 
 
 class SharedMemoryMessage(InferMessage):
-    """The same over gRPC."""
+    """The Open Inference Protocol over gRPC, with ids and vectors in shared memory."""
 
     def __init__(self, placed: Placed) -> None:
         self.placed = placed

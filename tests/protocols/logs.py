@@ -1,4 +1,4 @@
-"""Log records of the server."""
+"""Reads the log records of a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def fields_of(caplog: pytest.LogCaptureFixture, message: str) -> list[dict[str, Any]]:
-    """Fields of the records whose message begins so."""
+    """Returns the fields of the records whose message begins with ``message``."""
     return [
         vars(record)["fields"] for record in caplog.records if record.message.startswith(message)
     ]

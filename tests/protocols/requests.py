@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sent:
-    """An encoded request: the path (of gRPC the method), headers, and the body or message."""
+    """An encoded request: the path (the method over gRPC), headers, and the body or message."""
 
     path: str
     headers: Mapping[str, str]
@@ -45,7 +45,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Raw:
-    """A response as it came; the status is 0 if its stream was reset, headers include trailers."""
+    """A response as received. The status is 0 if its stream was reset; headers include trailers."""
 
     status: int
     headers: Mapping[str, str]
@@ -57,10 +57,11 @@ class Vectors:
     """The vectors of a response.
 
     Attributes:
-        model, version: as answered; None where the protocol does not tell them.
-        by_key: [B, dim] by key, in the response's order; of an unpooled model [n, dim].
-        unknown_ids: counts by feature; None where the protocol does not tell them.
-        lengths: ids of each bag by key, of an unpooled model; None where the protocol has none.
+        model, version: names in the response; None where the protocol does not report them.
+        by_key: [B, dim] by key, in the response's order; [n, dim] for an unpooled model.
+        unknown_ids: counts by feature; None where the protocol does not report them.
+        lengths: number of ids in each bag by key, for an unpooled model; None where the protocol
+            has none.
         seq: seq of the last delta in the rows; None where the version follows no deltas.
         missing_ids: counts of ids whose rows no server could look up, by feature.
     """
@@ -102,7 +103,8 @@ def check_vectors(
     seq: int | None = None,
     missing_ids: Mapping[str, int] = NOTHING,
 ) -> None:
-    """Compares with the oracle: every key, bit by bit, and all that the protocol tells."""
+    """Compares a response with the oracle: every key, bit by bit, and every field that the protocol
+    has."""
     assert response.code == "OK", response
     vectors = response.vectors
     assert vectors is not None
@@ -126,7 +128,7 @@ def check_vectors(
 
 
 def expected_by_key(engine: FakeEngine, request: Request) -> dict[str, np.ndarray]:
-    """The oracle's vectors of each key."""
+    """Returns the oracle's vectors of each key."""
     weights = None
     if request.weights:
         weights = {
@@ -144,6 +146,6 @@ def expected_by_key(engine: FakeEngine, request: Request) -> dict[str, np.ndarra
 
 
 def split_by_key(values: np.ndarray, keys: Sequence[str], dims: Sequence[int]) -> dict[str, Any]:
-    """Columns of [B, sum(dims)] by key."""
+    """Splits the columns of [B, sum(dims)] by key."""
     assert values.shape[1] == sum(dims)
     return dict(zip(keys, np.split(values, np.cumsum(dims)[:-1], axis=1), strict=True))

@@ -1,4 +1,4 @@
-"""Live servers in the test's event loop, shared by the tests of a module."""
+"""Starts servers in the test's event loop; the tests of a module share them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from embedserve.pipeline.telemetry import RequestTelemetry
 from embedserve.shared_memory.region_registry import RegionRegistry
 
 MATRIX = pytest.mark.asyncio(loop_scope="module")
-"""Mark of a module whose tests share servers."""
+"""Mark of a module whose tests share servers and an event loop."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a server is started with.
+    """Models and settings of a server.
 
     Attributes:
         models: descriptions of its models; the first is the default one.
-        tokens: settings of each token; with none, everybody may ask.
-        slow_ms, tells_times: of its telemetry.
+        tokens: settings of each token; without any, no request needs a token.
+        slow_ms, tells_times: settings of its telemetry.
     """
 
     models: Sequence[ModelInfo] = field(
@@ -53,7 +53,7 @@ class Setup:
 class Servers:
     """Starts a server for each setup once, and stops all at the end.
 
-    The servers of a module live in its event loop: tests that share them leave no request behind.
+    The servers of a module share its event loop, so a test must leave no request in flight.
     """
 
     def __init__(self, folder: Path, stack: AsyncExitStack) -> None:
@@ -71,7 +71,7 @@ class Servers:
 
     @asynccontextmanager
     async def own(self, protocol: str, setup: Setup) -> AsyncIterator[Driver]:
-        """A server for one test, until the block ends."""
+        """Yields a driver of a server for one test; stops the server when the block ends."""
         engines = [FakeEngine(info, seed=seed) for seed, info in enumerate(setup.models)]
         authenticator = None
         if setup.tokens:

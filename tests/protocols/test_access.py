@@ -1,4 +1,4 @@
-"""Tokens are asked for, and their limits hold, alike over every protocol."""
+"""Tests of access over every protocol: tokens are required, and their limits hold."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def check_code(driver: Driver, response: Response, code: str, status: int) -> No
 async def test_a_caller_without_the_right_is_rejected(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over the same connection the next caller is answered, and nothing repeats a token."""
+    """Also checks that the next caller on the same connection gets a response, and that neither a
+    message nor a log has a token."""
     caplog.set_level("DEBUG", "embedserve")
     driver = await servers.driver(protocol, ACCESS)
     right = of(RIGHT, "Bearer es_right")

@@ -1,4 +1,4 @@
-"""What a connection carries: many requests, a slow body, one that stops, responses nobody reads."""
+"""Tests of connections: many requests, a slow body, an aborted body, unread responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_THREAD = Setup(limits=Limits(inline_bytes_max=0))
 
 
 def request_for(number: int) -> Request:
-    """Requests that differ in their vectors and in their lengths."""
+    """Returns a request; its vectors and its length depend on ``number``."""
     return Request(
         {
             "user": [[number % 7] * (number % 5)],
@@ -75,7 +75,8 @@ async def test_a_client_that_goes_away_within_its_body_is_counted(
 async def test_a_body_longer_or_shorter_than_declared_is_no_request(
     servers: Servers, protocol: str
 ) -> None:
-    """Of gRPC, whose messages say their length; of HTTP/2, whose content-length is checked."""
+    """Covers gRPC, whose messages have a length prefix, and HTTP/2, whose content-length is
+    checked."""
     driver = await servers.driver(protocol, SHOP)
     if driver.is_http1 or driver.protocol.grpc_server != "native":
         pytest.skip("a next request begins there, or grpcio's own")

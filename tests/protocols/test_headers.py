@@ -1,4 +1,4 @@
-"""Headers that every protocol over HTTP has, and those of the way to the server."""
+"""Tests of HTTP headers over every protocol, including those that proxies add."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_a_header_that_changes_nothing_is_taken(
 async def test_a_rejected_request_is_logged_with_the_clients_address(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever is no trusted proxy cannot say another."""
+    """A client that is no trusted proxy cannot set another address."""
     caplog.set_level(logging.INFO)
     forged = {"x-forwarded-for": FORGED, "forwarded": f"for={FORGED}"}
     async with servers.own(protocol, SHOP) as driver:

@@ -1,5 +1,5 @@
-"""Requests that wait, come too late or too many, are cancelled or drained: alike over every
-protocol."""
+"""Tests of load over every protocol: requests that wait, expire, exceed limits, are cancelled or
+drained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NARROW = Setup(limits=Limits(inline_bytes_max=0, queue_examples_max=1))
 
 @contextmanager
 def held(driver: Driver) -> Iterator[None]:
-    """Lookups wait until the block ends."""
+    """Holds all lookups until the block ends."""
     driver.engine.lookups.clear()
     driver.engine.hold()
     try:
@@ -37,8 +37,8 @@ def held(driver: Driver) -> Iterator[None]:
 
 
 async def test_requests_in_flight_share_a_batch(servers: Servers, protocol: str) -> None:
-    """Over one connection (HTTP/1.1: one each, where it answers one at a time); one that is wrong
-    is rejected alone."""
+    """Sends them over one connection; over HTTP/1.1 each has its own, because there responses come
+    one at a time. An invalid request is rejected alone."""
     driver = await servers.driver(protocol, IN_THREAD)
     requests = [SECOND, WRONG, THIRD, SECOND]
     async with driver.connect() as busy, driver.connect() as one, driver.connect() as two:
@@ -98,7 +98,7 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_lookup(
             await until(lambda: driver.engine.lookups)
             (second,) = await driver.start(two, late)
             answer = asyncio.create_task(driver.read(second))
-            # On a slow machine it may be late before it is queued.
+            # On a slow machine the deadline may pass before the request is queued.
             await until(lambda: driver.live.queued() == 1 or answer.done())
             await asyncio.sleep(0.25)
         check_vectors(await driver.read(first), driver.engine, FIRST)
@@ -115,7 +115,7 @@ async def test_a_deadline_that_has_passed_is_told_at_once(servers: Servers, prot
     if protocol == "stream-grpcio":
         pytest.skip("grpcio ends such a stream before its first message")
     late = Request(FIRST.bags, timeout_s=1e-6)
-    if driver.protocol.grpc_server == "grpcio":  # its deadline is a millisecond or two
+    if driver.protocol.grpc_server == "grpcio":  # its deadline is 1 to 2 ms
         with held(driver):
             assert (await driver.ask(late)).code == "DEADLINE_EXCEEDED"
         return
@@ -182,7 +182,7 @@ async def test_what_was_accepted_is_answered_in_a_drain(servers: Servers, protoc
 async def test_a_failed_lookup_is_reported_in_general_terms(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And in full in the log, at a limited rate: each has a server of its own."""
+    """The log has the error in full, at a limited rate, so each test has its own server."""
     async with servers.own(protocol, IN_THREAD) as driver:
         driver.engine.failure = ZeroDivisionError("secret of the server")
         response = await driver.ask(FIRST)

@@ -1,4 +1,4 @@
-"""Responses of a router count ids whose rows no shard could look up, over every protocol."""
+"""Tests over every protocol that a router's response counts the ids that no shard could look up."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS: Bags = {"last": [[0], [8, 8]], "tag": [[], []], "item": [[9, 3], []]}
 async def test_a_response_counts_what_it_lacks(
     servers: Servers, protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no response before or after it."""
+    """Also checks that the responses before and after it have no such counts."""
     complete = RequestContext.complete
     missing: Mapping[str, int] = {}
 

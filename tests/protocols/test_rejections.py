@@ -1,5 +1,5 @@
-"""A request that cannot be answered is rejected alike over every protocol: code or status, field
-and words, one count, and nothing else on its connection is affected."""
+"""Tests of rejections over every protocol. The code or status, field and words are the expected
+ones, the request is counted once, and its connection keeps working."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Rejection:
     """An expected error.
 
     Attributes:
-        status: of HTTP.
-        field: None if it depends on the protocol.
+        status: HTTP status.
+        field: field that the error names; None if it depends on the protocol.
         words: part of the message.
         needs: options that the protocol must have.
     """
@@ -56,8 +56,8 @@ def check_rejection(driver: Driver, response: Response, expected: Rejection) -> 
 
 
 async def check_rejected(driver: Driver, wrong: Request | Sent, expected: Rejection) -> None:
-    """The wrong request is rejected and counted once; right ones before, after and beside it, on
-    its connection, are answered."""
+    """Checks that the wrong request is rejected and counted once. Valid requests on its connection,
+    before, after and beside it, get responses."""
     before = driver.outcomes()
     async with driver.connect() as connection:
         sent = wrong if isinstance(wrong, Sent) else await driver.encode(wrong)
@@ -244,7 +244,7 @@ async def test_a_request_over_a_limit_is_rejected_alone(
 
 
 def limit_of(driver: Driver) -> str:
-    """The limit of bodies: of JSON that of text."""
+    """Returns a pattern of the limit of bodies in messages; JSON text has a limit of its own."""
     if driver.format.is_text:
         return rf"{TEXT_MAX} \(--request-text-bytes-max\)"
     return rf"{BODY_MAX} \(--body-bytes-max\)"
@@ -254,7 +254,7 @@ def limit_of(driver: Driver) -> str:
 async def test_a_body_over_the_limit_is_rejected(
     servers: Servers, protocol: str, excess: int
 ) -> None:
-    """Whether its length is declared or counted; a stream ends with it."""
+    """Checks it for a declared and for a counted length. A stream ends with such a body."""
     driver = await servers.driver(protocol, LIMITED)
     right = await driver.encode(RIGHT)
     before = driver.outcomes().get("RESOURCE_EXHAUSTED", 0)
@@ -284,7 +284,7 @@ async def test_a_body_over_the_limit_is_rejected_before_its_end(
         exchange = connection.begin(replace(await driver.encode(RIGHT), body=body))
         sent = connection.frame(body)
         exchange.write(sent[:15_000])
-        await asyncio.sleep(0.02)  # the rest is another read
+        await asyncio.sleep(0.02)  # so that the server reads the rest separately
         exchange.write(sent[15_000 : BODY_MAX + 6])
         response = await driver.read(exchange)
     assert response.code == "RESOURCE_EXHAUSTED"
@@ -296,7 +296,7 @@ async def test_a_body_as_large_as_the_limit_is_read(servers: Servers, protocol: 
     if driver.format.is_text:
         body = right.body.ljust(BODY_MAX)
     elif driver.protocol.is_grpc or protocol.startswith("protobuf"):
-        # an unknown field of so many bytes
+        # an unknown field of ``size`` bytes
         size = BODY_MAX - len(right.body) - 5
         body = right.body + b"\xa2\x06" + encoded_varint(size) + bytes(size)
         assert len(body) == BODY_MAX
@@ -306,5 +306,5 @@ async def test_a_body_as_large_as_the_limit_is_read(servers: Servers, protocol: 
 
 
 def encoded_varint(size: int) -> bytes:
-    """A number in three bytes."""
+    """Returns a number as a varint of three bytes."""
     return bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14])

@@ -1,5 +1,5 @@
-"""Responses of a version that follows deltas name the seq of their rows, and requests the smallest
-seq that they accept, over every protocol."""
+"""Tests of seqs over every protocol. A version that follows deltas returns the seq of its rows, and
+a request may require a smallest seq."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WIDE = Setup([model_info("wide", {"user": (7, 256), "movie": (5, 128), "tag": (3
 
 @pytest.fixture
 def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
-    """Sets the seq of all results from now on, as a batcher does."""
+    """Returns a function that sets the seq of all later results, as a batcher does."""
     complete = RequestContext.complete
 
     def follow_to(seq: int | None) -> None:
@@ -87,7 +87,7 @@ async def test_a_response_with_unknown_ids(servers: Servers, protocol: str, foll
 
 
 async def test_a_large_response(servers: Servers, protocol: str, follow: Follow) -> None:
-    """It is encoded off the event loop, and its writing is recorded."""
+    """The response is encoded off the event loop, and its writing is recorded."""
     if protocol.startswith("shared-memory"):
         pytest.skip("nothing large goes over the connection")
     driver = await servers.driver(protocol, WIDE)
@@ -109,7 +109,7 @@ async def test_a_request_id_beside_it(servers: Servers, protocol: str, follow: F
 
 @pytest.fixture
 def min_seqs(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """The min_seq of each completed request, as the server has read it."""
+    """Collects the min_seq of each completed request, as the server decoded it."""
     complete = RequestContext.complete
     seen: list[int | None] = []
 
@@ -124,8 +124,8 @@ def min_seqs(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
 async def test_a_min_seq_is_read(
     servers: Servers, protocol: str, min_seqs: list[int | None]
 ) -> None:
-    """Also between requests without one, which match templates, and for features in another
-    order, whose request is a copy."""
+    """Includes requests without a min_seq in between, which match templates, and features in
+    another order, for which the server copies the request."""
     driver = await servers.driver(protocol, LIVE)
     asked = [None, 0, None, 1234, None, AT_SEQ, None]
     some = Request({"tag": [[1]], "movie": [[2]], "user": [[3]]})
@@ -156,7 +156,7 @@ async def test_a_server_that_is_behind_says_when_to_come_back(
         response = await driver.ask(replace(Request(BAGS), min_seq=min_seq))
         assert response.code == "UNAVAILABLE"
         assert f"min_seq is {min_seq}, the rows of model 'shop' are at seq 1235" in response.message
-        if "stream" not in protocol:  # its errors are messages
+        if "stream" not in protocol:  # a stream's errors are messages
             assert response.headers["retry-after"] == "1"
 
 

@@ -1,4 +1,5 @@
-"""Responses repeat the request's id, errors always have one, and tell times where that is set."""
+"""Tests of telemetry over every protocol: request ids, which every error has, and timings where
+they are enabled."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ PLAIN = Setup()
 SLOW = Setup(slow_ms=50)
 TIMED = Setup(tells_times=True)
 LINES_MAX = 10
-"""Lines of one kind in 10 seconds."""
+"""Maximum number of log lines of one kind in 10 seconds."""
 
 
 async def ask_with(driver: Driver, request: Request, **headers: str) -> Response:
@@ -77,7 +78,7 @@ async def test_an_id_that_cannot_be_used_is_replaced(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # more than a test may take
+    monkeypatch.setattr(rate_limited_logger, "PERIOD_S", 3600.0)  # longer than any test
     async with servers.own(protocol, PLAIN) as driver, driver.connect() as connection:
         for unusable in ["x" * (ID_CHARACTERS_MAX + 1), "two words"] * LINES_MAX:
             request = replace(RIGHT, headers={ID: unusable})
@@ -91,7 +92,7 @@ async def test_an_id_that_cannot_be_used_is_replaced(
 async def test_responses_tell_their_times_where_that_is_set(
     servers: Servers, protocol: str
 ) -> None:
-    """A stream has one end, and many requests."""
+    """A stream has no timings, because it has one end and many requests."""
     driver = await servers.driver(protocol, TIMED)
     for request in (RIGHT, WRONG):
         response = await driver.ask(request)

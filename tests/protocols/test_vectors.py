@@ -1,4 +1,4 @@
-"""Vectors are those of the oracle, bit by bit, over every protocol."""
+"""Tests that vectors are the oracle's, bit by bit, over every protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEQUENCE = Setup([unpooled_info()])
 
 
 def versions() -> Setup:
-    """Two versions of one model."""
+    """Returns a setup with two versions of one model."""
     infos = []
     for alias, number in (("stable", 7), ("canary", 8)):
         info = model_info()
@@ -49,7 +49,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_vectors_are_right(servers: Servers, protocol: str, name: str) -> None:
-    """Over one connection, again and again: later requests match templates of the first."""
+    """Repeats the request over one connection: later requests match the templates of the first."""
     driver = await servers.driver(protocol, SHOP)
     request = REQUESTS[name]
     if protocol.startswith("predictor") and request.weights and "movie" not in request.bags:
@@ -91,7 +91,7 @@ async def test_a_version_is_named_by_number_or_alias(servers: Servers, protocol:
 async def test_outputs_are_selected(
     servers: Servers, protocol: str, dtype: str, keys: tuple[str, ...]
 ) -> None:
-    """Past the largest float16 values are infinite."""
+    """Values beyond the largest float16 become infinite."""
     driver = await servers.driver(protocol, SHOP)
     if not driver.can("dtype", "keys"):
         pytest.skip("requests select no outputs")
@@ -151,7 +151,8 @@ WIDE = Setup([model_info("wide", {"user": (7, 256), "movie": (5, 128), "tag": (3
 
 
 async def test_large_requests_and_responses_arrive_whole(servers: Servers, protocol: str) -> None:
-    """Larger than a window, a socket's buffer, and what is decoded or encoded on the event loop."""
+    """The bodies are larger than a flow-control window, a socket's buffer, and the sizes that are
+    decoded and encoded on the event loop."""
     if protocol.startswith("shared-memory"):
         pytest.skip("nothing large goes over the connection")
     driver = await servers.driver(protocol, WIDE)
