@@ -1,4 +1,4 @@
-"""A store for the commands to read."""
+"""Fixture: a store for the commands to read."""
 
 from __future__ import annotations
 

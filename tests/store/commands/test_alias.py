@@ -1,4 +1,4 @@
-"""`embedserve alias`: a name for a version is set, moved, removed, shown and followed."""
+"""Tests of `embedserve alias`: an alias is set, moved, removed, listed and resolved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embedserve_store.model_store import ModelStore
 
 @pytest.fixture
 def own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A test's own copy of the store, with version 1 of "shop"."""
+    """Returns a test's own copy of the store, with version 1 of "shop"."""
     monkeypatch.setenv("COLUMNS", "200")
     return shutil.copytree(store, tmp_path / "own")
 
@@ -103,7 +103,7 @@ def test_what_others_wrote_is_shown_as_it_is(own: Path) -> None:
 
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store with versions 1 and 2 of "m"."""
+    """Returns a store with versions 1 and 2 of "m"."""
     monkeypatch.setenv("COLUMNS", "200")
     tables = [TableSpec("t", 4, 4, ("t",), "sum", "float32")]
     for _ in range(2):
@@ -177,8 +177,9 @@ def test_a_rollback_tells_what_it_did(two: Path) -> None:
 def test_a_start_leaves_out_an_alias_that_a_rollback_removed(
     two: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Servers that are started again after it answer as those that went on; a name that never was
-    an alias, or all that is served of a model, is no such name."""
+    """A server that restarts after the rollback serves the same names as a server that kept
+    running. A name that never was an alias is still an error, and so are aliases that leave nothing
+    of a model to serve."""
     for version in ("1", "2"):
         run("alias", two, "m", "stable", version)
     run("alias", two, "m", "canary", "2", "--share", "10")

@@ -1,4 +1,4 @@
-"""`embedserve copy`: says what it copied, what was there and what it left out."""
+"""Tests of `embedserve copy`: it prints what it copied, what existed and what it left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embedserve_store import DeltaWriter
 
 def run(*arguments: str | Path) -> tuple[int, str]:
     result = CliRunner().invoke(app, [*map(str, arguments)])
-    # Progress bars have other lines.
+    # Keeps the messages: lines of progress bars begin otherwise.
     lines = [line for line in result.stderr.splitlines(True) if line.startswith(("shop", "emb"))]
     return result.exit_code, "".join(lines)
 

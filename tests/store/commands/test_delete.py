@@ -1,4 +1,5 @@
-"""`embedserve delete`: one version goes, or one line says why it stays."""
+"""Tests of `embedserve delete`: it removes one version, or prints one line with the reason why
+not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`embedserve deltas`: lists, shows, verifies, undoes and compacts what training pushed."""
+"""Tests of `embedserve deltas`: it lists, shows, verifies, undoes and compacts a training job's
+deltas."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from embedserve_store.format.delta_manifest import manifest_name
 
 @pytest.fixture
 def own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A test's own copy of the store, with version 1 of "shop" and 25 deltas."""
+    """Returns a test's own copy of the store, with version 1 of "shop" and 25 deltas."""
     monkeypatch.setenv("COLUMNS", "200")
     own = shutil.copytree(store, tmp_path / "own")
     table = ModelStore(own).manifest("shop").tables[0]
@@ -210,7 +211,7 @@ def test_a_store_without_access_is_told_from_a_damaged_one(
         patch.setattr(Path, "open", refuse)
         code, _, said = run("deltas", name, own, "shop", *options)
     assert code == 3, said
-    said = said.splitlines(keepends=True)[-1]  # after the progress
+    said = said.splitlines(keepends=True)[-1]  # the last line, below the progress
     assert said.startswith("embedserve: no access to the store: ")
     assert said.endswith(".json: cannot be read: Permission denied\n")
     for path in (own / "shop/deltas/1").glob("*.json"):

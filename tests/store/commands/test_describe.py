@@ -1,4 +1,5 @@
-"""`embedserve describe`: a draft on stdout or in a new file, and one line where there is none."""
+"""Tests of `embedserve describe`: it writes a draft to stdout or a new file, or prints one line
+with the reason why not."""
 
 from __future__ import annotations
 

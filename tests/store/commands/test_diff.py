@@ -1,4 +1,5 @@
-"""`embedserve diff`: two versions, named in two ways, as a table and lines for a person."""
+"""Tests of `embedserve diff`: two versions, named in two ways, compared in a table and in
+sentences."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from embedserve_store.local_store import LocalStore
 
 @pytest.fixture
 def two_versions(store: Path, tmp_path: Path) -> Path:
-    """Version 2 of "shop" has another row 3, twice the old one."""
+    """Returns a store whose version 2 of "shop" has another row 3, twice the old one."""
     for number in ("1", "2"):
         shutil.copytree(store / "shop" / "1", tmp_path / "shop" / number)
     change(writable(tmp_path / "shop" / "2"))
@@ -39,7 +40,7 @@ def change(folder: Path) -> None:
 
 
 def run(*arguments: str | Path) -> tuple[int, list[list[str]], list[str]]:
-    """The exit status, the words of each line of stdout, and the lines of stderr."""
+    """Returns the exit status, the words of each line of stdout, and the lines of stderr."""
     result = CliRunner().invoke(app, ["diff", *map(str, arguments)])
     stdout = [line.split() for line in result.stdout.splitlines()]
     return result.exit_code, stdout, result.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""`embedserve history` shows each change, for people and as JSON."""
+"""Tests of `embedserve history`: it shows each change, as text and as JSON."""
 
 from __future__ import annotations
 

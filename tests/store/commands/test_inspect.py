@@ -1,4 +1,4 @@
-"""`embedserve inspect`: a store, a model and a version, as a person reads them."""
+"""Tests of `embedserve inspect`: the text output for a store, a model and a version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(*arguments: str | Path) -> list[list[str]]:
-    """The words of each line."""
+    """Returns the words of each line."""
     result = CliRunner().invoke(app, ["inspect", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     return [line.split() for line in result.stdout.splitlines()]
@@ -158,7 +158,7 @@ def test_a_version_shows_what_was_compared() -> None:
         "pooling compared: history mean",
         "not compared: feature 'candidate' has no id",
     ]
-    del compared["pooling"]  # by a publisher that did not note it
+    del compared["pooling"]  # as an older publisher wrote it
     assert len(compared_lines(manifest)) == 2
 
 

@@ -1,4 +1,4 @@
-"""`embedserve note`: what is noted of a version is what inspect shows."""
+"""Tests of `embedserve note`: inspect shows the notes of a version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embedserve.commands.cli import app
 
 @pytest.fixture
 def own(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A test's own copy of the store, with version 1 of "shop"."""
+    """Returns a test's own copy of the store, with version 1 of "shop"."""
     monkeypatch.setenv("COLUMNS", "200")
     return shutil.copytree(store, tmp_path / "own")
 

@@ -1,4 +1,4 @@
-"""--sharding is a type, a type for each table, or a plan in a file."""
+"""Tests of --sharding: a type, a type for each table, or a plan in a file."""
 
 from __future__ import annotations
 

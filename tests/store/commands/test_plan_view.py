@@ -1,4 +1,4 @@
-"""A plan as a picture: in proportion, in the width of the terminal, with or without colours."""
+"""Tests of the drawing of a plan: to scale, as wide as the terminal, with or without colours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 
 def many(count: int, ranks: int) -> tuple[list[TableSpec], Plan]:
-    """Whole tables of 1000, 2000, … rows, dealt out to the ranks in turn."""
+    """Returns tables of 1000, 2000, … rows, each whole on one rank, dealt out to the ranks in
+    turn."""
     tables = [
         TableSpec(f"table_{i}", 1000 * (i + 1), 64, (f"f{i}",), "sum", "float32")
         for i in range(count)

@@ -1,4 +1,4 @@
-"""`embedserve publish`: what it says of what it published."""
+"""Tests of `embedserve publish`: its summary of the published version."""
 
 from __future__ import annotations
 

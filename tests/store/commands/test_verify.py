@@ -1,4 +1,5 @@
-"""`embedserve verify`: a line a table where all is well, one line and status 1 where not."""
+"""Tests of `embedserve verify`: it prints a line for each intact table, or one error line and exits
+with 1."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ PARTS = 2
 
 @pytest.fixture
 def own_store(store: Path, tmp_path: Path) -> Path:
-    """A copy of the store that a test may damage."""
+    """Returns a copy of the store that a test may damage."""
     return writable(shutil.copytree(store, tmp_path / "store"))
 
 
 def run(*arguments: str | Path) -> tuple[int, str, list[str]]:
-    """The exit status, stdout and the lines of stderr."""
+    """Returns the exit status, stdout and the lines of stderr."""
     result = CliRunner().invoke(app, ["verify", *map(str, arguments)])
     return result.exit_code, result.stdout, result.stderr.splitlines()
 
@@ -74,7 +75,8 @@ def test_a_store_without_credentials_is_one_line(
 
 @pytest.fixture
 def parts_store(tmp_path: Path) -> Path:
-    """A store with version 1 of "m": 64 rows on each of two parts, and a small table on one."""
+    """Returns a store with version 1 of "m": 64 rows on each of two parts, and a small table on
+    one."""
     folder = tmp_path / "parts"
     tables = [
         TableSpec("wide", 128, 16, ("wide",), "sum", "float32"),
@@ -89,7 +91,7 @@ def parts_store(tmp_path: Path) -> Path:
 
 
 def rows_on(store: Path, part: int) -> int:
-    """Returns the rows of the table "wide" on a part."""
+    """Returns the number of rows of the table "wide" on a part."""
     tables = ModelStore(store, holds=Part(part, PARTS)).load("m").manifest.tables
     (wide,) = [table for table in tables if table.name == "wide"]
     return wide.num_embeddings

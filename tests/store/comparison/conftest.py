@@ -1,4 +1,4 @@
-"""Publishes versions to compare."""
+"""Fixture: publishes versions to compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embedserve_store.publishing.publish import publish
 
 @pytest.fixture
 def published(tmp_path: Path) -> Publish:
-    """Publishes tables of the given rows as the next version of "m"."""
+    """Returns a function that publishes tables of the given rows as the next version of "m"."""
 
     def run(tables: Tables, **options: Any) -> ModelVersion:
         pooling = options.pop("pooling", PoolingType.SUM)

@@ -1,4 +1,4 @@
-"""Rows to publish with some of them changed, and what is found of them."""
+"""Rows to publish, changed copies of them, and the expected differences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows_of(found: VersionDiff) -> RowDiff:
 
 
 def with_rows(changed: dict[int, torch.Tensor | float]) -> torch.Tensor:
-    """BASE with other rows in places."""
+    """Returns a copy of BASE with the rows of ``changed``, by row number."""
     rows = BASE.clone()
     for number, row in changed.items():
         rows[number] = row

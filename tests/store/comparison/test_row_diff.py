@@ -1,4 +1,5 @@
-"""Rows move, also from and to zero, and blocks of them add up."""
+"""Tests of the difference of rows: how far each moves, also from and to zero, and sums over
+blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two versions compared: tables come, go, change and grow."""
+"""Tests of the comparison of two versions: tables that are added, removed, changed or grown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A published version to which deltas are appended."""
+"""Fixtures: a published version to which deltas are appended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ DIMS = {"user": 16, "item": 8, "tag": 4}
 
 @pytest.fixture
 def store(published_store: Path, tmp_path: Path) -> Path:
-    """A test's own copy of the store, with version 1 of "m": float32, int8 and int4 tables."""
+    """Returns a test's own copy of the store, with version 1 of "m": float32, int8 and int4
+    tables."""
     return writable(shutil.copytree(published_store, tmp_path / "store"))
 
 

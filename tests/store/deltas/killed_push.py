@@ -1,8 +1,8 @@
-"""Pushes rows in a thread, and stops in the thread's write of a file of the given ending.
+"""Pushes rows in a thread, and blocks where that thread writes a file with the given ending.
 
     python killed_push.py STORE ENDING before|after
 
-Prints a line when the thread is there, before or after the file is written, and waits to be killed.
+Prints a line once the thread blocks, before or after it wrote the file, and waits to be killed.
 """
 
 from __future__ import annotations

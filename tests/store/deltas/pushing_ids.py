@@ -23,7 +23,7 @@ PUSHES: tuple[tuple[tuple[list[int], list[int]], ...], ...] = (
     (([1000], []), ([], [1000])),
     (([3000], [1001]), ([], [2000])),
 )
-"""Pushed and removed ids of each rank, by push."""
+"""Pushed and removed ids of each rank, for each push."""
 
 
 def run(rank: int, world_size: int, store: str, meeting: str) -> None:

@@ -46,7 +46,7 @@ def run(rank: int, world_size: int, store: str, meeting: str) -> None:
                 said.append(str(writer.push_rows(push)))
             except StoreError as error:
                 said.append(f"{type(error).__name__}: {error}")
-        with patch.object(line_appender, "DELTA_BYTES_MAX", 5000):  # one file
+        with patch.object(line_appender, "DELTA_BYTES_MAX", 5000):  # a delta has room for one file
             said.append(str(writer.push_rows({"user": (own, rows(own))})))
     everyone: list[list[str] | None] = [None] * world_size
     dist.all_gather_object(everyone, said)
@@ -60,5 +60,5 @@ if __name__ == "__main__":
     store, world_size = sys.argv[1], int(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
         arguments = (world_size, store, os.path.join(folder, "meeting"))
-        # forked, not spawned: what is imported already need not be imported by each rank
+        # Forked ranks, unlike spawned ones, need not import the modules again.
         mp.start_processes(run, arguments, nprocs=world_size, start_method="fork")

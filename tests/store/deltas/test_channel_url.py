@@ -1,4 +1,5 @@
-"""The URL of a broker: what is accepted, and that no message has its password."""
+"""Tests of the URL of a broker: which URLs are accepted, and that no message contains the
+password."""
 
 from __future__ import annotations
 

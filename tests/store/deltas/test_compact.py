@@ -1,4 +1,5 @@
-"""Compaction: a version and its deltas become the next version, which has the same rows."""
+"""Tests of compaction: a version and its deltas become the next version, which has the same
+rows."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def push_some(store: Path, pushes: int, seed: int = 0) -> None:
 
 
 def replayed(store: Path, base: int, seq: int) -> dict[str, NDArray[np.uint8]]:
-    """The rows of version ``base`` with its deltas up to ``seq``, one row after the other."""
+    """Returns the rows of version ``base`` after its deltas up to ``seq``, applied row by row."""
     models = ModelStore(store)
     version = models.load("m", base)
     found = {name: version.tables.rows(name).copy() for name in COUNTS}
@@ -168,7 +169,7 @@ def test_deltas_that_the_version_has_are_not_compacted_again(store: Path) -> Non
 def test_deltas_undone_during_a_compaction_are_not_published(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Servers could not follow the line from a version that has their rows."""
+    """Servers could not follow the line from a version that has the rows of undone deltas."""
     push_some(store, 3)
 
     def undo_once(tables: TablesFile, table: TableSpec) -> str:
@@ -200,7 +201,7 @@ def test_deltas_undone_during_an_upload_are_not_published(store: Path, tmp_path:
 
 
 def test_a_damaged_version_or_delta_is_not_compacted(store: Path, tmp_path: Path) -> None:
-    """A damaged byte must not get a new checksum that makes it right."""
+    """Compaction must not give a damaged byte a new, valid checksum."""
     push_some(store, 2)
     models = ModelStore(store)
     for damaged in (

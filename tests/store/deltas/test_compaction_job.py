@@ -1,5 +1,5 @@
-"""The CronJob of deploy/kubernetes/compact compacts, moves the aliases and prunes. What it
-compacted can be undone."""
+"""Tests of the CronJob in deploy/kubernetes/compact: it compacts, moves the aliases and prunes, and
+its compactions can be undone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_aliases_of_the_compacted_version_move(store: Path, writer: DeltaWriter)
     run(store, keep=1)
     assert versions_of_aliases(store) == {"canary": 2, "kept": 1, "stable": 2}
     assert ModelStore(store).alias("m", "canary").shadow == 20
-    run(store, keep=1)  # no delta came
+    run(store, keep=1)  # without a new delta
     assert ModelStore(store).versions("m") == [1, 2]
     set_alias(store, "m", "kept", None)
     push(3)
@@ -56,7 +56,7 @@ def test_aliases_of_the_compacted_version_move(store: Path, writer: DeltaWriter)
     assert ModelStore(store).versions("m") == [3]
     set_alias(store, "m", "stable", 3, at_seq=3)
     push(4)
-    run(store, keep=1)  # an alias that is kept at a delta
+    run(store, keep=1)  # stable is pinned to a delta
     assert ModelStore(store).versions("m") == [3]
 
 
@@ -69,7 +69,7 @@ def test_without_the_alias_it_says_so(store: Path) -> None:
 def test_deltas_that_were_compacted_are_undone_on_the_version_before(
     store: Path, writer: DeltaWriter
 ) -> None:
-    """The steps of docs/deltas.md."""
+    """Follows the steps of docs/deltas.md."""
 
     def kept(version: int) -> list[int]:
         models = ModelStore(store)
@@ -82,14 +82,14 @@ def test_deltas_that_were_compacted_are_undone_on_the_version_before(
     run(store, keep=5)
     assert versions_of_aliases(store) == {"stable": 2}
     set_alias(store, "m", "stable", 1, at_seq=1)
-    run(store, keep=5)  # compacts nothing meanwhile
+    run(store, keep=5)  # compacts nothing while the alias is pinned
     assert versions_of_aliases(store) == {"stable": 1}
     undo_deltas(store, "m", version="stable", to=1, why="bad")
     set_alias(store, "m", "stable", 1)
     assert kept(1) == [1]
     with pytest.raises(StoreError, match="reverts to delta 1, but version 2 has the deltas up to"):
         DeltaWriter(store, model="m")
-    writer.resume()  # that of version 1 continues
+    writer.resume()  # the writer of version 1 continues
     run(store, keep=5)
     assert versions_of_aliases(store) == {"stable": 3}
     with DeltaWriter(store, model="m") as another:

@@ -1,4 +1,5 @@
-"""DeltaLine: deltas are read in order, and one that is missing, damaged or foreign is named."""
+"""Tests of DeltaLine: deltas are read in order, and the error names a missing, damaged or foreign
+delta."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from embedserve_store.format.manifest_checksum import sealed_json
 
 @pytest.fixture
 def folder(store: Path, writer: DeltaWriter) -> Path:
-    """The folder of a line with three deltas."""
+    """Returns the folder of a line with three deltas."""
     for seq in (1, 2, 3):
         writer.push_rows({"tag": ([seq, 9], rows("tag", 2, seq))}, step=seq)
     return store / "m/deltas/1"
@@ -37,7 +38,7 @@ def line_of(folder: Path) -> DeltaLine:
 
 
 def read_all(folder: Path) -> list[int]:
-    """Reads every byte of the line, and returns the seqs."""
+    """Reads every byte of the line; returns the seqs."""
     line = line_of(folder)
     seqs = []
     for delta, position in line.deltas():
@@ -86,14 +87,15 @@ def test_a_delta_past_the_end_is_missing(folder: Path) -> None:
 
 
 def test_a_fork_is_found(folder: Path) -> None:
-    """A delta that was replaced by another one of the same seq does not continue the first."""
+    """A replaced delta has the same seq but another hash, which the next delta does not
+    continue."""
     edit(folder / manifest_name(2), lambda data: data.update(step=7))
     with pytest.raises(StoreError, match=r"0003\.json: does not continue delta 2: previous is"):
         read_all(folder)
 
 
 def test_a_delta_of_other_rows_is_found(folder: Path) -> None:
-    """The first delta names the rows at which its line begins."""
+    """The first delta has the hash of the version at which its line begins."""
     edit(folder / manifest_name(1), lambda data: data.update(previous="0" * 64))
     with pytest.raises(StoreError, match=r"0001\.json: does not continue version 1"):
         read_all(folder)
@@ -123,7 +125,7 @@ def test_a_missing_or_short_file_is_named(folder: Path) -> None:
 
 
 def test_a_row_in_two_files_is_refused(folder: Path) -> None:
-    """The rows of a delta have no order, so a row that occurs twice has no value."""
+    """The rows of a delta have no order, so a row that occurs twice has no defined value."""
     path = folder / manifest_name(3)
     first = json.loads(path.read_bytes())["files"][0]
     again = folder / first["name"].replace(".0.0.", ".1.0.")
@@ -163,7 +165,7 @@ def test_rows_are_those_pushed(folder: Path) -> None:
 
 
 def test_rows_between_keeps_row_numbers_alone(store: Path, writer: DeltaWriter) -> None:
-    """The bytes of files do not pile up."""
+    """The memory does not grow with the bytes of the files."""
     numbers, values = np.arange(300), rows("user", 300)
     for _ in range(20):
         writer.push_rows({"user": (numbers, values)})
@@ -176,7 +178,7 @@ def test_rows_between_keeps_row_numbers_alone(store: Path, writer: DeltaWriter) 
     finally:
         tracemalloc.stop()
     np.testing.assert_array_equal(found["user"], numbers)
-    assert most < 12 * values.nbytes  # all files have more than 20 times as much
+    assert most < 12 * values.nbytes  # all files together have more than 20 * values.nbytes
 
 
 def test_rows_of_a_delta_are_held_one_file_at_a_time(
@@ -209,7 +211,7 @@ def test_a_seq_that_is_too_large_is_no_delta(folder: Path) -> None:
 
 
 def test_the_next_delta_is_read_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that follows a line asks for one manifest, and lists nothing."""
+    """A server that follows a line requests one manifest and never lists the folder."""
     line = line_of(folder)
     monkeypatch.setattr(line, "seqs", None)
     found = line.after(line.start)

@@ -1,4 +1,5 @@
-"""DeltaWriter: a push is one delta, whole or not at all, and never overwrites another writer's."""
+"""Tests of DeltaWriter: a push writes a whole delta or none, and never overwrites another
+writer's."""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ def test_of_writers_at_once_one_gets_each_seq(store: Path) -> None:
 def test_a_response_that_was_lost_is_no_other_writer(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store has the delta, but the writer gets an error: it continues after its own delta."""
+    """The store writes the delta, but the writer gets an error. It continues after its own
+    delta."""
     real = writer._line.write
 
     def lose(name: str, data: bytes) -> bool:
@@ -194,8 +196,8 @@ def test_a_response_that_was_lost_is_no_other_writer(
 def test_a_delta_that_is_there_after_all_is_written_once(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, changes: Any
 ) -> None:
-    """A store that is asked again, as the first response was lost, says that there is such a
-    file."""
+    """The first response was lost, so the writer sends the file again, and the store responds that
+    it exists."""
     real = writer._line.write
 
     def write_twice(name: str, data: bytes) -> bool:
@@ -239,7 +241,8 @@ def test_a_manifest_that_readers_would_refuse_is_not_written(
 def test_a_push_that_fails_leaves_no_delta(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever file fails, no reader sees the push, and the same push succeeds afterwards."""
+    """Fails the write of each kind of file. No reader sees the push, and the same push succeeds
+    later."""
     real = writer._line.write
     pushed = {"tag": ([1], rows("tag", 1))}
     for failing in (".safetensors", ".json"):
@@ -334,7 +337,8 @@ def test_files_of_all_ranks_are_divided_within_the_limits(monkeypatch: pytest.Mo
 
 
 def test_ranks_push_one_delta_together(store: Path) -> None:
-    """Every rank returns the same seq or raises the same error, and a delta has all their rows."""
+    """Every rank returns the same seq or raises the same error, and the delta has the rows of all
+    ranks."""
     script = Path(__file__).with_name("pushing_ranks.py")
     done = run_warm([*PYTHON, script, store, "2"], timeout=TIMEOUT_S, has_warm_children=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Goldens that a training job pushes: its own results, in the delta's manifest."""
+"""Tests of the goldens that a training job pushes: its own results, in the delta's manifest."""
 
 from __future__ import annotations
 
@@ -144,13 +144,14 @@ def test_ids_of_a_vocabulary_become_row_numbers(tmp_path: Path) -> None:
 def test_a_compacted_version_has_the_results_of_the_last_goldens(
     store: Path, writer: DeltaWriter
 ) -> None:
-    """Its own goldens are pooled from the new rows, and so cannot show that these are wrong."""
+    """The compacted version's own goldens are pooled from the new rows, so they cannot show that
+    these rows are wrong."""
     answers = results(store)
     new = rows("tag", 1)
     table = ModelStore(store).load("m", 1).tables
     spec = table.tables["tag"]
     before = dequantize_rows(table.rows("tag")[[15]], spec.dtype, spec.embedding_dim)
-    writer.push_rows({"tag": ([15], new)}, goldens=(BAGS, answers))  # as before the row changed
+    writer.push_rows({"tag": ([15], new)}, goldens=(BAGS, answers))  # the old results
     with pytest.raises(
         StoreError, match=r"delta 1 of line 1: goldens: 'tag' \(table 'tag'\), exam"
     ):
@@ -169,7 +170,7 @@ def test_a_compacted_version_has_the_results_of_the_last_goldens(
 def test_goldens_of_a_whole_line_are_not_kept_in_memory(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may have 4 MiB each, and a line a hundred thousand deltas."""
+    """Each delta's goldens may have 4 MiB, and a line 100,000 deltas."""
     answers = results(store)
     for _ in range(3):
         writer.push_rows({}, goldens=(BAGS, answers))
@@ -185,7 +186,7 @@ def test_goldens_of_a_whole_line_are_not_kept_in_memory(
 
 
 def test_a_delta_whose_goldens_are_damaged_is_found(store: Path, writer: DeltaWriter) -> None:
-    """`deltas verify` reads them."""
+    """`deltas verify` reads the goldens."""
     writer.push_rows({}, goldens=(BAGS, results(store)))
     writer.push_rows({})
     line = line_of(store)

@@ -1,4 +1,4 @@
-"""Writers notify over real brokers, and push whatever the broker does."""
+"""Tests of notifications over real brokers; a push succeeds in every state of the broker."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Broker]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy host two seconds do not suffice to import a client and to connect, and five may not
-    for a response."""
+    """Raises the timeouts. On a busy host, importing a client and connecting takes more than two
+    seconds, and a response may take more than five."""
     monkeypatch.setattr(module, "CLOSE_S_MAX", WAIT_S_MAX)
     for channel in (nats_channel, redis_channel):
         monkeypatch.setattr(channel, "CONNECT_S_MAX", WAIT_S_MAX)
@@ -45,7 +45,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hasty(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A NATS client that could not connect takes as long as it may to close."""
+    """Limits the time to connect, because a NATS client that never connected takes all of it to
+    close."""
     monkeypatch.setattr(nats_channel, "CONNECT_S_MAX", 5.0)
 
 
@@ -137,7 +138,7 @@ def test_a_broker_that_is_down_stops_no_push(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One warning; once the broker is there again, it gets the newest seq."""
+    """The writer logs one warning. Once the broker runs again, it gets the newest seq."""
     monkeypatch.setattr(module, "RETRY_S_MAX", 0.5)
     caplog.set_level(logging.INFO, "embedserve_store")
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
@@ -158,7 +159,7 @@ def test_a_broker_that_is_down_stops_no_push(
 
 
 def test_a_broker_that_hangs_stops_no_push(store: Path, broker: Broker) -> None:
-    """Nothing but the end of this test lets the broker run again."""
+    """The broker stays stopped until the end of the test."""
     with DeltaWriter(store, model="m", notify=broker.url) as writer:
         writer.push_rows(tag(1))
         until(lambda: kept(broker.url) == [1])

@@ -1,4 +1,4 @@
-"""Pruning removes the deltas that every stored version has in its rows, and no others."""
+"""Tests of pruning: it removes the deltas that every stored version contains, and no others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def push(writer: DeltaWriter, count: int) -> None:
 
 
 def seqs(store: Path, line: int = 1) -> list[int]:
-    """The seqs of which a file is there."""
+    """Returns the seqs of a line that have a file."""
     return sorted({int(path.name[:20]) for path in (store / f"m/deltas/{line}").glob("0*")})
 
 
@@ -96,7 +96,7 @@ def test_files_of_killed_writers_go_along(
 
 
 def leave_over(store: Path, seq: int, hours: float, line: int = 1) -> Path:
-    """Writes a file without a manifest, as a killed writer leaves it."""
+    """Writes a file without a manifest, as a killed writer leaves behind."""
     path = store / f"m/deltas/{line}" / file_name(seq, "0123456789abcdef", 0, 0)
     path.write_bytes(b"rows")
     written_s = time.time() - 3600 * hours
@@ -115,7 +115,7 @@ def test_files_without_a_manifest_are_removed_once_they_are_old(
     young, old = leave_over(store, 5, hours=20), leave_over(store, 6, hours=30)
     assert prune_deltas(store, "m", is_trial=True) == []
     assert old.exists()
-    assert prune_deltas(store, "m") == []  # no delta is as old
+    assert prune_deltas(store, "m") == []  # no delta is old enough
     assert (young.exists(), old.exists()) == (True, False)
     assert seqs(store) == [1, 2, 3, 4, 5]  # the files of 2 and 4 are as young as their deltas
     push_in_flight = leave_over(store, 5, hours=0.9)
@@ -130,7 +130,7 @@ def test_files_of_a_line_without_a_version_are_removed(
     push(writer, 1)
     publish(make_ebc(), store, model="m")
     prune(store, "m", keep=1)
-    (store / "m/deltas/1" / manifest_name(1)).unlink()  # a run that was killed there
+    (store / "m/deltas/1" / manifest_name(1)).unlink()  # as a killed prune leaves it
     for path in (store / "m/deltas/1").iterdir():
         os.utime(path, (0, 0))
     prune_deltas(store, "m", keep_s=0)
@@ -140,7 +140,7 @@ def test_files_of_a_line_without_a_version_are_removed(
 def test_few_names_of_a_line_are_in_memory(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line is listed again for each NAMES_MAX of them, and the order stays."""
+    """The line is listed again after each NAMES_MAX names, and files are still removed in order."""
     push(writer, 7)
     compact_deltas(store, "m", seq=6)
     prune(store, "m", keep=1)
@@ -153,7 +153,7 @@ def test_few_names_of_a_line_are_in_memory(
 
     monkeypatch.setattr(prune_module, "NAMES_MAX", 3)
     monkeypatch.setattr(Path, "unlink", record)
-    monkeypatch.setattr(ModelStore, "files_beside", None)  # which returns all names
+    monkeypatch.setattr(ModelStore, "files_beside", None)  # must not run: it returns all names
     assert prune_deltas(store, "m", keep_s=0) == [PrunedDeltas(1, 1, 6, 6)]
     removed = [name for name in removed if name.startswith("0")]
     assert [int(name[:20]) for name in removed] == [seq for seq in range(1, 7) for _ in range(2)]
@@ -206,7 +206,8 @@ def test_other_files_are_left_alone(store: Path, writer: DeltaWriter) -> None:
 def test_a_prune_that_was_killed_is_run_again(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch, unlinked: int
 ) -> None:
-    """Deltas go in order, each manifest before its rows: whole deltas in sequence are left."""
+    """Deltas are removed in order, each manifest before its rows, so the remaining deltas are whole
+    and consecutive."""
     push(writer, 3)
     compact_deltas(store, "m")
     prune(store, "m", keep=1)

@@ -1,4 +1,4 @@
-"""DeltaWriter.push: what the store has after each push is what training has, bit for bit."""
+"""Tests of DeltaWriter.push: after each push the store has the rows of training, bit for bit."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("mode", ["", "thread"])
 def test_the_store_follows_training(tmp_path: Path, mode: str) -> None:
-    """Two ranks, all shardings; one push fails, and its rows come with the next one. All deltas are
-    undone before the last push, which has all rows that were undone. In a thread, training changes
-    rows before they are written."""
+    """Trains on two ranks with every sharding type. One push fails, and the next push has its rows.
+    All deltas are undone before the last push, which has all undone rows. In the mode "thread",
+    training changes rows before they are written."""
     script, store = Path(__file__).with_name("training_pushes.py"), tmp_path / "store"
     done = run_warm_python(script, "2", store, tmp_path, mode, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -72,7 +72,7 @@ def test_the_store_follows_training(tmp_path: Path, mode: str) -> None:
         if delta.goldens is not None:
             assert delta.goldens.dtype == "float32"
             check_rows(delta.goldens, base.manifest, rows_in(tables), "delta")
-            if delta.step == 0:  # the goldens tell the rows before from those after
+            if delta.step == 0:  # the goldens differ before and after
                 with pytest.raises(GoldensError):
                     check_rows(delta.goldens, base.manifest, rows_in(before), "delta")
         assert any((before[name] != tables[name]).any() for name in tables) == (delta.step != 2)
@@ -93,7 +93,7 @@ def rows_in(tables: dict[str, np.ndarray]) -> RowsOf:
 
 
 def row_numbers(store: Path, seq: int) -> dict[str, set[int]]:
-    """Returns the numbers of the rows that a delta has, by table."""
+    """Returns the row numbers in a delta, by table."""
     models = ModelStore(store)
     line = DeltaLine(models, models.manifest("m", 1))
     files = line.rows(line.manifest(seq)[0])
@@ -101,7 +101,7 @@ def row_numbers(store: Path, seq: int) -> dict[str, set[int]]:
 
 
 def test_goldens_are_looked_up_without_a_trace(store: Path, tmp_path: Path, one_rank: None) -> None:
-    """Neither the tracker nor the next step takes them for a step of training."""
+    """Neither the tracker nor the next step counts the lookup of goldens as a step of training."""
     dmp = ranker()
     publish_sharded(dmp, tmp_path, model="m")
     step = stepper(dmp)
@@ -112,7 +112,7 @@ def test_goldens_are_looked_up_without_a_trace(store: Path, tmp_path: Path, one_
         writer.push(goldens=batch(np.random.default_rng(5)))
         for name, table in gathered(dmp).items():
             assert torch.equal(table, before[name])
-        writer.push()  # takes the last step once more
+        writer.push()  # has the rows of the last step again
         first, second = (row_numbers(tmp_path, seq) for seq in (1, 2))
         assert second.keys() == first.keys()
         assert all(second[table] <= first[table] for table in second)
@@ -172,7 +172,7 @@ def test_a_push_after_two_undos_has_the_rows_of_both(tmp_path: Path, one_rank: N
 def test_pushes_that_cannot_begin_leave_no_ids_on_the_device(
     tmp_path: Path, one_rank: None
 ) -> None:
-    """After an undo, and for goldens that do not fit. The next push has their rows."""
+    """Tries pushes after an undo and with goldens that do not fit. The next push has their rows."""
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     wrong = Bags(np.array([103]), np.eye(2, 1, dtype=np.int32), None)
@@ -182,7 +182,7 @@ def test_pushes_that_cannot_begin_leave_no_ids_on_the_device(
         undo_deltas(tmp_path, "m", to=0, why="CTR fell")
         with pytest.raises(RevertedError):
             writer.push()
-        for row in (2, 3, 500):  # row 0 is looked up for 500
+        for row in (2, 3, 500):  # id 500 looks up row 0
             step(user_bag(row))
             with pytest.raises(RevertedError):
                 writer.push()
@@ -198,7 +198,8 @@ def test_pushes_that_cannot_begin_leave_no_ids_on_the_device(
 
 
 def test_the_error_of_an_undo_keeps_no_frames(tmp_path: Path, one_rank: None) -> None:
-    """Each push raises a new one: a stored one would keep the locals of all pushes before."""
+    """Each push raises a new exception. A stored one would keep the locals of all earlier
+    pushes."""
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp) as writer:

@@ -1,4 +1,4 @@
-"""DeltaWriter: ids that training adds, moves and removes."""
+"""Tests of DeltaWriter with ids that training adds, moves and removes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ TIMEOUT_S = 300
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A store with "m": 300 users of whom three have ids, 77 items that are strings, and tags."""
+    """Returns a store with "m": 300 users, three of them with ids, 77 items with string ids, and
+    tags."""
     folder = tmp_path / "own"
     rules = {"user": IdRule("map"), "item": IdRule("map", id_type="string"), "tag": IdRule()}
     tables = [
@@ -153,14 +154,14 @@ def test_ids_of_a_push_above_the_limits_come_with_its_last_delta(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delta_file, "PART_BYTES", 64)  # one row of a user
-    monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 10_000)  # two files
+    monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 10_000)  # room for two files
     with DeltaWriter(store, model="m") as writer:
         assert writer.push_rows({"user": ([7, 8, 100, 200], rows("user", 4))}) == 3
     line = line_of(store)
     assert [len(delta.rows) for delta, _ in line.deltas()] == [1, 1, 0]
     assert [len(delta.ids) for delta, _ in line.deltas()] == [0, 0, 1]
     assert ids_of(store) == {7: 3, 8: 4}
-    monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 4_000)  # less than one
+    monkeypatch.setattr(line_appender, "DELTA_BYTES_MAX", 4_000)  # less than one file
     with DeltaWriter(store, model="m") as writer:
         files = {*(store / "m/deltas/1").iterdir()}
         with pytest.raises(InvalidModelError, match="the changed ids of a push are 4112 bytes in"):
@@ -194,7 +195,7 @@ def test_ids_in_several_files_are_compared_once(
 
 
 def lose_responses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets pushes fail after the store has their deltas."""
+    """Makes pushes fail after the store has their deltas."""
 
     def lose(*arguments: Any) -> None:
         append(*arguments)
@@ -231,7 +232,7 @@ def test_ids_of_a_push_whose_response_was_lost_are_known_to_the_next(
 def test_a_push_that_arrives_late_gives_no_row_twice(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store writes the first delta only while the second push is under way."""
+    """The store writes the first delta only while the second push is in flight."""
     with DeltaWriter(store, model="m") as writer:
         late: list[Any] = []
 
@@ -302,7 +303,7 @@ def test_goldens_may_have_ids_of_the_same_push(store: Path) -> None:
 
 
 def published(folder: Path) -> DistributedModelParallel:
-    """A model of 103 users of whom 0 to 99 have the rows 0 to 99, published as "m"."""
+    """Returns a model of 103 users, published as "m"; ids 0 to 99 have the rows 0 to 99."""
     dmp, vocabulary = ranker(tables=USER), {n: n for n in range(100)}
     rule = {"user": IdRule("map")}
     publish_sharded(dmp, folder, model="m", ids=rule, vocabularies={"user": vocabulary})
@@ -322,7 +323,7 @@ def test_training_names_the_rows_of_its_ids(tmp_path: Path, one_rank: None) -> N
         writer.push(vocabulary={"user": moved}, removed={"user": [50, 51]})
         assert ids_of(folder) == {1000: 100, 5: 101, 50: REMOVED, 51: REMOVED}
         assert numbers_of(folder)
-        writer.push(vocabulary={"user": moved})  # as it is
+        writer.push(vocabulary={"user": moved})  # changes nothing
         assert not last_of(folder).ids
         undo_deltas(folder, "m", to=0, why="")
         writer.resume()
@@ -394,7 +395,7 @@ def test_ids_come_with_the_next_push_whatever_failed(
             writer.push(vocabulary=placed(1002, 102), goldens=bags)
         with pytest.raises(InvalidModelError, match="id 1003 has row 103"):
             writer.push(vocabulary=placed(1003, 103))
-        writer.push(vocabulary=placed(1001, 8), removed={"user": [1000]})  # which had no row yet
+        writer.push(vocabulary=placed(1001, 8), removed={"user": [1000]})  # id 1000 had no row yet
         assert ids_of(folder) == {1001: 8, 1002: 102, 8: REMOVED, 9: REMOVED}
         assert numbers_of(folder) == [3]
         undo_deltas(folder, "m", to=0, why="")
@@ -409,7 +410,7 @@ def test_ids_come_with_the_next_push_whatever_failed(
 def test_an_id_that_is_back_where_it_was_stays_there(
     tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two pushes fail: the first moves the id, the second moves it back."""
+    """Two pushes fail. The first moves the id, the second moves it back."""
     folder = tmp_path / "store"
     with DeltaWriter(folder, model="m", module=published(folder)) as writer:
         with monkeypatch.context() as failing:
@@ -426,7 +427,7 @@ def test_an_id_that_is_back_where_it_was_stays_there(
 
 
 def test_undone_ids_do_not_replace_those_of_a_later_push(tmp_path: Path, one_rank: None) -> None:
-    """Else an evicted id and the one that got its row would share it."""
+    """Otherwise an evicted id and the id that got its row would share it."""
     folder = tmp_path / "store"
     with DeltaWriter(folder, model="m", module=published(folder)) as writer:
         writer.push(vocabulary=placed(1000, 100))

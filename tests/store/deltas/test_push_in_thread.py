@@ -1,4 +1,5 @@
-"""push(wait=False): a thread writes the rows of the moment of the push, and no error is lost."""
+"""Tests of push(wait=False): a thread writes the rows as they were at the push, and no error is
+lost."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ pytestmark = [
 
 
 class Gate:
-    """Lets a writer write once it is opened."""
+    """Blocks the writes of a writer until it is opened."""
 
     def __init__(self, writer: DeltaWriter) -> None:
         self._opened = threading.Event()
@@ -60,7 +61,7 @@ class Gate:
 
 
 def fail_to_write(writer: DeltaWriter) -> Callable[[], None]:
-    """Makes the store fail, and returns the function that mends it."""
+    """Makes the store fail; returns the function that repairs it."""
     real = writer._line.write
 
     def fail(name: str, data: bytes) -> bool:
@@ -98,7 +99,7 @@ def changed_user_rows(
 
 
 def test_training_goes_on_while_a_push_is_written(tmp_path: Path, one_rank: None) -> None:
-    """The delta has the rows of the moment of the push, and the next delta those of after."""
+    """The delta has the rows as they were at the push, and the next delta has the later changes."""
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
@@ -130,7 +131,8 @@ def users(*ids: int) -> Any:
 
 
 def test_the_next_push_has_the_rows_of_one_that_failed(tmp_path: Path, one_rank: None) -> None:
-    """With their values at that time. The error is raised once where all ranks call."""
+    """The next push has their current values. The error is raised once, in a call that all ranks
+    make."""
     dmp = ranker(tables=USER)
     publish_sharded(dmp, tmp_path, model="m")
     with DeltaWriter(tmp_path, model="m", module=dmp, overlap_steps=0) as writer:
@@ -138,7 +140,7 @@ def test_the_next_push_has_the_rows_of_one_that_failed(tmp_path: Path, one_rank:
         mend = fail_to_write(writer)
         step(users(1, 2))
         future = writer.push(wait=False)
-        for _ in range(2):  # a result tells this rank alone
+        for _ in range(2):  # a future raises on this rank only
             with pytest.raises(StoreError, match="the store is away"):
                 future.result(WAIT_S_MAX)
         mend()
@@ -165,7 +167,7 @@ def test_without_a_thread_the_caller_writes(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Other ranks have their threads, and wait for this one."""
+    """The other ranks write in threads and wait for this rank."""
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", no_thread)
         assert writer.push_rows(tag(1), wait=False).result(0) == 1
@@ -181,7 +183,7 @@ def test_without_a_thread_the_caller_writes(
 def test_a_push_waits_for_the_one_before(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing but the next push opens the gate, when it waits."""
+    """Opens the gate only once the next push waits."""
     gate = Gate(writer)
 
     def open_and_wait(futures: list[Future[int]]) -> None:
@@ -282,7 +284,7 @@ def test_an_undo_during_a_push_is_raised_or_resumed(tmp_path: Path, one_rank: No
         undo_deltas(tmp_path, "m", to=0, why="CTR fell")
         step(users(3))
         writer.push(wait=False)
-        writer.resume()  # raises nothing: it is what the error asks for
+        writer.resume()  # raises nothing: the error asks for this call
         assert writer.push() == 5
     assert [*user_rows(tmp_path, 5)] == [1, 2, 3]
 
@@ -321,7 +323,7 @@ def push_and_fail(store: Path, changes: Any, futures: list[Future[int]]) -> None
 def test_an_error_of_training_leaves_the_push_to_itself(
     store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks may not come to join it. It is written, or its error is logged."""
+    """The other ranks may not join the push. It is written, or its error is logged."""
     futures: list[Future[int]] = []
     with pytest.raises(ZeroDivisionError):
         push_and_fail(store, tag(1), futures)

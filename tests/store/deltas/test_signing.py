@@ -1,4 +1,4 @@
-"""Signed deltas: whoever may only write to the store can change none of them."""
+"""Tests of signed deltas: an attacker with write access to the store can change none of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pair(tmp_path: Path) -> KeyPair:
 
 @pytest.fixture
 def signed(store: Path, pair: KeyPair) -> Path:
-    """A store with three signed deltas."""
+    """Returns a store with three signed deltas."""
     with DeltaWriter(store, model="m", key=pair.private) as writer:
         for _ in range(3):
             push(writer)
@@ -108,7 +108,7 @@ def test_a_key_may_come_from_the_variable(
 
 
 def test_any_of_several_public_keys_will_do(signed: Path, pair: KeyPair, tmp_path: Path) -> None:
-    """A new key is trusted before the training job has it."""
+    """Servers trust a new key before the training job has it."""
     new = key_pair(tmp_path, "new")
     with DeltaWriter(signed, model="m", key=new.private) as writer:
         assert push(writer) == 4
@@ -163,7 +163,7 @@ def test_a_delta_in_the_place_of_another_is_refused(signed: Path, pair: KeyPair)
 def test_a_signed_delta_of_another_model_is_refused(
     signed: Path, pair: KeyPair, tmp_path: Path
 ) -> None:
-    """The attacker cannot give it this model's name, either."""
+    """The attacker cannot change the model's name in it, either."""
     publish(small_collection(), signed, model="n")
     with DeltaWriter(signed, model="n", key=pair.private) as writer:
         push(writer)
@@ -229,7 +229,7 @@ def test_a_signature_elsewhere_in_the_file_counts_for_nothing(signed: Path, pair
 def test_no_byte_of_a_signed_manifest_can_change(
     signed: Path, pair: KeyPair, data: st.DataObject
 ) -> None:
-    """The seal itself is not signed: it is compared whenever a manifest is read."""
+    """The checksum itself is not signed, but it is compared whenever a manifest is read."""
     whole = manifest(signed, 2).read_bytes()
     seal = whole.rindex(b'"') - len(BLANK)
     at = data.draw(st.integers(0, len(whole) - 1))
@@ -275,7 +275,7 @@ def test_only_signed_deltas_are_compacted(signed: Path, pair: KeyPair, tmp_path:
 
 
 def test_an_unsigned_line_becomes_a_signed_one(store: Path, pair: KeyPair) -> None:
-    """A version that has its deltas is followed by signed ones alone."""
+    """A version compacted from unsigned deltas continues with signed deltas only."""
     with DeltaWriter(store, model="m") as writer:
         push(writer)
     assert compact_deltas(store, "m").version == 2
@@ -285,7 +285,7 @@ def test_an_unsigned_line_becomes_a_signed_one(store: Path, pair: KeyPair) -> No
 
 
 def test_a_signed_line_stays_signed(signed: Path, pair: KeyPair) -> None:
-    """Servers that require signatures would stall at whatever comes without one."""
+    """Servers that require signatures would stall at an unsigned delta."""
     reason = "delta 3 of line 1 of 'm' is signed, .*: give the private key, as key or by EMBEDS"
     with pytest.raises(StoreError, match=reason):
         DeltaWriter(signed, model="m")
@@ -357,7 +357,7 @@ def test_a_file_without_a_usable_private_key_stops_the_writer(
         path.write_bytes(content)
     with pytest.raises(StoreError, match=f"^signing key {path}: {reason}") as caught:
         DeltaWriter(store, model="m", key=path)
-    assert "c2VjcmV0" not in str(caught.value)  # nothing of the key
+    assert "c2VjcmV0" not in str(caught.value)  # no part of the key
     with pytest.raises(StoreError, match=reason):
         undo_deltas(store, "m", to=0, why="test", key=path)
 

@@ -1,7 +1,7 @@
-"""Taken rows bring a copy of the tables to where training is, bit for bit.
+"""Tests of tracked rows: taken rows bring a copy of the tables up to date, bit for bit.
 
-What TorchRec's delta tracker does at present is stated by tests of its own, which fail once
-TorchRec mends it: then our way around it can go.
+Separate tests pin down the present behaviour of TorchRec's delta tracker. They fail once TorchRec
+fixes it; our workaround can then be removed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ pytestmark = [
 
 
 def ids_of(bags: dict[str, list[int]]) -> KeyedJaggedTensor:
-    """One example with a bag of each feature."""
+    """Returns one example with a bag of each feature."""
     return KeyedJaggedTensor(
         keys=list(bags),
         values=torch.tensor([i for ids in bags.values() for i in ids], dtype=torch.int64),
@@ -64,7 +64,7 @@ def ids_of(bags: dict[str, list[int]]) -> KeyedJaggedTensor:
 
 
 def check_takes(found: list[list[Any]]) -> None:
-    """Checks what ``run`` returned on each rank."""
+    """Checks the results of ``run`` on each rank."""
     served = {name: table.clone() for name, table in found[0][0].items()}
     for at in range(1, len(found[0]), 2):
         before = {name: table.clone() for name, table in served.items()}
@@ -96,7 +96,7 @@ def test_ranks_take_what_training_changed(tmp_path: Path, world_size: int) -> No
     ranks = [torch.load(file, weights_only=False) for file in files]
     for name in RUNS:
         check_takes([found[name] for found in ranks])
-        for found in ranks:  # each has its part of the rows of a column-wise table
+        for found in ranks:  # each rank has its columns of the rows of a column-wise table
             assert "tag" in found[name][1]
     first = -(-TABLES["user"][0] // world_size)  # of rank 1
     for rank, found in enumerate(ranks):
@@ -129,7 +129,7 @@ def test_one_rank_takes_what_training_changed(optimizer: EmbOptimType, dtype: st
 
 
 def test_bfloat16_rows_are_taken_as_float32() -> None:
-    dmp = ranker(dtype="bfloat16")  # which FBGEMM does not train on the CPU
+    dmp = ranker(dtype="bfloat16")  # FBGEMM does not train it on the CPU
     tracked = TrackedRows(dmp, Ranks())
     record(dmp, "user", [7, 3])
     record(dmp, "tag", [9])
@@ -168,15 +168,15 @@ def test_an_embedding_collection_is_tracked() -> None:
     assert torch.equal(rows, weights[numbers])
 
 
-# Lookups before the optimizer, by pipelines that look ahead
+# Lookups before the optimizer's step, by pipelines that look ahead
 
 
 def semi_sync(
     dmp: DistributedModelParallel, monkeypatch: pytest.MonkeyPatch
 ) -> TrainPipelineSemiSync:
-    """TorchRec's pipeline, which looks up the next batch before the backward of this one.
+    """Returns TorchRec's pipeline that looks up each batch before the backward pass of the last one.
 
-    It knows streams of CUDA alone; on the CPU there is one.
+    The pipeline supports only CUDA streams; on the CPU there is one stream.
     """
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_stream", torch.cpu.current_stream)
@@ -265,7 +265,7 @@ def test_forwards_of_an_evaluation_count_as_no_step() -> None:
 def test_ids_are_taken_again_until_a_step_follows_their_lookup() -> None:
     dmp = ranker(tables=USER)
     tracked, step = TrackedRows(dmp, Ranks()), stepper(dmp)
-    record(dmp, "user", [9])  # as a pipeline that begins
+    record(dmp, "user", [9])  # like a pipeline that begins
     for _ in range(2):
         assert take(tracked)["user"][0].tolist() == [9]
     step(ids_of({"user": [5], "friend": []}))
@@ -292,7 +292,7 @@ def test_torchrec_loses_lookups_between_a_read_and_the_next_forward() -> None:
         tracker.get_unique_ids("own")
 
 
-# What is looked up
+# Lookups that are tracked
 
 
 def test_rows_to_take_again_are_those_of_all_calls(one_rank: None) -> None:
@@ -327,7 +327,8 @@ def test_torchrec_raises_where_nothing_was_looked_up() -> None:
 def test_for_an_id_outside_of_the_table_the_row_is_taken_that_training_changed(
     id_: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """FBGEMM looks up row 0, but of int32 ids it corrects a copy that the tracker does not see."""
+    """FBGEMM looks up row 0. For int32 ids it corrects only a copy, which the tracker does not
+    see."""
     dmp = ranker(tables=USER)
     tracked, step = TrackedRows(dmp, Ranks(), overlap_steps=0), stepper(dmp)
     served = gathered(dmp)
@@ -372,7 +373,7 @@ def test_goldens_of_the_training_model_are_not_taken() -> None:
     assert take(tracked) == {}
 
 
-# What is kept
+# Memory that is kept
 
 
 def test_taken_ids_are_freed() -> None:
@@ -385,7 +386,7 @@ def test_taken_ids_are_freed() -> None:
         take(tracked)
         assert not any(tracker.store.per_fqn_lookups.values())
         kept = tracked._ids._again
-        assert all(len(lookups) <= 2 for lookups in kept.values())  # "tag" has one for each step
+        assert all(len(lookups) <= 2 for lookups in kept.values())  # "tag" has one per step
 
 
 def test_ids_of_rows_that_cannot_be_copied_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +429,7 @@ def test_after_close_nothing_is_recorded_and_another_can_begin() -> None:
         assert dmp.get_delta_tracker() is None
 
 
-# The delta tracker of others
+# Delta trackers that other code attached
 
 
 def test_a_tracker_without_our_consumer_is_refused_with_the_way_out() -> None:

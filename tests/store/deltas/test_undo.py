@@ -1,4 +1,4 @@
-"""Undo: a line goes back to an earlier delta, and its training job is told."""
+"""Tests of undo: a line returns to an earlier delta, and its training job gets an error."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_an_undo_is_a_delta_without_rows(store: Path, writer: DeltaWriter) -> No
 def test_undone_deltas_are_left_out(store: Path, writer: DeltaWriter) -> None:
     for row in (1, 2, 3):
         push(writer, row)
-    undo(store, 1)  # 4
+    undo(store, 1)  # delta 4
     writer.resume()
     push(writer, 5)
-    undo(store, 2)  # 6: an undo of an undo
-    undo(store, 0)  # 7
-    undo(store, 5)  # 8
+    undo(store, 2)  # delta 6: undoes an undo
+    undo(store, 0)  # delta 7
+    undo(store, 5)  # delta 8
     states = {1: [1], 3: [3, 2, 1], 4: [1], 5: [5, 1], 6: [2, 1], 7: [], 8: [5, 1]}
     assert {last: kept(store, last) for last in states} == states
     line = line_of(store)
@@ -138,7 +138,7 @@ def test_without_a_version_no_alias_may_name_another_line(
 
 
 def test_a_delta_that_was_undone_is_not_compacted(store: Path, writer: DeltaWriter) -> None:
-    """A version that has its rows could not follow the line."""
+    """A version with its rows could not follow the line."""
     for row in (1, 2, 3):
         push(writer, row)
     undo(store, 1)
@@ -150,7 +150,7 @@ def test_a_delta_that_was_undone_is_not_compacted(store: Path, writer: DeltaWrit
     path = store / "m/deltas/1" / f"{5:020d}.json"
     path.chmod(0o644)
     path.write_bytes(b"{}")
-    assert compact_deltas(store, "m", version=1, seq=4).version == 3  # before a damaged delta
+    assert compact_deltas(store, "m", version=1, seq=4).version == 3  # the damaged one is later
 
 
 def test_a_later_delta_that_cannot_be_read_now_may_be_an_undo(
@@ -191,7 +191,7 @@ def test_an_undo_comes_after_what_is_pushed_meanwhile(
 
 @pytest.fixture
 def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that lets a second file replace the first."""
+    """Makes the store let a second file replace the first."""
 
     def link(aside: Path, path: Path) -> None:
         aside.replace(path)
@@ -200,7 +200,7 @@ def overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def after_listing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Calls ``act`` once, when a line has been listed."""
+    """Calls ``act`` once, after a line has been listed."""
     real = DeltaLine.seqs
 
     def seqs(line: DeltaLine) -> list[int]:
@@ -237,7 +237,7 @@ def test_an_undo_of_the_newest_version_does_not_go_behind_one_that_came_after_th
 def test_an_undo_whose_response_was_lost_is_made_once(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that is asked again says that there is such a file."""
+    """The writer sends the file again, and the store responds that it exists."""
     push(writer, 1)
 
     def append_twice(write: Write, delta: DeltaManifest) -> object:
@@ -259,7 +259,7 @@ def test_any_version_goes_back_to_its_own_rows(
     push(writer, 3)
     assert compact_deltas(store, "m", seq=4).version == 2
     push(writer, 5)
-    assert undo_deltas(store, "m", to=4, why="").seq == 6  # version 2
+    assert undo_deltas(store, "m", to=4, why="").seq == 6  # undo of version 2
     models = ModelStore(store)
     two = DeltaLine(models, models.manifest("m", 2))
     assert ([delta.seq for delta, _ in two.deltas()], [*two.kept(6)]) == ([5, 6], [])
@@ -280,7 +280,7 @@ def test_long_texts_are_refused_before_anything_is_written(
     with pytest.raises(StoreError, match="writer has 1001 characters, the limit is 1000"):
         DeltaWriter(store, model="m")
     assert line_of(store).seqs() == [1]
-    push(writer, 2)  # a writer's author is that of its start
+    push(writer, 2)  # a writer's author is set at its start
 
 
 def test_undos_at_once_each_have_their_seq(store: Path, writer: DeltaWriter) -> None:
@@ -317,7 +317,7 @@ def test_the_training_job_is_told_and_continues(store: Path, writer: DeltaWriter
 def test_a_delta_whose_response_was_lost_is_passed_over_by_resume(
     store: Path, writer: DeltaWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the writer's own, although the writer does not know that it was written."""
+    """The delta is the writer's own, although the writer does not know that it was written."""
     push(writer, 1)
     real = writer._line.write
 

@@ -2,8 +2,8 @@
 
     python tracked_training.py WORLD_SIZE OUT_FOLDER
 
-OUT_FOLDER gets, for each rank, ``rank-RANK.pt``: by run, the tables whole (rank 0 only) before and
-after each take, and what this rank took.
+Each rank writes ``rank-RANK.pt`` into OUT_FOLDER. For each run it has the tables before and after
+each take (rank 0 only, whole), and the rows that this rank took.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TABLES: dict[str, tuple[int, int, list[str], str]] = {
     "user": (103, 16, ["user", "friend"], "row_wise"),
     "item": (77, 8, ["item"], "table_wise"),
     "tag": (51, 16, ["tag"], "column_wise"),
-    "tiny": (7, 4, ["tiny"], "row_wise"),  # three ranks: the last has one row
+    "tiny": (7, 4, ["tiny"], "row_wise"),  # with three ranks the last has one row
     "country": (12, 4, ["country"], "data_parallel"),
 }
 """Rows, columns, features and sharding."""
@@ -52,7 +52,7 @@ RUNS = {
     "rowwise adagrad": (EmbOptimType.EXACT_ROWWISE_ADAGRAD, "float16"),
 }
 STEPS = (3, 1, 2, 0, 0)
-"""Training steps before each take."""
+"""Number of training steps before each take."""
 
 
 class Ranker(nn.Module):
@@ -86,7 +86,7 @@ def shard(
     optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD,
     kernels: dict[str, str] | None = None,
 ) -> DistributedModelParallel:
-    """Shards ``model`` as ``sharding`` requests, over all ranks; column shards have 4 columns."""
+    """Shards ``model`` as ``sharding`` specifies, over all ranks; column shards have 4 columns."""
     constraints = {
         name: ParameterConstraints(sharding_types=[kind], min_partition=4)
         for name, kind in sharding.items()
@@ -120,7 +120,8 @@ def ranker(
 
 
 def batch(rng: np.random.Generator, tables: Any = None) -> KeyedJaggedTensor:
-    """Two examples with 0 to 2 ids of each feature, so that a step leaves most rows alone."""
+    """Returns two examples with 0 to 2 ids of each feature, so that a step leaves most rows
+    unchanged."""
     tables = tables or TABLES
     rows = {f: rows for rows, _, features, _ in tables.values() for f in features}
     lengths = rng.integers(0, 3, (len(rows), 2))
@@ -138,7 +139,8 @@ def dense_optimizer(dmp: DistributedModelParallel) -> KeyedOptimizerWrapper:
 
 
 def stepper(dmp: DistributedModelParallel, seed: int = 0) -> Callable[..., None]:
-    """Returns a function that trains one step on the next batch, or on the one that is passed."""
+    """Returns a function that trains one step, on the next batch or on the features that are
+    passed."""
     rng, optimizer = np.random.default_rng(seed), dense_optimizer(dmp)
 
     def step(features: KeyedJaggedTensor | None = None) -> None:
@@ -151,7 +153,7 @@ def stepper(dmp: DistributedModelParallel, seed: int = 0) -> Callable[..., None]
 
 
 def gathered(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """Every table by name, whole, on rank 0; bfloat16 as float32."""
+    """Returns every table by name, whole, on rank 0; bfloat16 as float32."""
     whole = trainer.gathered(dmp, dist.get_rank())
     return {
         key.split(".")[-2]: (table.float() if table.dtype == torch.bfloat16 else table).clone()
@@ -160,7 +162,7 @@ def gathered(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
 
 
 def take(tracked: TrackedRows) -> Any:
-    """The touched rows, which then count as taken."""
+    """Takes the touched rows, which then count as taken."""
     return tracked.whole_rows(tracked.take())
 
 
@@ -182,7 +184,8 @@ def record(dmp: DistributedModelParallel, table: str, ids: list[int]) -> None:
 
 
 def rows_of_a_wrong_id(dmp: DistributedModelParallel) -> list[int]:
-    """Returns the rows of "user" that this rank takes after rank 1 recorded an id outside."""
+    """Returns the rows of "user" that this rank takes after rank 1 recorded an id outside the
+    table."""
     tracked = TrackedRows(dmp, Ranks())
     if dist.get_rank() == 1:
         record(dmp, "user", [52])
@@ -192,7 +195,7 @@ def rows_of_a_wrong_id(dmp: DistributedModelParallel) -> list[int]:
 
 
 def failed_take(dmp: DistributedModelParallel) -> tuple[str, Any]:
-    """Returns the error of a take that fails on rank 1 alone, and what the next one takes."""
+    """Returns the error of a take that fails on rank 1 alone, and the rows of the next take."""
     tracked = TrackedRows(dmp, Ranks())
     step = stepper(dmp, dist.get_rank())
     step()
@@ -244,12 +247,12 @@ def main(rank: int, world_size: int, out: Path, rendezvous: str) -> None:
     torch.save(found, out / f"rank-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # torch's own threads may outlive what they use in an orderly end
+    os._exit(0)  # in an orderly exit, torch's threads may outlive what they use
 
 
 if __name__ == "__main__":
     size, folder = int(sys.argv[1]), Path(sys.argv[2])
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (size, folder, f"file://{meeting}/rendezvous")
-        # Forked, the ranks need not import torch again.
+        # Forked ranks need not import torch again.
         mp.start_processes(main, arguments, nprocs=size, start_method="fork")

@@ -1,10 +1,10 @@
-"""Trains sharded tables over gloo processes and pushes what changed to the store.
+"""Trains sharded tables over gloo processes and pushes the changed rows to the store.
 
     python training_pushes.py WORLD_SIZE STORE OUT_FOLDER [thread]
 
-Rank 0 publishes version 1 of "m" with the others, and writes ``SEQ.pt`` into OUT_FOLDER for each
-push: the tables, whole, as they were in training at the push. Before the last push it undoes all
-deltas. With "thread" a push writes nothing before the training steps after it are done.
+All ranks publish version 1 of "m". For each push rank 0 writes ``SEQ.pt`` into OUT_FOLDER, with the
+whole tables as they were in training at the push. Before the last push rank 0 undoes all deltas.
+With "thread" a push writes nothing before the training steps after it are done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from embedserve_store import (
 )
 
 STEPS = (3, 1, 0, 2)
-"""Training steps before each push."""
+"""Number of training steps before each push."""
 
 
 WRITE_S_MAX = 120.0
@@ -68,14 +68,14 @@ def main(rank: int, world_size: int, store: str, out: str, mode: str, rendezvous
                 torch.save(whole, Path(out) / f"{seq}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # torch's own threads may outlive what they use in an orderly end
+    os._exit(0)  # in an orderly exit, torch's threads may outlive what they use
 
 
 class Pushes:
-    """Pushes, in the caller or in a thread whose first write waits for ``finish``.
+    """Pushes in the caller, or in a thread whose first write waits for ``finish``.
 
     Attributes:
-        ended: tables at the moment of each push that succeeded, whole, by seq.
+        ended: whole tables at each successful push, by seq.
     """
 
     def __init__(self, writer: DeltaWriter, *, is_threaded: bool) -> None:
@@ -95,7 +95,7 @@ class Pushes:
         if self._is_threaded:
             self._gate.clear()
             future = self.writer.push(step=at, goldens=goldens, wait=False)
-            self._in_flight = future, gathered(dmp)  # collectives of training, meanwhile
+            self._in_flight = future, gathered(dmp)  # training's collectives
             assert not future.done()
         else:
             self._gate.set()
@@ -117,22 +117,23 @@ class Pushes:
             return
         future = self.writer.push(wait=False)
         with pytest.raises(kind, match=reason):
-            future.result(WRITE_S_MAX)  # tells this rank alone
+            future.result(WRITE_S_MAX)  # raises on this rank only
         with pytest.raises(kind, match=reason):
             self.writer.wait()
         self.writer.wait()
 
 
 def bags(seed: int) -> KeyedJaggedTensor | None:
-    """Returns bags that most ranks do not have: those of rank 0 count. The last push has none."""
+    """Returns the bags of the goldens on rank 0, and None on the other ranks. The last push has
+    none."""
     if seed == len(STEPS) - 1:
         return None
     return batch(np.random.default_rng(seed)) if dist.get_rank() == 0 else None
 
 
 def undo_all(pushes: Pushes, store: str, rank: int, step: Callable[[], None]) -> None:
-    """All ranks learn of an undo, and the next push has the undone rows of each, and those of a
-    push that could not begin."""
+    """Checks that all ranks get the error of an undo. The next push has each rank's undone rows,
+    and the rows of the push that could not begin."""
     if rank == 0:
         undo_deltas(store, "m", to=0, why="CTR fell")
     dist.barrier()
@@ -144,7 +145,7 @@ def undo_all(pushes: Pushes, store: str, rank: int, step: Callable[[], None]) ->
 
 
 def fail_once(writer: DeltaWriter, pushes: Pushes) -> None:
-    """A push whose manifest the store does not take: all ranks raise, and the next has its rows."""
+    """Makes a push fail at its manifest: all ranks raise, and the next push has its rows."""
     real = writer._line.write
 
     def refuse(name: str, data: bytes) -> bool:
@@ -161,5 +162,5 @@ if __name__ == "__main__":
     size, *folders = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     with tempfile.TemporaryDirectory() as meeting:
         arguments = (size, *folders, "".join(sys.argv[4:]), f"file://{meeting}/rendezvous")
-        # Forked, the ranks need not import torch again.
+        # Forked ranks need not import torch again.
         mp.start_processes(main, arguments, nprocs=size, start_method="fork")
