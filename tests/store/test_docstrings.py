@@ -1,4 +1,4 @@
-"""Examples in docstrings give what they say."""
+"""Tests that the examples in docstrings return the documented results."""
 
 from __future__ import annotations
 

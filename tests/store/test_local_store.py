@@ -1,4 +1,5 @@
-"""A version loads exactly as it was published, or says which file is wrong and why."""
+"""Tests of loading: a version is loaded exactly as published, or the error names the wrong file and
+the reason."""
 
 from __future__ import annotations
 

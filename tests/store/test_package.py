@@ -1,4 +1,4 @@
-"""The package is light to import, and its names are what they say."""
+"""Tests of the package: it imports no torch, and exports what its names promise."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What nobody writes by hand is refused before it is read whole, and so is a key that is there
-twice."""
+"""Tests of files that users write: a file too large to be written by hand is rejected before it is
+read whole, and so is a repeated key."""
 
 from __future__ import annotations
 

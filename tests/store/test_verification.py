@@ -1,4 +1,5 @@
-"""A flipped bit anywhere in a version is found: in every file, in headers and in padding."""
+"""Tests of verification: it finds a flipped bit in every file of a version, in headers and in
+padding."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FLIPS = 250
 
 @pytest.fixture
 def folder(ebc: EmbeddingBagCollection, tmp_path: Path) -> Path:
-    """A version of all kinds of files: two dtypes, several pages of rows, a vocabulary."""
+    """Returns a version with every kind of file: two dtypes, several pages of rows, a
+    vocabulary."""
     published = publish(
         ebc,
         tmp_path / "store",
@@ -39,7 +41,7 @@ def check(folder: Path) -> None:
 
 
 def flips(path: Path, positions: Iterator[int]) -> Iterator[int]:
-    """Flips one bit of ``path`` at each of ``positions`` in turn, and mends it."""
+    """Flips one bit of ``path`` at each of ``positions`` in turn, and restores it."""
     data = path.read_bytes()
     for position in positions:
         changed = bytearray(data)

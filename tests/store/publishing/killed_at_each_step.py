@@ -1,11 +1,11 @@
-"""Publishes and moves an alias again and again, killed at the first, second, … step of each.
+"""Publishes and moves an alias repeatedly; each run is killed one step later than the one before.
 
     python killed_at_each_step.py FOLDER
 
-A step is whatever Python tells its audit hooks of a path in the store: files opened, made, linked,
-renamed and removed. After each kill a reader looks: every version that it is shown is whole, the
-alias is what it was or what it becomes, and who comes next finds nothing in the way. Prints how
-many steps there were.
+A step is an event of Python's audit hooks with a path in the store: a file is opened, created,
+linked, renamed or removed. After each kill a reader checks the store. Every version that it lists
+is whole, the alias has its old or its new version, and the next writer succeeds. Prints the number
+of steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 
 
 def kill_at(step: int, folder: Path) -> None:
-    """Has this process killed as it begins its ``step``-th step in ``folder``."""
+    """Makes this process kill itself when it begins its ``step``-th step in ``folder``."""
     left = step
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
@@ -44,8 +44,8 @@ def kill_at(step: int, folder: Path) -> None:
 
 
 def steps(act: Callable[[Path], object], check: Callable[[Path], None], begin: Path) -> int:
-    """Kills ``act`` on a copy of the store ``begin`` at each of its steps, and looks after each;
-    how many there were."""
+    """Kills ``act`` at each of its steps, each time on a new copy of the store ``begin``, and then
+    checks the copy. Returns the number of steps."""
     step = 0
     while True:
         step += 1
@@ -90,7 +90,7 @@ def check_alias(store: Path) -> None:
 def main() -> None:
     begin = Path(sys.argv[1]) / "begin"
     torch.set_num_threads(1)
-    publish_next(begin)  # which also imports all before the forks
+    publish_next(begin)  # also imports everything before the forks
     print("publish", steps(publish_next, check_versions, begin))
     set_alias(begin, "m", "stable", 1)
     publish_next(begin)

@@ -1,10 +1,10 @@
-"""Publishes a sharded model from two gloo processes whose process groups wait LIMIT by default.
+"""Publishes a sharded model from two gloo processes; their process group has a timeout of LIMIT.
 
     python publishing_ranks.py FOLDER CASE
 
-CASE is ``publishing`` (rank 0 publishes for longer), ``saving`` (rank 1 saves its shards for
-longer) or ``unwritable`` (rank 1 cannot write to the store). FOLDER gets ``store/`` and, for each
-rank, ``outcome-RANK``.
+CASE is ``publishing`` (rank 0 publishes for longer than LIMIT), ``saving`` (rank 1 saves its shards
+for longer) or ``unwritable`` (rank 1 cannot write to the store). FOLDER gets ``store/`` and, for
+each rank, ``outcome-RANK``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def late(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arrange(rank: int, case: str) -> Any:
-    """A patch of what this rank does in ``case``; of nothing if that is what it always does."""
+    """Returns a patch for this rank in ``case``; it patches nothing if the rank behaves as
+    usual."""
     if (case, rank) == ("publishing", 0):
         return patch.object(publish_sharded, "publish", late(publish.publish))
     if (case, rank) == ("saving", 1):
@@ -66,5 +67,5 @@ def run(rank: int, folder: Path, case: str) -> None:
 
 
 if __name__ == "__main__":
-    # Forked, the ranks need not import torch again, which takes longer than all they do.
+    # Forked ranks need not import torch again, which takes longer than everything they do.
     mp.start_processes(run, (Path(sys.argv[1]), sys.argv[2]), nprocs=2, start_method="fork")

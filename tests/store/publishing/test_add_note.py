@@ -1,4 +1,4 @@
-"""Notes are kept beside a version, in their order, and change nothing of it."""
+"""Tests of notes: they are stored beside a version, in order, and do not change it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLES = [TableSpec("t", 10, 4, ("t",), "sum", "float32")]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Versions 1 and 2 of "m"."""
+    """Returns a store with versions 1 and 2 of "m"."""
     for _ in range(2):
         publish(STATE, tmp_path / "store", model="m", tables=TABLES)
     return tmp_path / "store"

@@ -1,4 +1,5 @@
-"""A description that gives other answers than the training model's is refused, and says why."""
+"""Tests of the comparison with the training model's results: a wrong description is rejected with
+the reason."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ MakeEbc = Callable[..., EmbeddingBagCollection]
 
 
 def twins() -> EmbeddingBagCollection:
-    """Two tables of one shape."""
+    """Returns a collection of two tables with the same shape."""
     torch.manual_seed(3)
     return EmbeddingBagCollection(
         tables=[
@@ -63,14 +64,14 @@ def state_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def described(module: Any, **changes: dict[str, Any]) -> Sequence[TableSpec]:
-    """Its tables, some of them changed by name."""
+    """Returns the tables of ``module``, with the fields of ``changes`` by table name."""
     return [replace(table, **changes.get(table.name, {})) for table in live.describe(module)]
 
 
 def publish_state(
     module: torch.nn.Module, store: Path, tables: Sequence[TableSpec], **options: Any
 ) -> str:
-    """The error, if it is refused; the store is as it was then."""
+    """Publishes; returns the error, "" if there is none. After an error the store is unchanged."""
     before = everything_under(store)
     try:
         publish(state_of(module), store, model="m", tables=tables, **options)
@@ -147,7 +148,7 @@ def test_a_wrong_description_is_refused(
     said = publish_state(ebc, tmp_path / "store", tables, expected=expected)
     with pytest.raises(InvalidModelError, match=message):
         raise InvalidModelError(said)
-    assert publish_state(ebc, tmp_path / "store", tables) == ""  # nothing else would tell
+    assert publish_state(ebc, tmp_path / "store", tables) == ""  # no other check finds it
 
 
 def test_other_weights_than_those_that_answered_are_refused(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_a_model_of_halves_is_compared_as_closely_as_it_adds_up(
 def test_goldens_have_the_ids_that_callers_have(tmp_path: Path) -> None:
     ebc = twins()
     rules = {"a": IdRule("modulo", modulus=35, offset=5)}
-    vocabularies = {"b": np.arange(1000, 1030)}  # of rows 0 to 29
+    vocabularies = {"b": np.arange(1000, 1030)}  # ids of rows 0 to 29
     expected = expected_of(ebc)
     options = {"ids": rules, "vocabularies": vocabularies, "expected": expected}
     assert publish_state(ebc, tmp_path, live.describe(ebc), **options) == ""
@@ -245,7 +246,7 @@ def test_goldens_have_the_ids_that_callers_have(tmp_path: Path) -> None:
     left = (lengths == expected.bags.lengths) & (lengths > 0)
     assert left.any(axis=1).all()
     assert ((lengths == 0) | left).all()
-    assert not left[:, 0].any()  # which asks for rows 0 and 39
+    assert not left[:, 0].any()  # this example has rows 0 and 39
     for feature, columns in ((0, slice(0, 8)), (1, slice(8, 16))):
         answers = goldens.source_answers[:, columns]
         same = left[feature]
@@ -270,7 +271,8 @@ def test_where_no_row_has_an_id_there_are_no_goldens(tmp_path: Path) -> None:
 
 
 def first_example(expected: Expected) -> Expected:
-    """Which asks for two rows of each feature, the first and the last."""
+    """Returns only the first example, which has two rows of each feature, the first and the
+    last."""
     starts = np.cumsum(expected.bags.lengths.sum(axis=1)) - expected.bags.lengths.sum(axis=1)
     ids = np.concatenate([expected.bags.ids[start : start + 2] for start in starts])
     bags = replace(expected.bags, ids=ids, lengths=expected.bags.lengths[:, :1].copy())
@@ -310,7 +312,8 @@ def test_a_live_module_is_its_own_witness(tmp_path: Path) -> None:
 
 
 def inputs(expected: Expected, lengths: list[list[int]]) -> Expected:
-    """Other inputs for the tables "a" and "b" of 40 rows: ids 0, 1, 2, … of each feature."""
+    """Returns other inputs for the tables "a" and "b" of 40 rows: ids 0, 1, 2, … of each
+    feature."""
     counts = np.array(lengths, np.int32)
     ids = np.concatenate([np.arange(sum(one), dtype=np.int64) for one in lengths])
     bags = Bags(ids, counts, None)
@@ -356,7 +359,8 @@ def test_inputs_that_cannot_tell_are_refused_unless_that_is_accepted(
 def answered(
     module: EmbeddingBagCollection, lengths: list[list[int]], weight: float | None = None
 ) -> Expected:
-    """What ``module`` answers to such bags, their ids 0, 1, 2, … of each feature, below 40."""
+    """Returns the results of ``module`` for bags of these lengths. The ids of each feature are 0,
+    1, 2, … modulo 40."""
     manifest = Manifest("", 0, live.describe(module), weight is not None)
     ids = np.concatenate([np.arange(sum(one), dtype=np.int64) % 40 for one in lengths])
     weights = None if weight is None else np.full(len(ids), weight, np.float32)
@@ -445,7 +449,7 @@ def test_goldens_are_the_first_of_many_examples(tmp_path: Path) -> None:
     )
     assert np.array_equal(goldens.source_answers, expected.answers[:GOLDEN_EXAMPLES_MAX])
     changed = expected.answers.copy()
-    changed[-1] += 1  # of an example that is no golden
+    changed[-1] += 1  # an example that is no golden
     wrong = replace(expected, answers=changed)
     assert "answers are others" in publish_state(ebc, tmp_path, described(ebc), expected=wrong)
 

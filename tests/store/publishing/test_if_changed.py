@@ -1,4 +1,4 @@
-"""What has the content of the newest version is not published again."""
+"""Tests of if_changed: a publish with the content of the newest version is skipped."""
 
 from __future__ import annotations
 

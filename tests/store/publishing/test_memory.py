@@ -1,4 +1,4 @@
-"""Publishing holds blocks of a table, never the table."""
+"""Tests of the memory of a publish, which holds blocks of a table, never a whole one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for dtype in ("float16", "int4"):
 
 
 def write_zeros(path: Path, rows: int) -> None:
-    """A checkpoint whose rows are a hole in the file."""
+    """Writes a checkpoint whose rows are a hole in the file."""
     entry = {"dtype": "F32", "shape": [rows, DIM], "data_offsets": [0, 4 * rows * DIM]}
     header = json.dumps({"ebc.embedding_bags.t.weight": entry}).encode()
     header += b" " * (-len(header) % 8)

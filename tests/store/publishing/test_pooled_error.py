@@ -1,4 +1,4 @@
-"""The figures of a publish report are those of their definition."""
+"""Tests that the figures of a publish report follow their definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is published is the source, whole; what fails leaves nothing."""
+"""Tests of a publish: the version equals its source, and a failed publish leaves no files."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_the_manifest_says_where_the_model_came_from(version: ModelVersion) -> N
     assert source["kind"] == "embedding_bag_collection"
     assert source["versions"]["torch"] == metadata.version("torch")
     assert source["versions"]["torchrec"] == metadata.version("torchrec")
-    written_s = (version.path / "manifest.json").stat().st_mtime  # of a copy, which keeps it
+    written_s = (version.path / "manifest.json").stat().st_mtime  # a copy keeps it
     age_s = written_s - datetime.fromisoformat(source["published_at"]).timestamp()
     assert -1 <= age_s < 600
 
@@ -399,7 +399,7 @@ def test_checksums_are_of_the_files(version: ModelVersion) -> None:
 
 
 def test_a_tensor_that_is_stored_negated_is_refused(tmp_path: Path) -> None:
-    """Its bytes are the negatives of its values."""
+    """The bytes are the negatives of the values."""
     negated = torch.complex(torch.rand(8, 4), torch.rand(8, 4)).conj().imag
     torch.save({"embedding_bags.t.weight": negated}, tmp_path / "m.pt")
     tables = [TableSpec("t", 8, 4, ("t",), "sum", "float32")]

@@ -1,4 +1,5 @@
-"""A publish that is cut short, or meets another, leaves the store as it was or a whole version."""
+"""Tests of a publish that is interrupted or concurrent: the store is unchanged or has a whole
+version."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from embedserve_store.writing import direct_file
 
 
 class FullDisk(io.FileIO):
-    """Takes the header, then has no room."""
+    """A disk that is full after the header."""
 
     def write(self, data: Any) -> int:
         if self.tell():

@@ -1,4 +1,5 @@
-"""Publishing keeps each table's rule for ids, and refuses rules and vocabularies that lie."""
+"""Tests of a publish with rules of ids: each table keeps its rule, and wrong rules and vocabularies
+are rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def load(store: Path) -> ModelVersion:
 
 @pytest.fixture
 def ebc() -> EmbeddingBagCollection:
-    """Like the others', but that no feature serves two tables."""
+    """Returns a collection like that of make_ebc, in which no feature has two tables."""
     torch.manual_seed(7)
     described = [
         ("user", 300, 16, ["user", "friend"]),
@@ -95,7 +96,7 @@ def test_every_rule_is_stored_and_replayed_by_the_goldens(
 def test_rows_are_as_good_in_either_order_of_the_ids(
     ebc: EmbeddingBagCollection, tmp_path: Path
 ) -> None:
-    """The map decides which row an id has; the answers are those of that row."""
+    """The map decides the row of each id, and the result is that row's."""
     publish(ebc, tmp_path, model="m", vocabularies={"item": ITEMS})
     version = load(tmp_path)
     rows = version.id_maps["item"].rows_of(np.array([10**12, 10**12 + 76, 5]))
@@ -141,7 +142,7 @@ def test_rules_that_make_no_sense_do_not_touch_the_store(
 
 
 def test_tables_of_one_feature_have_one_rule(make_ebc: Any, tmp_path: Path) -> None:
-    """item serves the tables item and tag."""
+    """Feature item has the tables item and tag."""
     ebc = make_ebc()
     with pytest.raises(InvalidModelError, match="feature 'item' serves tables 'item' and 'tag'"):
         publish(ebc, tmp_path, model="m", vocabularies={"item": range(16)})

@@ -1,4 +1,5 @@
-"""The ranks of a training job publish together, however long one of them takes, or all fail."""
+"""Tests of a publish by the ranks of a training job: all succeed, however slow one is, or all
+fail."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from embedserve_store.local_store import LocalStore
 
 
 def outcomes(folder: Path, case: str) -> list[str]:
-    """What each of two ranks was told, of a job whose process group waits for a second."""
+    """Returns the outcome of each of two ranks in a job whose process group has a timeout of one
+    second."""
     script = Path(__file__).with_name("publishing_ranks.py")
     done = run_warm_python(script, folder, case)
     assert done.returncode == 0, done.stderr[-4000:]

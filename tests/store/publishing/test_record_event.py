@@ -1,4 +1,5 @@
-"""Every change of a store leaves who, when and from where, in a folder or behind a URL."""
+"""Tests of the history: every change of a store records who, when and from where, in a folder or
+behind a URL."""
 
 from __future__ import annotations
 

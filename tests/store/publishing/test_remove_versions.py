@@ -1,4 +1,4 @@
-"""Old versions go whole, and none that is needed."""
+"""Tests of removal: old versions are removed whole, and versions that are needed stay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def publish_one(store: str | Path, value: int = 1) -> None:
 
 @pytest.fixture(params=["folder", "URL"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Versions 1 to 5 of "m", whose rows are their numbers."""
+    """Returns a store with versions 1 to 5 of "m", whose rows are their numbers."""
     where = f"{tmp_path}/store"
     for number in range(1, VERSIONS + 1):
         publish_one(where, number)
@@ -141,7 +141,7 @@ def test_one_that_gets_a_name_meanwhile_comes_back(
 
 
 def cut_off_after(removals: int, patch: pytest.MonkeyPatch) -> None:
-    """Lets a store behind a URL stop responding after so many removals of files."""
+    """Makes a store behind a URL stop responding after ``removals`` removals of files."""
     done: list[str] = []
     remove = RemoteFolder.remove
 
@@ -155,14 +155,14 @@ def cut_off_after(removals: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def removals(url: str) -> list[tuple[str, Sequence[int], str]]:
-    """The removals in the history, the latest first."""
+    """Returns the removals in the history, the latest first."""
     events = ModelStore(url).history("m")
     return [(one.what, one.versions, one.who) for one in events if one.what in ("delete", "prune")]
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A URL with versions 1 to 3 of "m"."""
+    """Returns the URL of a store with versions 1 to 3 of "m"."""
     for number in (1, 2, 3):
         publish_one(tmp_path, number)
     return f"file://{tmp_path}"
@@ -209,7 +209,7 @@ def test_a_removal_that_never_began_is_not_in_the_history(
 
 
 def name_before_removal(url: str, patch: pytest.MonkeyPatch) -> None:
-    """Names version 1 "stable" once a removal has found that it has no alias."""
+    """Gives version 1 the alias "stable" after a removal has found that it has none."""
     sizes = RemoteFolder.sizes
     named: list[int] = []
 

@@ -1,4 +1,5 @@
-"""Aliases are moved, removed and found again, in a folder and on S3, by one writer and by many."""
+"""Tests of aliases: they are set, removed and restored, in a folder and on S3, by one writer and by
+many."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ KILLED_TIMEOUT_S = 900
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Versions 1 and 2 of "m"."""
+    """Returns a store with versions 1 and 2 of "m"."""
     for _ in range(2):
         publish(STATE, tmp_path / "store", model="m", tables=TABLES)
     return tmp_path / "store"
@@ -57,7 +58,8 @@ def test_an_alias_means_what_it_was_moved_to_last(store: Path) -> None:
 
 @pytest.fixture
 def with_deltas(store: Path) -> Path:
-    """The same, with deltas 1 to 3 of version 1; version 3 has the first two of them."""
+    """Returns the store with deltas 1 to 3 of version 1; version 3 has the rows of the first
+    two."""
     with closing(DeltaWriter(store, model="m", version=1)) as writer:
         for seq in (1, 2, 3):
             writer.push_rows({"t": ([seq], torch.zeros(1, 4))})
@@ -73,10 +75,10 @@ def test_an_alias_names_a_delta(with_deltas: Path) -> None:
     assert models.load("m", 1).at_seq is None
     (event,) = models.history("m", last=1)
     assert event.detail == "stable at delta 2: the last good one"
-    set_alias(with_deltas, "m", "stable", 3, at_seq=2)  # its own rows
+    set_alias(with_deltas, "m", "stable", 3, at_seq=2)  # at its own rows
     set_alias(with_deltas, "m", "stable", 3)
     assert models.load("m", "stable").at_seq is None
-    roll_back(with_deltas, "m")  # as it was before
+    roll_back(with_deltas, "m")  # as before the last change
     assert (models.alias("m", "stable").version, models.alias("m", "stable").at_seq) == (1, 2)
 
 
@@ -104,13 +106,13 @@ def test_a_rollback_keeps_the_delta_that_a_version_had(with_deltas: Path) -> Non
     models = ModelStore(with_deltas)
     set_alias(with_deltas, "m", "stable", 1, at_seq=2)
     set_alias(with_deltas, "m", "stable", 2)
-    set_alias(with_deltas, "m", "canary", 1, share=10)  # with delta 3, which is bad
+    set_alias(with_deltas, "m", "canary", 1, share=10)  # at delta 3, which is bad
     done = roll_back(with_deltas, "m", to=1)
     assert (done.after.version, done.after.at_seq) == (1, 2)
     assert [one.name for one in done.removed] == ["canary"]
     set_alias(with_deltas, "m", "old", 1, at_seq=1)
     set_alias(with_deltas, "m", "newest", 1)
-    assert roll_back(with_deltas, "m", to="newest").after.at_seq is None  # as that alias is
+    assert roll_back(with_deltas, "m", to="newest").after.at_seq is None  # like that alias
     assert roll_back(with_deltas, "m", to="old").after.at_seq == 1
     (with_deltas / "m/deltas/1" / manifest_name(1)).unlink()
     set_alias(with_deltas, "m", "stable", 2)
@@ -275,8 +277,8 @@ def test_a_rollback_goes_back_and_takes_away_what_other_versions_answer(tmp_path
         set_alias(store, "m", "stable", version)
     set_alias(store, "m", "canary", 4, share=10.0)
     set_alias(store, "m", "dark", 2, shadow=5.0)
-    set_alias(store, "m", "good", 3, share=1.0)  # of the version that is gone back to
-    set_alias(store, "m", "named", 4)  # answers who names it alone
+    set_alias(store, "m", "good", 3, share=1.0)  # names the version that the rollback returns to
+    set_alias(store, "m", "named", 4)  # serves only requests that name it
     done = roll_back(store, "m", why="CTR fell", who="kim")
     assert (done.before.version, done.after.version) == (4, 3)
     assert {one.name: one.version for one in done.removed} == {"canary": 4, "dark": 2}
@@ -286,7 +288,7 @@ def test_a_rollback_goes_back_and_takes_away_what_other_versions_answer(tmp_path
     for name in ("stable", "canary", "dark"):
         last = models.alias_history("m", name)[0]
         assert (last.why, last.who) == ("CTR fell", "kim")
-    # Further back each time, and not forth to what was bad.
+    # Each rollback goes further back, and never forward to the bad version.
     assert roll_back(store, "m").after.version == 2
     assert roll_back(store, "m").after.version == 1
     with pytest.raises(StoreError, match="stable was no other version than 1 before: say which"):
@@ -331,7 +333,8 @@ def test_a_rollback_that_fails_half_way_can_be_made_again(
 
 @pytest.mark.parametrize("moved", ["stable", "canary"])
 def test_what_killed_writers_left_is_removed(store: Path, moved: str) -> None:
-    """Of an hour ago; a writer of now may still link its own. Whichever alias moves next."""
+    """Removes an hour-old file whichever alias changes next. A new file stays, because its writer
+    may still link it."""
     set_alias(store, "m", "stable", 1)
     old, new = (store / "m" / "aliases" / "stable" / f".new-{name}" for name in ("old", "new"))
     old.touch()

@@ -1,4 +1,5 @@
-"""What is written is read back, by us and by the safetensors library, under the right checksums."""
+"""Tests of the writer of tables: our reader and the safetensors library read the written rows, and
+the checksums match."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Conditional writes before an S3 server that has none, as AWS, MinIO and others have them.
+"""Proxy that adds conditional writes, as AWS and MinIO have them, to an S3 server without them.
 
-All writes must come through it: it knows a key once it was written here.
+All writes must pass through it: it knows only the keys that it has written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ REFUSED = b"<Error><Code>PreconditionFailed</Code><Message>exists already</Messa
 
 @contextmanager
 def serve_conditional(endpoint: str) -> Iterator[str]:
-    """Yields the URL of a server that passes requests on to ``endpoint``, and PUT with
-    ``If-None-Match: *`` only for keys that are not there."""
+    """Yields the URL of a proxy of ``endpoint``. It rejects a PUT with ``If-None-Match: *`` for a
+    key that exists."""
     with serve_proxy(_handler(), endpoint) as url:
         yield url
 

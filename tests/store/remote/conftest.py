@@ -1,4 +1,4 @@
-"""A bucket on a real S3 server, a cache, and a published version to upload."""
+"""Fixtures: a bucket on a real S3 server, a cache, and a published version to upload."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def forking() -> Iterator[Forking]:
-    """Runs what is to be killed."""
+    """Yields a process whose forks run code that is killed."""
     with start_forking() as one:
         yield one
 
 
 @pytest.fixture(scope="module", autouse=True)
 def connections() -> Iterator[None]:
-    """s3fs keeps connections by URL options, whatever the environment was: those of other tests,
-    too. Making them anew takes longer than most of the tests."""
+    """Clears s3fs's cached connections, once per module. s3fs caches them by URL options whatever
+    the environment is, so it would reuse those of other modules. Recreating them for each test
+    would take longer than most of the tests."""
     s3fs.S3FileSystem.clear_instance_cache()
     yield
     s3fs.S3FileSystem.clear_instance_cache()
@@ -70,13 +71,13 @@ def aws(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> Iterator[None]:
 
 @pytest.fixture
 def objects(aws: None) -> s3fs.S3FileSystem:
-    """The server's buckets as another client sees them."""
+    """Returns another client of the server's buckets."""
     return s3fs.S3FileSystem(use_listings_cache=False)
 
 
 @pytest.fixture
 def root(objects: s3fs.S3FileSystem) -> str:
-    """BUCKET/FOLDER of a store in a new bucket."""
+    """Returns BUCKET/FOLDER of a store in a new bucket."""
     bucket = f"bucket-{secrets.token_hex(4)}"
     objects.mkdir(bucket)
     return f"{bucket}/stores/a"
@@ -89,7 +90,7 @@ def url(root: str) -> str:
 
 @pytest.fixture
 def place(tmp_path: Path, url: str) -> Place:
-    """Gives the place of a store of a kind, by a name."""
+    """Returns a function from a kind of store and a name to its location."""
 
     def of(kind: str, name: str) -> str:
         folder = str(tmp_path / name)
@@ -105,7 +106,7 @@ def store(url: str, tmp_path: Path) -> RemoteStore:
 
 @pytest.fixture
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Bytes that came from the remote store, by name of the file."""
+    """Counts the bytes that were read from the remote store, by name of the file."""
     read: dict[str, int] = {}
     call = RemoteFolder._part
 
@@ -120,7 +121,7 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def publish_rows(store: Path, value: float, rows: int, **options: Any) -> Path:
-    """Publishes "m", whose row i is i * ``value``; the version's folder."""
+    """Publishes "m" with row i equal to i * ``value``; returns the version's folder."""
     config = EmbeddingBagConfig(
         name="t",
         num_embeddings=rows,
@@ -136,13 +137,14 @@ def publish_rows(store: Path, value: float, rows: int, **options: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def first_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What most tests begin with; not to be changed."""
+    """Returns the folder of the version that most tests begin with; not to be changed."""
     return publish_rows(tmp_path_factory.mktemp("first"), 1.0, 2000)
 
 
 @pytest.fixture
 def new_version(tmp_path: Path, first_version: Path) -> Publish:
-    """Publishes a version of "m" in a local store and gives its folder."""
+    """Returns a function that publishes a version of "m" in a local store and returns its
+    folder."""
 
     def run(value: float = 1.0, rows: int = 2000, **options: Any) -> Path:
         folder = tmp_path / "local" / "m" / "1"
@@ -156,7 +158,7 @@ def new_version(tmp_path: Path, first_version: Path) -> Publish:
 
 @pytest.fixture
 def uploaded(new_version: Publish, url: str) -> Path:
-    """Version 1 of "m", uploaded; the local folder that it came from."""
+    """Uploads version 1 of "m"; returns its local folder."""
     folder = new_version()
     upload_version(folder, url)
     return folder

@@ -1,4 +1,4 @@
-"""UploadPartCopy before an S3 server that does not have it, as AWS, MinIO and others have it."""
+"""Proxy that adds UploadPartCopy, as AWS and MinIO have it, to an S3 server without it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ XML = {"Content-Type": "application/xml"}
 
 
 class CopyingStore:
-    """Counts what is sent to it and what it copies.
+    """Counts the bytes that clients send and that it copies.
 
     Args:
-        is_wrong: copies other bytes. The parts can be sent again, which this server behind it
-            would refuse.
+        is_wrong: whether it copies wrong bytes. Clients may then send the parts again, which the
+            server behind it would reject.
         error: HTTP status and S3 code of the response to every copy, in place of the copy.
         can_abort: whether uploads may be aborted.
 
@@ -66,7 +66,7 @@ class CopyingStore:
         return Copying
 
     def copy(self, path: str, source: str, wanted: str) -> Response:
-        """Copies a part as the request for it says, and returns the response."""
+        """Copies a part as requested; returns the response."""
         self.tried += 1
         if self._error:
             status, code = self._error

@@ -1,4 +1,5 @@
-"""Runs what is killed while it copies or pulls, in forks of a process that has imported s3fs."""
+"""Runs code that is killed while it copies or pulls, in forks of a process that has imported
+s3fs."""
 
 from __future__ import annotations
 
@@ -50,15 +51,16 @@ for line in sys.stdin:
 
 
 class Forking:
-    """The process that forks. It imports what importing takes longer than what is run."""
+    """A process that forks. It has imported the modules whose import takes longer than the code
+    that runs."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def run(self, code: str, *arguments: object) -> int:
-        """Runs Python code in a fork that has this environment, and returns its exit status.
+        """Runs Python code in a fork that has this environment; returns its exit status.
 
-        The status is negative if a signal ended it, as in subprocess. stderr is that of pytest.
+        The status is negative if a signal ended the fork, as in subprocess. stderr is pytest's.
         """
         assert self._process.stdin
         assert self._process.stdout
@@ -70,7 +72,7 @@ class Forking:
 
 @contextmanager
 def start_forking() -> Iterator[Forking]:
-    """Yields the process that forks, which ends with the context."""
+    """Yields the forking process; ends it with the context."""
     path = os.pathsep.join(map(str, ROOTS))
     with subprocess.Popen(
         [sys.executable, "-c", FORKS],

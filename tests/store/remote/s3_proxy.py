@@ -1,4 +1,4 @@
-"""Base of stand-ins that stand before a real S3 server, and change what it does."""
+"""Base of proxies in front of a real S3 server that change some of its responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Response = tuple[int, dict[str, str], bytes]
 
 
 class S3Proxy(BaseHTTPRequestHandler):
-    """Passes requests on. Subclasses answer some of them otherwise."""
+    """Forwards requests. Subclasses respond to some requests themselves."""
 
     protocol_version = "HTTP/1.1"
     upstream: ClassVar[str]
@@ -25,7 +25,7 @@ class S3Proxy(BaseHTTPRequestHandler):
         return self.asked(body)
 
     def asked(self, body: bytes) -> Response:
-        """Passes the request on, and returns the server's response."""
+        """Forwards the request; returns the server's response."""
         connection = http.client.HTTPConnection(self.upstream, timeout=60)
         headers = dict(self.headers.items())
         connection.request(self.command, self.path, body, headers)
@@ -54,7 +54,7 @@ class S3Proxy(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_proxy(handler: type[S3Proxy], endpoint: str) -> Iterator[str]:
-    """Yields the URL of a server that ``handler`` serves before ``endpoint``."""
+    """Yields the URL of a proxy of ``endpoint`` that ``handler`` serves."""
     before = type(handler.__name__, (handler,), {"upstream": urlsplit(endpoint).netloc})
     server = ThreadingHTTPServer(("127.0.0.1", 0), before)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

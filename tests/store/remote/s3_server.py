@@ -1,4 +1,4 @@
-"""A real S3 server on this host: rclone serving a folder, with signatures checked."""
+"""A real S3 server on this host: rclone serves a folder and checks signatures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START_LINES_MAX = 20
 
 
 def environment(endpoint: str) -> dict[str, str]:
-    """The endpoint and credentials as a user would set them, and none of this host's."""
+    """Returns the variables with the endpoint and credentials, and without those of this host."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": KEY,
@@ -28,7 +28,7 @@ def environment(endpoint: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def serve_s3(folder: Path, *options: str, host: str = "127.0.0.1") -> Iterator[str]:
-    """Serves ``folder`` on a free port, with more options of rclone; gives the endpoint's URL."""
+    """Serves ``folder`` on a free port, with more options of rclone; yields the endpoint's URL."""
     rclone = Path(sys.executable).with_name("rclone")
     command = [str(rclone), "serve", "s3", str(folder), "--addr", f"{host}:0"]
     command += ["--config", "/dev/null", "--auth-key", f"{KEY},{SECRET}", *options]

@@ -1,4 +1,5 @@
-"""A copy takes the deltas along: in order, whole, continued where it was killed."""
+"""Tests of a copy of deltas: they are copied in order and whole, and a killed copy can be
+continued."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def push(store: str | Path, count: int = 1, value: float = 1.0, version: int | N
 
 @pytest.fixture
 def local(new_version: Publish, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store in a folder with version 1 of "m" and deltas after it, of two files each."""
+    """Returns a store in a folder with version 1 of "m" and deltas after it, of two files each."""
     monkeypatch.setattr(delta_file, "PART_BYTES", 1)
     store = new_version().parent.parent
     push(store, DELTAS)
@@ -49,7 +50,7 @@ def local(new_version: Publish, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def seqs(store: str | Path, version: int | None = None) -> list[int]:
-    """Reads every byte of the deltas after a version, and returns their seqs."""
+    """Reads every byte of the deltas after a version; returns their seqs."""
     models = ModelStore(store)
     line = DeltaLine(models, models.manifest("m", version))
     found = []
@@ -92,7 +93,7 @@ def test_a_compacted_version_takes_the_deltas_after_it(local: Path, tmp_path: Pa
     one, both = tmp_path / "one", tmp_path / "both"
     assert copy_versions(local, one, "m", 2).deltas == 1
     assert copy_versions(local, both, "m").deltas == DELTAS
-    push(one)  # a trainer continues the line behind the copied deltas
+    push(one)  # a training job continues the line after the copied deltas
     assert (seqs(one, 2), seqs(both, 1), seqs(both, 2)) == ([3, 4], [1, 2, 3], [3])
     # The deltas before the version come with the version at which the line begins.
     assert copy_versions(local, one, "m").deltas == 2
@@ -197,7 +198,7 @@ def test_deltas_that_come_meanwhile_are_left_for_the_next_copy(
         patch.setattr(copy_deltas, "writer", pushing)
         assert copy_versions(local, target, "m").deltas == DELTAS
     assert seqs(target) == [1, 2, 3]
-    assert copy_versions(local, target, "m").deltas == 3 * DELTAS  # one for each file copied
+    assert copy_versions(local, target, "m").deltas == 3 * DELTAS  # one delta for each copied file
     assert files(target) == files(local)
 
 
@@ -229,7 +230,7 @@ copy_versions(sys.argv[1], sys.argv[2], "m")
 def test_a_killed_copy_leaves_whole_deltas_and_continues(
     local: Path, place: Place, kind: str, forking: Forking
 ) -> None:
-    """Each copy writes one file, and is killed before the next one."""
+    """Each copy writes one file, and is killed before the next."""
     target = place(kind, "target")
     copy_versions(local, target, "m", deltas=False)
     found = []

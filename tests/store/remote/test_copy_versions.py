@@ -1,4 +1,5 @@
-"""A copy is whole or not seen, continues where it was killed, and replaces nothing."""
+"""Tests of a copy of versions: it is whole or invisible, can be continued after a kill, and
+replaces nothing."""
 
 from __future__ import annotations
 
@@ -32,14 +33,15 @@ from embedserve_store.writing import direct_file, staging
 
 Publish = Callable[..., Path]
 ROWS = 25_000
-"""Rows of a table of 1.6 MB: several parts of PART_BYTES, and each of several BLOCK_BYTES."""
+"""Rows of a table of 1.6 MB: several parts of PART_BYTES, each with several blocks of
+BLOCK_BYTES."""
 PART_BYTES = 512_000
 BLOCK_BYTES = 100_000
 
 
 @pytest.fixture
 def local(new_version: Publish) -> Path:
-    """A store in a folder with versions 1 and 2 of "m", a note and aliases."""
+    """Returns a store in a folder with versions 1 and 2 of "m", a note and aliases."""
     store = new_version().parent.parent
     new_version(2.0)
     add_note(store, "m", 1, "the first")
@@ -162,10 +164,10 @@ def test_the_newest_version_arrives_first(
 
 
 class CutWriter:
-    """Writes aliases into a store, and notes what they name after each write.
+    """Writes aliases into a store, and records the version of each alias after each write.
 
     Args:
-        writes: number of writes after which the store is cut off.
+        writes: number of writes after which the store is unreachable.
     """
 
     def __init__(self, writes: int) -> None:
@@ -230,7 +232,7 @@ def test_a_full_disk_is_named_and_the_rest_is_copied_once_there_is_room(
 
 
 class FullDisk(io.FileIO):
-    """Takes a block, then has no room."""
+    """A disk that is full after a block."""
 
     def write(self, data: Any) -> int:
         if self.tell() >= BLOCK_BYTES:
@@ -285,7 +287,7 @@ copy_versions(sys.argv[1], sys.argv[2], "m", progress=progress)
 
 
 def killed_copy(forking: Forking, source: str | Path, target: str | Path, blocks: int) -> None:
-    """Copies, killed at the ``blocks``-th block of the tables."""
+    """Copies, and is killed at the ``blocks``-th block of the tables."""
     killed = forking.run(COPY, source, target, blocks, PART_BYTES, BLOCK_BYTES)
     assert killed == -signal.SIGKILL
 
@@ -377,7 +379,7 @@ def test_an_old_copy_that_nobody_continued_is_removed(
 
 
 def publish_as(store: Path, number: int) -> Path:
-    """A store whose only version of "m" has this number."""
+    """Returns a folder with one version of "m", which has this number."""
     from store.remote.conftest import publish_rows
 
     for _ in range(number):

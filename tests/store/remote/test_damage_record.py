@@ -1,4 +1,5 @@
-"""A version that was damaged when it was pulled is not pulled at every poll."""
+"""Tests of the record of damage: a version that was damaged when it was pulled is not pulled at
+every poll."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ DAMAGED = (
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each file of a version was read, by any store."""
+    """Counts how often each file of a version is read, by any store."""
     counted: Counter[str] = Counter()
     real = RemoteFolder.blocks
 
@@ -39,7 +40,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture(params=["file", "s3"])
 def url(request: pytest.FixtureRequest, place: Place, new_version: Publish) -> str:
-    """A store with a version 1 of "m" whose last bit is flipped."""
+    """Returns the URL of a store with a version 1 of "m" whose last bit is flipped."""
     url = place(request.param, "damaged")
     upload_version(new_version(), url)
     flip(url)
@@ -106,7 +107,7 @@ def test_the_record_can_be_removed(url: str, tmp_path: Path, reads: Counter[str]
     assert f"or once {record} is removed" in message
     record.unlink()
     refused(url, tmp_path / "cache")
-    record.write_text("{")  # by a process that was killed meanwhile
+    record.write_text("{")  # as a killed process leaves it
     refused(url, tmp_path / "cache")
     assert reads[TABLES] == 3
 

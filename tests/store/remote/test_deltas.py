@@ -1,4 +1,5 @@
-"""Deltas in an object store: appended by conditional writes, read and compacted as in a folder."""
+"""Tests of deltas in an object store: appended by conditional writes, read and compacted as in a
+folder."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ CHANGE = {"t": ([3, 5], np.ones((2, 16), np.float32))}
 
 @pytest.fixture
 def conditional(uploaded: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sends requests through a server with conditional writes."""
+    """Sends requests through a proxy with conditional writes."""
     with serve_conditional(endpoint) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         s3fs.S3FileSystem.clear_instance_cache()
@@ -88,7 +89,7 @@ def test_a_store_without_conditional_writes_is_refused(uploaded: Path, url: str)
 def test_no_more_of_a_file_is_read_than_its_limit(
     uploaded: Path, url: str, root: str, objects: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest has a fixed limit, and a file of rows the size that its manifest has."""
+    """A manifest has a fixed limit, and a file of rows the size in its manifest."""
     with DeltaWriter(url, model="m", is_alone=True) as writer:
         writer.push_rows(CHANGE)
     models = ModelStore(url)
@@ -117,7 +118,7 @@ def test_no_more_of_a_file_is_read_than_its_limit(
 def test_an_empty_manifest_is_damaged_and_not_out_of_reach(
     uploaded: Path, url: str, root: str, objects: Any
 ) -> None:
-    """An object store refuses any range of an empty file."""
+    """An object store rejects any range of an empty file."""
     objects.pipe_file(f"{root}/m/deltas/1/{manifest_name(1)}", b"")
     models = ModelStore(url)
     with pytest.raises(StoreError, match="not JSON") as caught:

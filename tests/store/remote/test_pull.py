@@ -1,4 +1,5 @@
-"""A pull shows a whole, checked version or nothing, also when it is killed or has company."""
+"""Tests of a pull: the cache has a whole, verified version or none, also after a kill or concurrent
+pulls."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def start_pull(url: str, cache: Path) -> subprocess.Popen[str]:
 
 
 def files(cache: Path) -> list[str]:
-    """All files of the cache but locks and records of damage, by their names."""
+    """Returns the names of all files in the cache except locks and records of damage."""
     beside = (".lock", ".damaged")
     return sorted(p.name for p in cache.rglob("*") if p.is_file() and p.suffix not in beside)
 
@@ -78,7 +79,7 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
 def test_two_processes_at_once_pull_once(
     url: str, uploaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one begins as the first part has come here."""
+    """The other process begins once the first part has arrived."""
     monkeypatch.setattr(remote_files, "PART_BYTES", 10_000)
     cache, calls = tmp_path / "cache", list[str]()
     with ExitStack() as processes:

@@ -1,4 +1,4 @@
-"""A part is pulled alone: its ranges are checked and written into a sparse file."""
+"""Tests of pulling one part: its ranges are verified and written into a sparse file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ ModelStore(url, cache, progress, holds=Part(1, 4)).load("m")
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with version 1 of "m" in PARTS parts, with a vocabulary; not to be changed."""
+    """Returns a store with version 1 of "m" in PARTS parts, with a vocabulary; not to be
+    changed."""
     store = tmp_path_factory.mktemp("parts")
     tables = [
         EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=64, feature_names=[name])
@@ -60,7 +61,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(published: Path, tmp_path: Path) -> Path:
-    """A copy of ``published`` that a test may damage."""
+    """Returns a copy of ``published`` that a test may damage."""
     return writable(shutil.copytree(published, tmp_path / "source"))
 
 
@@ -197,7 +198,7 @@ def test_another_number_of_parts_is_rejected(source: Path, tmp_path: Path, numbe
 
 
 def killed_pull(forking: Forking, url: str, cache: Path, share: float) -> Path:
-    """Pulls the part, killed once ``share`` of its rows has arrived. Returns the file of rows."""
+    """Pulls the part, killed once ``share`` of its rows has arrived; returns the file of rows."""
     assert forking.run(PULL, url, cache, share) == -signal.SIGKILL
     (path,) = cache.rglob(TABLES)
     return path

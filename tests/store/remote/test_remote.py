@@ -1,4 +1,5 @@
-"""Models under a URL are listed and loaded as those in a folder are, through the cache."""
+"""Tests of models under a URL: they are listed and loaded like those in a folder, through the
+cache."""
 
 from __future__ import annotations
 

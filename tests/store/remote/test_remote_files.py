@@ -1,4 +1,5 @@
-"""A store that hangs or fails for a moment is waited for, not for ever, and the log says so."""
+"""Tests of a store that hangs or fails for a while: the client retries for a limited time, and logs
+that."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def use(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
 
 @contextlib.contextmanager
 def answering(answer: Callable[[], int]) -> Iterator[int]:
-    """An S3 server of an empty bucket whose HTTP statuses ``answer`` gives; its port."""
+    """Serves an empty S3 bucket whose HTTP statuses ``answer`` returns; yields its port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Retries of the S3 client are logged, few of them."""
+"""Tests of the log of the S3 client's retries, which has few lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An upload waits as long as a store may need to read what arrived, and no longer."""
+"""Tests of the timeout of uploads: as long as a store may need to read the uploaded bytes, and no
+longer."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ ROWS = 250_000
 """Rows of a table of 16 MB, which is sent in parts."""
 HELD_S_MAX = 60.0
 READ_S = 1
-"""Seconds after which the client sends other requests again."""
+"""Seconds after which the client retries other requests."""
 WAITED = "has not answered for 2 s"
-"""End of the log's line at which the held response is released."""
+"""End of the log line at which the held response is released."""
 
 
 class SlowStore(logging.Handler):
-    """A store that responds to a request about tables.safetensors only once the client waits.
+    """A store that holds its responses about tables.safetensors until the client logs the wait.
 
     Attributes:
-        url: its endpoint.
-        asked: methods of the requests that it held.
+        url: endpoint of the store.
+        asked: methods of the requests whose responses it held.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class SlowStore(logging.Handler):
 
 @pytest.fixture
 def slow(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
-    """The store behind AWS_ENDPOINT_URL, with a client that waits a second elsewhere."""
+    """Yields the store behind AWS_ENDPOINT_URL; the client's usual timeout is one second."""
     monkeypatch.setattr(store_errors, "WAIT_LOG_S", 0.5)
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", READ_S)
     store = SlowStore()
@@ -79,9 +80,9 @@ def slow(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
 def test_a_store_that_reads_what_arrived_is_waited_for(
     new_version: Publish, url: str, monkeypatch: pytest.MonkeyPatch, slow: SlowStore, tmp_path: Path
 ) -> None:
-    """It reads a part, the object when the upload completes, and again when its size is compared.
+    """The store reads each part, the object when the upload completes, and again for its size.
 
-    No request is sent again meanwhile.
+    The client retries no request meanwhile.
     """
     local = new_version(1.0, ROWS).parent.parent
     monkeypatch.setattr(remote_files, "PART_BYTES", 5 << 20)

@@ -1,4 +1,4 @@
-"""What nobody needs any more leaves the cache when a newer version comes."""
+"""Tests of tidying the cache: unused versions are removed when a newer version is pulled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ store._store.drop("m", 1)
 
 @pytest.fixture
 def five(new_version: Publish, url: str) -> str:
-    """A bucket with versions 1 to 5 of "m"."""
+    """Returns the URL of a bucket with versions 1 to 5 of "m"."""
     for number in range(1, 6):
         upload_version(new_version(float(number), 20), url)
     return url
@@ -52,12 +52,13 @@ def cache(tmp_path: Path) -> Path:
 
 
 def cached(version: ModelVersion) -> list[int]:
-    """The versions of its model that lie beside it."""
+    """Returns the versions of the model in the cache of ``version``."""
     return LocalStore(version.path.parent.parent).versions("m")
 
 
 class PeakOfVersions:
-    """Progress of pulls that notes how many versions the cache has at most, with the pulled one."""
+    """Progress of pulls that records the largest number of versions in the cache, with the pulled
+    one."""
 
     def __init__(self, cache: Path) -> None:
         self._cache = cache
@@ -83,7 +84,7 @@ def test_a_server_that_follows_keeps_two(five: str, cache: Path) -> None:
 def test_a_disk_with_room_for_two_versions_holds_each_newer_one(
     five: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The version before makes room, unless it is open."""
+    """The previous version is removed to make room, unless it is open."""
     store = ModelStore(five, cache)
     served = store.load("m", 1)
     nbytes = sum(path.stat().st_size for path in served.path.iterdir())
@@ -123,17 +124,17 @@ def test_what_is_open_or_has_a_name_stays(five: str, cache: Path) -> None:
 def test_one_version_per_alias_stays_beside_the_two_newest_and_the_next(
     five: str, cache: Path
 ) -> None:
-    """`embedserve plan --kubernetes` gives the cache room for as many."""
+    """`embedserve plan --kubernetes` reserves room for that many versions."""
     peak = PeakOfVersions(cache)
     store = ModelStore(five, cache, peak)
     set_alias(five, "m", "stable", 1)
     served = {"stable": store.load("m", "stable")}
-    for number in (2, 3, 4):  # as servers that follow two aliases: only one of them moves
+    for number in (2, 3, 4):  # like servers that follow two aliases, one of them changing
         set_alias(five, "m", "canary", number)
         served["canary"] = store.load("m", "canary")
     assert cached(served["stable"]) == [1, 3, 4]
-    assert peak.count == 4  # 1, 2 and 3, with 4 as it was pulled
-    set_alias(five, "m", "canary", 2)  # both aliases name an older version than the two newest
+    assert peak.count == 4  # 1, 2 and 3, and 4 while it was pulled
+    set_alias(five, "m", "canary", 2)  # both aliases name a version older than the two newest
     served["canary"] = store.load("m", "canary")
     set_alias(five, "m", "canary", 5)
     served["canary"] = store.load("m", "canary")

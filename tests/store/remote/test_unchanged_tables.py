@@ -1,4 +1,5 @@
-"""An upload sends the tables that changed, and the store copies the others, byte for byte."""
+"""Tests of uploads of changed tables: the client sends these, and the store copies the others, byte
+for byte."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def publish_tables(store: Path | str, **values: float) -> None:
 
 @contextmanager
 def before(store: CopyingStore, endpoint: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sends requests through the stand-in."""
+    """Sends requests through the proxy."""
     with serve_proxy(store.handler(), endpoint) as url:
         patch.setenv("AWS_ENDPOINT_URL", url)
         s3fs.S3FileSystem.clear_instance_cache()
@@ -78,7 +79,8 @@ def test_publishing_sends_the_table_that_changed(
 def test_tables_at_other_offsets_are_copied_also_from_the_version_after(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Table b goes, and d comes; a and c lie elsewhere. The copy sends the newest version first."""
+    """Version 2 has table d instead of b, and a and c at other offsets. The copy sends the newest
+    version first."""
     local, store = tmp_path / "local", CopyingStore(endpoint)
     publish_tables(local, a=1, b=2, c=3)
     publish_tables(local, d=4, c=3, a=1)
@@ -112,7 +114,7 @@ def test_an_interrupted_upload_continues_with_copied_parts(
         check_stored(url, tmp_path / "cache", 2)
         size = RemoteFolder(url).size("m/2/tables.safetensors")
     trials = 2 * PART_BYTES
-    assert store.sent + store.copied - trials == size  # no part came twice
+    assert store.sent + store.copied - trials == size  # no part was transferred twice
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_a_store_that_refuses_gets_all_tables(
 def test_parts_that_were_copied_wrong_are_sent(
     url: str, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as from an object that was written over."""
+    """Example: the source object was overwritten meanwhile."""
     store = CopyingStore(endpoint, is_wrong=True)
     with before(store, endpoint, monkeypatch):
         publish_tables(url, a=1, b=2)
@@ -159,7 +161,7 @@ def test_a_publisher_that_may_abort_no_upload_sends_all_tables(
 
 
 def test_a_store_that_ignores_the_source_gets_all_tables(url: str, tmp_path: Path) -> None:
-    """As rclone does: it takes a copy for the upload of an empty part."""
+    """rclone is such a store: it treats a copy as the upload of an empty part."""
     publish_tables(url, a=1, b=2)
     publish_tables(url, a=1, b=5)
     check_stored(url, tmp_path, 2)

@@ -1,4 +1,4 @@
-"""An upload becomes visible with its last file, and never replaces a version."""
+"""Tests of an upload: its last file makes it visible, and it never replaces a version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TIMEOUT_S = 300
 
 
 class WatchedFiles(LocalFileSystem):  # type: ignore[misc]
-    """Local files under watched:// URLs; calls ``written`` with the name of each that is written.
+    """Local files under watched:// URLs; calls ``written`` with the name of each written file.
 
     fsspec is untyped.
     """
@@ -72,7 +72,7 @@ class WatchedFiles(LocalFileSystem):  # type: ignore[misc]
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[str]:
-    """The URL of a store whose files are WatchedFiles."""
+    """Yields the URL of a store whose files are WatchedFiles."""
     fsspec.register_implementation("watched", WatchedFiles, clobber=True)
     (tmp_path / "far" / "a").mkdir(parents=True)
     yield f"watched://{tmp_path}/far/a"
@@ -186,7 +186,7 @@ def test_publishing_to_a_url_uploads_the_next_version(
         assert published.where == f"{where}/m/{number}"
         with pytest.raises(ValueError, match="is not a folder"):
             _ = published.path
-    assert scheme == "file" or "tables.safetensors" in told  # fsspec tells nothing of files
+    assert scheme == "file" or "tables.safetensors" in told  # fsspec reports no progress of files
     store = ModelStore(where, tmp_path / "cache")
     assert (store.is_remote, store.models(), store.versions("m")) == (True, ["m"], [1, 2])
     assert store.manifest("m") == published.manifest
@@ -196,7 +196,7 @@ def test_publishing_to_a_url_uploads_the_next_version(
 
 
 def publish_value(url: str, value: float, **options: Any) -> int:
-    """Publishes a version of "m" whose rows are ``value``, and returns its number."""
+    """Publishes a version of "m" whose rows are ``value``; returns its number."""
     state = {name: weight * value for name, weight in STATE.items()}
     return publish(state, url, model="m", tables=TABLES, **options).version
 
@@ -242,7 +242,7 @@ def test_publishers_that_begin_to_upload_at_once_get_a_number_each(
     writing, write = threading.Lock(), RemoteFolder.write_new
 
     def write_new(remote: RemoteFolder, name: str, data: bytes) -> bool:
-        with writing:  # as in a store with conditional writes, which file:// does not have
+        with writing:  # makes the write atomic, which file:// does not do
             return write(remote, name, data)
 
     monkeypatch.setattr(RemoteStore, "next_version", next_version)
@@ -281,8 +281,8 @@ def test_of_two_uploads_under_one_number_the_second_fails(
 def test_a_manifest_that_is_there_after_all_is_no_other_version(
     new_version: Publish, url: str, store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that is asked again, as the first response was lost, says that there is such a
-    file."""
+    """The first response was lost, so the client sends the file again, and the store responds that
+    it exists."""
     real = RemoteFolder.write_new
 
     def write_twice(remote: RemoteFolder, name: str, data: bytes) -> bool:
@@ -364,9 +364,10 @@ def test_notes_behind_a_url(url: str, tmp_path: Path) -> None:
 def test_the_second_of_two_writers_has_its_turn(
     url: str, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As s3fs says that a condition was not met, which this server does not know."""
+    """Raises s3fs's error for a failed precondition, because this server has no conditional
+    writes."""
     publish(STATE, url, model="m", tables=TABLES)
-    files = RemoteFolder(url)._files  # which all have that are opened by this URL
+    files = RemoteFolder(url)._files  # shared by all that open this URL
     write = files.pipe_file
     others: list[str] = []
 

@@ -24,7 +24,7 @@ Shard = tuple[tuple[int, int], torch.Tensor]
 
 
 def write_dcp(folder: Path, tables: Mapping[str, Sequence[Shard]]) -> Path:
-    """Shard i of every table goes to rank i's file. A table's shape is the reach of its shards."""
+    """Writes shard i of every table to rank i's file. A table ends where its last shards end."""
     folder.mkdir()
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -55,7 +55,8 @@ def edit_metadata(folder: Path, change: Callable[[Metadata], None]) -> None:
 
 
 def save_alone(state: Mapping[str, Any], folder: Path, **options: Any) -> None:
-    """DCP's own save, without a process group. ``options`` are FileSystemWriter's."""
+    """Saves with DCP's own function, without a process group. ``options`` are
+    FileSystemWriter's."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         writer = dcp.FileSystemWriter(folder, **options)
@@ -63,7 +64,7 @@ def save_alone(state: Mapping[str, Any], folder: Path, **options: Any) -> None:
 
 
 def grid(tensor: torch.Tensor, rows: int, columns: int) -> list[Shard]:
-    """``tensor`` in shards of at most so many rows and columns."""
+    """Returns ``tensor`` in shards of at most ``rows`` rows and ``columns`` columns."""
     return [
         ((row, column), part.clone())
         for row, band in zip(range(0, len(tensor), rows), tensor.split(rows), strict=True)

@@ -1,4 +1,4 @@
-"""An object that shows that it was unpickled: by a folder that is then there."""
+"""An object that creates a folder when it is unpickled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Marker:
-    """Unpickling it makes the folder ``path``."""
+    """Creates the folder ``path`` when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -2,10 +2,10 @@
 
     python sharded_saver.py OUT_FOLDER
 
-OUT_FOLDER gets ``tables/`` (what save_tables wrote), ``expected.safetensors`` (what write_expected
-wrote), ``described.pt`` (what describe_sharded gave), ``gathered.pt`` (the tables, whole),
-``store/`` (with the model published) and, for each rank, ``outcome-RANK`` (the version it was told,
-and what a publish that must fail told it).
+OUT_FOLDER gets ``tables/`` (written by save_tables), ``expected.safetensors`` (written by
+write_expected), ``described.pt`` (the result of describe_sharded), ``gathered.pt`` (the whole
+tables) and ``store/`` (with the published model). Each rank writes ``outcome-RANK``: the version
+that its publish returned, and the error of a publish that must fail.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def run(rank: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Forked, the ranks need not import torch again, which takes longer than all they do.
+    # Forked ranks need not import torch again, which takes longer than everything they do.
     mp.start_processes(run, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

@@ -1,4 +1,4 @@
-"""Checkpoints of every kind open alike, and tables are found in them by their keys."""
+"""Tests of checkpoints: every kind opens alike, and tables are found by their keys."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_names_that_look_like_paths_are_found(name: str) -> None:
 
 
 def test_optimizer_state_is_never_a_table() -> None:
-    """Keys as TorchRec's fused and keyed optimizers have them, flat or nested."""
+    """Uses the keys of TorchRec's fused and keyed optimizers, flat or nested."""
     optimizer = {
         f"optim.state.{KEY}.user.momentum1": WEIGHT * 2,
         f"optim.state.{KEY}.exp_avg": WEIGHT * 3,

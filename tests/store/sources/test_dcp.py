@@ -1,4 +1,5 @@
-"""DCP folders are read shard by shard, whatever the sharding, and refused if they are not whole."""
+"""Tests of DCP folders: read shard by shard, for every sharding, and rejected if they are
+incomplete."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ WEIGHT = torch.randn(11, 8, generator=torch.Generator().manual_seed(3))
 
 @pytest.fixture(scope="module")
 def trained(trained_by: Callable[[int], Trained]) -> Trained:
-    """Row-wise, table-wise, column-wise and data-parallel tables over two processes."""
+    """Returns row-wise, table-wise, column-wise and data-parallel tables, trained by two
+    processes."""
     return trained_by(2)
 
 
@@ -42,7 +44,8 @@ def test_a_training_runs_tables_are_read_exactly(trained: Trained) -> None:
 
 
 def test_the_training_runs_answers_are_the_unsharded_forward(trained: Trained) -> None:
-    """What other tests measure against is what nn.EmbeddingBag says of the gathered tables."""
+    """Checks the reference of the other tests: nn.EmbeddingBag's results for the gathered
+    tables."""
     for table, feature, pooling in trained.features:
         rows = trained.tables[table].numpy()
         assert_same(trained.answers[feature], pooled(rows, trained.bags[feature], pooling))
@@ -95,7 +98,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, message: str) -> None:
-    """KEY is, with its name; the checkpoint opens, and the other table is read."""
+    """Checks that reading KEY fails with an error that names it. The checkpoint opens
+    nevertheless."""
     tensors, _ = open_dcp(folder)
     with pytest.raises(StoreError, match=message) as caught:
         tensors[KEY]

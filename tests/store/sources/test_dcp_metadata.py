@@ -1,4 +1,5 @@
-""".metadata is read as DCP writes it, and whatever else is in the pickle is refused unrun."""
+"""Tests of .metadata: it is read as DCP writes it, and any other pickle is rejected without running
+it."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_no_other_name_is_looked_up(folder: Path, name: str) -> None:
 
 
 def test_the_names_that_dcp_writes_are_never_resolved(folder: Path) -> None:
-    """An allowed name gives a record of ours, also where it is called with anything."""
+    """An allowed name becomes our own record, whatever arguments it is called with."""
     (folder / ".metadata").write_bytes(b"cpathlib\nPosixPath\n(S'a'\ntR.")
     with pytest.raises(StoreError, match="expected Metadata, found PosixPath"):
         read_metadata(folder)

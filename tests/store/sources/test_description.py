@@ -1,4 +1,4 @@
-"""Descriptions are checked key by key."""
+"""Tests of descriptions, which are checked key by key."""
 
 from __future__ import annotations
 

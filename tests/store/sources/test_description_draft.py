@@ -1,4 +1,4 @@
-"""A draft holds what the checkpoint holds, marks what it guesses, and reads back."""
+"""Tests of a draft: it has the tables of the checkpoint, marks guesses, and can be read back."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_without_tables_is_refused(prefix: str) -> None:
 
 
 def state_of(module: torch.nn.Module, folder: str = "m.ebc") -> dict[str, Any]:
-    """As a checkpoint may have it: in another order than the module."""
+    """Returns the module's state as a checkpoint may have it, in another order."""
     state = module.state_dict()
     return {f"{folder}.{key}": state[key].clone() for key in sorted(state, reverse=True)}
 

@@ -1,4 +1,4 @@
-"""Rows come out of files as they lie there, from any rectangles, or are refused."""
+"""Tests of rows of files: read unchanged, from any rectangles, or rejected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE = torch.arange(ROWS * DIM, dtype=torch.float32).view(ROWS, DIM)
 
 
 def write(path: Path, tensor: torch.Tensor, before: int = 3) -> SourceFile:
-    """The tensor's bytes, behind a few that are not its own."""
+    """Writes the tensor's bytes after a few other bytes."""
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     path.write_bytes(b"x" * before + raw)
     return SourceFile.of(path)

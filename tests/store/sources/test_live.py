@@ -1,4 +1,5 @@
-"""A live collection is described as it is, or refused by name."""
+"""Tests of a live collection: its description is exact, or the error names what is not
+supported."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_only_float32_modules_without_weighted_means_answer_themselves(
 
 
 class ShardedEmbeddingBagCollection(torch.nn.Module):
-    """Named as torchrec's."""
+    """A module with the name of torchrec's class."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Sharded models are described as they were built, and their tables saved by their ranks."""
+"""Tests of sharded models: their description is that of the unsharded model, and their ranks save
+the tables."""
 
 from __future__ import annotations
 
@@ -176,7 +177,8 @@ def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
 
 
 def check_expected(folder: Path, tables: list[TableSpec]) -> None:
-    """What the ranks wrote together is what their checkpoint gives as it is described."""
+    """Checks that the ranks' expected results are those of their checkpoint under its
+    description."""
     options: dict[str, Any] = {"model": "expected", "expected": folder / "expected.safetensors"}
     state = torch.load(folder / "gathered.pt", weights_only=True)
     publish(state, folder / "store", tables=tables, **options)
@@ -190,7 +192,7 @@ def check_expected(folder: Path, tables: list[TableSpec]) -> None:
     for table in tables:  # row-wise, column-wise, whole and on every rank
         key = f"sparse.ebc.embedding_bags.{table.name}.weight"
         wrong = state | {key: state[key].clone()}
-        wrong[key][5, -1] += wrong[key][5, -1] * 1e-6  # too little for the sampled answers
+        wrong[key][5, -1] += wrong[key][5, -1] * 1e-6  # too little for the sampled results
         with pytest.raises(InvalidModelError, match=f"row 5 of table '{table.name}' is not the"):
             publish(wrong, folder / "store", tables=tables, **options)
     mean = [replace(table, pooling="mean") if table.name == "tag" else table for table in tables]
@@ -244,7 +246,7 @@ def test_a_sharding_that_is_not_served_needs_another() -> None:
 
 
 def batch(keys: list[str]) -> KeyedJaggedTensor:
-    """Of one example: a bag with row i for the i-th of ``keys``."""
+    """Returns one example: a bag with row i for the i-th of ``keys``."""
     ones = torch.ones(len(keys), dtype=torch.int32)
     return KeyedJaggedTensor(keys=keys, values=torch.arange(len(keys)), lengths=ones)
 
@@ -283,7 +285,7 @@ def test_a_training_does_not_notice_that_its_model_was_asked(
 
 
 def check_pooled(expected: Expected, dmp: DistributedModelParallel) -> None:
-    """The answers are the sums and means of the tables' rows."""
+    """Checks that the results are the sums and means of the tables' rows."""
     whole = trainer.gathered(dmp, 0)
     tables, _, path = describe_sharded(dmp)
 

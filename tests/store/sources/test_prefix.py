@@ -1,4 +1,4 @@
-"""A prefix means the same collection, whatever the model is read from."""
+"""Tests of prefixes: a prefix means the same collection in every source of a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from embedserve_store.sources.prefix import at_prefix
 
 TABLE = TableSpec("t", 6, 4, ("f",), "sum", "float32")
 Found = Callable[[nn.Module, str, Path], float]
-"""What the rows of table t are in the collection of a model that a prefix means."""
+"""Returns the value of the rows of table t in the collection that a prefix means."""
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -81,7 +81,7 @@ def dcp_folder(model: nn.Module, prefix: str, folder: Path) -> float:
 
 def sharded(model: nn.Module, prefix: str, folder: Path) -> float:
     rows = {key: float(tensor[0, 0]) for key, tensor in model.state_dict().items() if "bags" in key}
-    # Its rows are others: what is sharded begins anew.
+    # Sharding initialises the rows again, so they are read before.
     dmp = DistributedModelParallel(model, device=torch.device("cpu"))
     path = describe_sharded(dmp, prefix)[2]
     return rows[f"{path}.embedding_bags.t.weight".lstrip(".")]
@@ -125,7 +125,7 @@ def test_a_point_is_the_top(tmp_path: Path, kind: Found, prefix: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_at_a_path_comes_before_what_is_under_it(tmp_path: Path, kind: Found) -> None:
-    """As of a collection that another one holds."""
+    """Example: a collection inside another collection."""
     outer = nn.ModuleDict({"x": nn.ModuleDict({"y": collection(4)}), "x2": collection(5)})
     assert kind(outer, "x", tmp_path) == 4
     assert at_prefix(["x", "x.y", "x2"], "x") == ["x"]

@@ -1,4 +1,4 @@
-"""Safetensors files and folders of them are read by their headers, or refused."""
+"""Tests of safetensors files and folders of them: read by their headers, or rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""State dicts become one flat mapping; what is not a plain tensor of rows is only named."""
+"""Tests of state dicts: they become one flat mapping, and any value but a plain tensor of rows is
+only named."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ WEIGHT = torch.ones(3, 4)
 
 
 class Sharded(torch.Tensor):
-    """Stands for DTensor: a tensor that holds a part of the rows."""
+    """Stand-in for DTensor: a tensor with a part of the rows."""
 
 
 def test_nested_dicts_are_flattened_with_dots() -> None:

@@ -1,4 +1,4 @@
-"""Files of torch.save are read without their values, as rows, and never run."""
+"""Tests of files of torch.save: opened without their values, read as rows, and never executed."""
 
 from __future__ import annotations
 

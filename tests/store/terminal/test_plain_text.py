@@ -1,4 +1,5 @@
-"""Texts that commands print appear as they are, also if they look like rich's markup or emoji."""
+"""Tests of the texts that commands print: unchanged, even if they look like rich's markup or
+emoji."""
 
 from __future__ import annotations
 

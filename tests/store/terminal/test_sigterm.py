@@ -1,4 +1,5 @@
-"""SIGTERM ends publish and demo as Ctrl-C does: one line, and nothing left in the store."""
+"""Tests of SIGTERM: it ends publish and demo as Ctrl-C does, with one line and no files left in the
+store."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ Ended = tuple[Path, subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """Both commands, run side by side: where each ran, and how it ended."""
+    """Runs both commands concurrently; returns the folder and the outcome of each."""
 
     def run(arguments: str) -> Ended:
         folder = tmp_path_factory.mktemp("killed")

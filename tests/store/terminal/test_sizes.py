@@ -1,4 +1,4 @@
-"""Byte counts as a person reads and writes them."""
+"""Tests of byte counts as people read and write them."""
 
 from __future__ import annotations
 

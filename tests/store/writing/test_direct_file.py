@@ -1,4 +1,5 @@
-"""What is written is on disk, whole and in order, directly or not."""
+"""Tests of written files: the bytes are on disk, whole and in order, with and without direct
+writes."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_tables_written_directly_are_the_same_file(
 def test_a_file_system_without_direct_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as tmpfs before Linux 6.6, which makes the file and then refuses."""
+    """tmpfs before Linux 6.6 is such a file system: it creates the file and then rejects it."""
     real = os.open
 
     def refuse(path: Path, flags: int, *mode: int) -> int:
@@ -84,7 +85,7 @@ def test_a_file_that_is_there_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_is_an_error(tmp_path: Path) -> None:
-    """With a limit on the size of files, as a full disk has."""
+    """The limit on the size of files stands for a full disk."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (BUFFER_BYTES, hard))

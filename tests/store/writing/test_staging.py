@@ -1,4 +1,4 @@
-"""Versions appear whole, under numbers that no two publishers share."""
+"""Tests of staging: versions appear whole, under numbers that no two publishers share."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_file_with_a_versions_name_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def publish_second(model_folder: Path, losses: int) -> int:
-    """Publishes, while others take the number that it is about to take ``losses`` times."""
+    """Publishes while other publishers take its next number, ``losses`` times."""
     left = iter(range(losses))
     with staging_folder(model_folder) as folder:
 
@@ -158,7 +158,7 @@ def test_what_killed_publishers_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".staging-1" / "half").write_text("half")
     (tmp_path / ".staging-1" / "half").chmod(0o444)
     (tmp_path / ".staging-1.lock").write_text("")
-    (tmp_path / ".staging-2").mkdir()  # without its file
+    (tmp_path / ".staging-2").mkdir()  # has no lock file
     (tmp_path / ".staging-3.lock").write_text("")
     (tmp_path / ".other").mkdir()
     with staging_folder(tmp_path) as folder:

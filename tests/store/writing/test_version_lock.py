@@ -1,4 +1,4 @@
-"""What is in use is not removed, and nothing is held by who lets go of it."""
+"""Tests of version locks: a version in use is not removed, and a released lock holds nothing."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_file_system_without_locks_is_named_once(
 
 @pytest.fixture
 def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks as those of NFS: an exclusive one needs a descriptor that can write."""
+    """Makes locks behave as on NFS: an exclusive lock needs a writable descriptor."""
     flock = fcntl.flock
 
     def checked(descriptor: int, kind: int) -> None:
@@ -154,7 +154,7 @@ def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets nobody open a read-only manifest for writing, not even root."""
+    """Makes opening a read-only manifest for writing fail, even as root."""
     opened = os.open
 
     def checked(path: Path, flags: int, *mode: int, **folder: Any) -> int:
