@@ -1,4 +1,4 @@
-"""Small models and published versions for the tests of the model store."""
+"""Fixtures: small models and published versions for the tests of the model store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ ROWS = {"user": 300, "item": 77, "tag": 16}
 def small_collection(
     *, is_weighted: bool = False, pooling: str | None = None, half: bool = False
 ) -> EmbeddingBagCollection:
-    """Three tables, two poolings, a shared table and a feature of two tables."""
+    """Returns a collection of three tables, with two poolings, a table of two features and a
+    feature of two tables."""
     torch.manual_seed(7)
     described: list[tuple[str, int, list[str], str]] = [
         ("user", 16, ["user", "friend"], "sum"),
@@ -57,7 +58,7 @@ def small_collection(
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Sets up a process group with this process alone."""
     meeting = tmp_path_factory.mktemp("meeting") / "rendezvous"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
     yield
@@ -76,7 +77,7 @@ def ebc() -> EmbeddingBagCollection:
 
 @pytest.fixture(scope="session")
 def published_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of version 1 of model "m", one dtype a table; not to be changed."""
+    """Returns a store with version 1 of model "m", a dtype for each table; not to be changed."""
     store = tmp_path_factory.mktemp("published") / "store"
     dtypes = {"user": "float32", "item": "int8", "tag": "int4"}
     publish(small_collection(), store, model="m", dtype=dtypes, sharding="row_wise", world_size=2)
@@ -85,14 +86,15 @@ def published_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def version(published_store: Path, tmp_path: Path) -> ModelVersion:
-    """A test's own copy of the version in published_store, which it may damage."""
+    """Returns a test's own copy of the version in published_store, which the test may damage."""
     store = writable(shutil.copytree(published_store, tmp_path / "store"))
     return LocalStore(store).load("m")
 
 
 @pytest.fixture
 def edit_json() -> Callable[[Path, Callable[[Any], None]], None]:
-    """Changes a JSON file in place, and the sha256 that the manifest beside it has of it."""
+    """Returns a function that changes a JSON file in place, and its sha256 in the manifest beside
+    it."""
 
     def edit(path: Path, change: Callable[[Any], None]) -> None:
         data = json.loads(path.read_bytes())
@@ -120,7 +122,8 @@ def _sha256(path: Path) -> str:
 
 @pytest.fixture
 def write_version() -> Callable[[Path, Sequence[TableSpec]], Path]:
-    """Writes all files of version 1 of "m" but tables.safetensors, with zero answers."""
+    """Returns a function that writes version 1 of "m" with zeros as results, but no
+    tables.safetensors."""
 
     def write(store: Path, tables: Sequence[TableSpec]) -> Path:
         folder = store / "m" / "1"

@@ -1,4 +1,4 @@
-"""Tables of every dtype, and bytes to fill them with."""
+"""Tables of every dtype, and bytes for their rows."""
 
 from __future__ import annotations
 

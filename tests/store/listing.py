@@ -1,4 +1,4 @@
-"""What lies in a folder."""
+"""Lists the files of a folder."""
 
 from __future__ import annotations
 

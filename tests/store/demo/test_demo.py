@@ -1,4 +1,4 @@
-"""The demo model learns something from the bundled ratings, without leaks, and is published.
+"""Tests of the demo model: it learns from the bundled ratings, without leaks, and is published.
 
 The full training runs once for this module and takes some seconds.
 """
@@ -53,13 +53,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture(scope="module")
 def trained_shortly(data: MovieTweetings) -> dict[str, torch.Tensor]:
-    """The tables after one epoch."""
+    """Returns the tables after one epoch."""
     state: dict[str, torch.Tensor] = train(data, SHORT).model.state_dict()
     return state
 
 
 def ratings(*rows: tuple[int, int, int]) -> MovieTweetings:
-    """A data set of (user, movie, unix_s), every rating 5, movies 0 to 9 without genres."""
+    """Returns a data set of (user, movie, unix_s), every rating 5, movies 0 to 9 without genres."""
     user, movie, unix_s = (np.array(column) for column in zip(*rows, strict=True))
     return MovieTweetings(
         ratings=Ratings(user, movie, np.full(len(rows), 5, np.float32), unix_s),
@@ -89,7 +89,7 @@ def test_rows_are_positions_in_id_order(data: MovieTweetings) -> None:
     assert list(data.movie_rows) == sorted(data.movie_rows)
     assert list(data.movie_rows.values()) == list(range(31245))
     assert list(data.genre_rows) == sorted(data.genre_rows)
-    first = data.ratings  # 37287 rated 2171847 with 6 at 1362062307
+    first = data.ratings  # user 37287 rated movie 2171847 with 6 at 1362062307
     assert first.user[0] == data.user_rows[37287]
     assert first.movie[0] == data.movie_rows[2171847]
     assert (first.rating[0], first.unix_s[0]) == (6, 1362062307)
@@ -152,7 +152,7 @@ def test_errors_are_rmse_and_mae() -> None:
 def test_same_settings_give_the_same_tables_and_leave_torch_as_it_was(
     data: MovieTweetings, trained_shortly: dict[str, torch.Tensor]
 ) -> None:
-    torch.rand(1)  # the caller's random state is another now
+    torch.rand(1)  # changes the caller's random state
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     again = train(data, SHORT).model.state_dict()
     assert all(torch.equal(trained_shortly[name], again[name]) for name in trained_shortly)
@@ -262,7 +262,7 @@ def test_what_cannot_be_published_is_refused_before_training(
 
 
 class Unsavable(torch.nn.Module):
-    """Fails when its state dict is saved, in two lines as torch does."""
+    """A module whose state dict raises an error of two lines, as torch's errors can be."""
 
     def state_dict(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("write failed\nat byte 7")

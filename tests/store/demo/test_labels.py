@@ -1,4 +1,5 @@
-"""Titles of the demo's movies: of ids that its tables have, and as a server reads them."""
+"""Tests of the titles of the demo's movies: their ids are in its tables, and a server can read the
+file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An alias's file says what it is, and one that is damaged or lies elsewhere is refused."""
+"""Tests of an alias's file: it names its alias, and a damaged or misplaced file is rejected."""
 
 from __future__ import annotations
 

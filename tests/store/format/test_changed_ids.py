@@ -1,4 +1,4 @@
-"""Files of changed ids: what is written is read, and nothing else is accepted."""
+"""Tests of files of changed ids: the written ids are read back, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_many_ids_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def edited(position: int, value: int) -> tuple[DeltaFile, bytes]:
-    """Returns a whole file in which one number is another: ids, id_rows, removed in this order."""
+    """Returns a whole file with one changed number. Positions count the ids, then id_rows, then
+    removed."""
     file, data = coded(CHANGE)
     at = len(data) - 56 + 8 * position
     numbers = bytearray(data)

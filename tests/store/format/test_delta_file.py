@@ -1,4 +1,5 @@
-"""Files of changed rows: encoded rows come back, and rows that no table can have are refused."""
+"""Tests of files of changed rows: encoded rows are read back, and rows that no table can have are
+rejected."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ WIDE = BY_NAME["wide"]
 
 
 def changed(table: TableSpec, numbers: list[int], seed: int = 0) -> ChangedRows:
-    """Rows of finite values: small codes, and a zero scale and bias for quantized dtypes."""
+    """Returns rows of finite values: small codes, and a zero scale and bias for quantized
+    dtypes."""
     random = np.random.default_rng(seed)
     values = random.integers(0, 60, (len(numbers), table.row_bytes), np.uint8)
     return ChangedRows(table, np.array(numbers, np.int64), values)

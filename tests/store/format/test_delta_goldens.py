@@ -1,4 +1,4 @@
-"""Goldens of a delta: what is written is what is read, and everything else is refused by name."""
+"""Tests of a delta's goldens: the written goldens are read back, and errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DELTA = DeltaManifest("m", 7, 5, SHA, "me", "0" * 16, 40, "2026-01-02T03:04:05.0
 
 
 def goldens(base: Manifest = BASE, examples: int = 2) -> DeltaGoldens:
-    """One row number for each bag."""
+    """Returns goldens with one row number for each bag."""
     count = len(base.features) * examples
     numbers = np.arange(count) % 5
     lengths = np.ones((len(base.features), examples), np.int32)

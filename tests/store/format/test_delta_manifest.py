@@ -1,4 +1,4 @@
-"""Delta manifests: what is written is what is read, and everything else is refused by name."""
+"""Tests of delta manifests: the written manifest is read back, and errors name what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of ids: stored as they are, refused where they make no sense."""
+"""Tests of the rules of ids: they are stored unchanged, and contradictory rules are rejected."""
 
 from __future__ import annotations
 

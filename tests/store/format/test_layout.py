@@ -1,4 +1,5 @@
-"""What of a model its callers would notice, and what not."""
+"""Tests of layout changes: the differences between two versions of a model that its callers would
+notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The manifest derives what follows from its tables, and refuses what makes no sense."""
+"""Tests of the manifest: it derives the model's fields from its tables, and rejects
+contradictions."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def table(name: str, *features: str) -> TableSpec:
     ],
 )
 def test_tables_that_share_features_are_a_group(features: list[str], groups: list[str]) -> None:
-    """Here tables are a, b, …, and a letter is a feature."""
+    """The tables are a, b, …, and each letter of an entry is a feature."""
     tables = tuple(table(name, *own) for name, own in zip("abcdef", features, strict=False))
     found = Manifest("m", 1, tables, False).table_groups
     assert ["".join(one.name for one in group) for group in found] == groups

@@ -1,4 +1,4 @@
-"""A changed bit or space of manifest.json breaks its seal."""
+"""Tests of the checksum in manifest.json: it detects every changed bit or space."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_flip_of_every_bit_of_a_manifest_breaks_its_seal(folder: Path) -> 
             changed[position] ^= 1 << bit
             try:
                 check_seal(bytes(changed), "m")
-            except (StoreError, ValueError):  # ValueError: it is not even JSON
+            except (StoreError, ValueError):  # ValueError: the text is no longer JSON
                 continue
             pytest.fail(f"bit {bit} of byte {position}")
 

@@ -1,4 +1,4 @@
-"""Rows are bytes as FBGEMM's kernels read them."""
+"""Tests of the bytes of rows, which are those that FBGEMM's kernels read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_quantized_rows_are_fbgemms_with_scale_and_bias_in_front(
     block: np.ndarray, dtype: str
 ) -> None:
     ops = torch.ops.fbgemm
-    # What fills a row up is one of its values: its scale is not another one.
+    # The padding of a row repeats one of its values, so it does not change the row's scale.
     missing = stored_columns(block.shape[1]) - block.shape[1]
     wide = torch.from_numpy(np.pad(block, ((0, 0), (0, missing)), mode="edge"))
     behind = ops.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(wide, BITS[dtype])

@@ -1,4 +1,5 @@
-"""A file is mapped if its header is the expected one and its size fits, else refused."""
+"""Tests of mapped files: a file is mapped if its header and size are the expected ones, otherwise
+rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table has FBGEMM's bytes a row, and is refused where it cannot be served."""
+"""Tests of a table's description: bytes per row as in FBGEMM, and tables that cannot be served."""
 
 from __future__ import annotations
 

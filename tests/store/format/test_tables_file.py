@@ -1,4 +1,5 @@
-"""tables.safetensors: on pages, readable by the safetensors library, and never half believed."""
+"""Tests of tables.safetensors: page-aligned, readable by the safetensors library, and rejected if
+it is damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions are called by their numbers."""
+"""Tests of the names of version folders, which are numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a training model answered, in a file: what it is, and what is refused."""
+"""Tests of the file with a training model's results: what it holds, and which files are
+rejected."""
 
 from __future__ import annotations
 

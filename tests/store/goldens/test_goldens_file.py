@@ -1,4 +1,5 @@
-"""Goldens are loaded as they were saved, or refused where they do not fit the manifest."""
+"""Tests of the goldens' file: it is loaded as saved, or rejected if it does not fit the
+manifest."""
 
 from __future__ import annotations
 

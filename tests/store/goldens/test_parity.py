@@ -1,4 +1,4 @@
-"""The parity gate lets through what rounding explains and nothing else."""
+"""Tests of the parity check: it accepts differences that rounding explains, and no others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_dtype_and_magnitude_is_within_its_own_bound(
     scale: float,
     is_weighted: bool,
 ) -> None:
-    """Rows far from zero with a small span, rows of one value, rows of both signs."""
+    """Covers rows far from zero with a small span, rows of one value, and rows of both signs."""
     ebc = make_ebc(is_weighted=is_weighted)
     with torch.no_grad():
         for bag in ebc.embedding_bags.values():
@@ -73,7 +73,8 @@ def test_answers_of_another_row_are_caught(
 def test_stored_rows_that_are_not_the_sources_are_caught(
     ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
 ) -> None:
-    """As if another checkpoint had been stored: the answers are those of the stored rows."""
+    """Goldens have the source's results of other examples, as if another checkpoint had been
+    stored. The stored rows still give the stored results."""
     publish(ebc, tmp_path, model="m", dtype=dtype)
     version = LocalStore(tmp_path).load("m")
     goldens = version.goldens()
@@ -90,7 +91,7 @@ def test_a_vector_that_is_not_a_number_is_caught(version: ModelVersion) -> None:
 
 
 def as_float16(version: ModelVersion) -> np.ndarray:
-    """What FBGEMM's CUDA kernels answer to the goldens."""
+    """Returns the results of FBGEMM's CUDA kernels for the goldens."""
 
     def rows_of(table: TableSpec, numbers: np.ndarray) -> np.ndarray:
         rows = version.tables.rows(table.name)[numbers]
@@ -132,7 +133,8 @@ def test_on_gpus_quantized_values_may_be_rounded_to_float16(
 def test_on_gpus_float_rows_are_held_to_what_they_are_elsewhere(
     ebc: EmbeddingBagCollection, tmp_path: Path, dtype: str
 ) -> None:
-    """One table beside two of int8: half a float16 step is too much for its answers alone."""
+    """The other two tables are int8. Half a float16 step is too much for the results of the float
+    table."""
     publish(ebc, tmp_path, model="m", dtype={"user": dtype, "item": "int8", "tag": "int8"})
     version = LocalStore(tmp_path).load("m")
     answers = as_float16(version)

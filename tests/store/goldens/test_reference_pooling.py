@@ -1,4 +1,5 @@
-"""Pooling by hand is torch's pooling, but for weighted means, which are FBGEMM's."""
+"""Tests of the reference pooling: it equals torch's, except for weighted means, where it equals
+FBGEMM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checksums of rows: any change shows, and those of column-wise shards add up."""
+"""Tests of the checksums of rows: they detect any change, and those of column-wise shards add
+up."""
 
 from __future__ import annotations
 
@@ -31,6 +32,6 @@ def test_those_of_column_wise_shards_add_up(cut: int) -> None:
 
 def test_they_are_what_other_writers_of_the_file_compute() -> None:
     (checksum,) = row_checksums(np.array([[1.0, -2.0]], np.float32))
-    factors = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1)  # SplitMix64 of the seed 0
+    factors = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1)  # SplitMix64 with seed 0
     wanted = 0x3F800000 * factors[0] + 0xC0000000 * factors[1]
     assert int(checksum) == wanted % 2**64

@@ -1,4 +1,4 @@
-"""Goldens sample every corner of the bags, the same ones every time."""
+"""Tests of the goldens' sample of bags: it has every edge case, and is the same each time."""
 
 from __future__ import annotations
 

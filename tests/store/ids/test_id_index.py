@@ -1,4 +1,5 @@
-"""The index of ids: as a dict would answer, for every int64, whatever the pattern of the ids."""
+"""Tests of the index of ids: it finds what a dict would find, for every int64 and every pattern of
+ids."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_it_answers_as_a_dict(entries: dict[int, int], others: list[int]) -> Non
         np.arange(100_000) << 40,
         np.arange(100_000) * 2**47 - 2**62,
         np.arange(100_000) * 10**9 + 7,
-        np.arange(100_000) * -6554388222349169827,  # steps that a product alone would undo
+        np.arange(100_000) * -6554388222349169827,  # steps that a multiplication alone would undo
         np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 100_000),
     ],
 )
@@ -61,7 +62,7 @@ def test_no_pattern_of_ids_fills_a_bucket(ids: np.ndarray) -> None:
     index = build_index(ids, np.arange(len(ids)), "t")
     sizes = np.diff(index.starts.astype(np.int64))
     assert sizes.sum() == len(ids)
-    # Buckets of a random function: 14 or more of 8/7 on average are one in 10**11.
+    # Buckets hold 8/7 ids on average. A random function fills one with 14 or more once in 10**11.
     assert sizes.max() < 14
     assert 1.0 < sizes.var() < 1.3
     rows = index.rows_of(ids, 0, bucket_count(len(ids)), 0)
@@ -71,7 +72,8 @@ def test_no_pattern_of_ids_fills_a_bucket(ids: np.ndarray) -> None:
 
 
 def test_ids_of_one_bucket_are_all_found() -> None:
-    # Of a few million numbers, those of one bucket when a few dozen are taken: many rounds.
+    # Takes those of three million numbers that an index of a few dozen puts into one bucket. A
+    # lookup there takes many rounds.
     numbers = np.arange(3_000_000)
     in_first = numbers[mixed(numbers) >> np.uint64(64 - 16) == 0]
     assert len(in_first) > 5 * WINDOW
@@ -125,7 +127,7 @@ def test_an_entry_takes_16_bytes_at_most_and_building_32_more() -> None:
     ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, count)
     rows = np.arange(count)
     peaks = []
-    # The least of three: what the process does meanwhile, as a first call's imports, adds to some.
+    # The smallest of three peaks: other work, such as imports of the first call, adds to some.
     for _ in range(3):
         tracemalloc.start()
         try:

@@ -1,4 +1,5 @@
-"""Maps of ids: built, written to one file, mapped without being read, and never half believed."""
+"""Tests of id maps: they are built, written to one file, mapped without being read, and rejected if
+damaged."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tables(maps: dict[str, IdMap], path: Path) -> tuple[TableSpec, ...]:
-    """Of the file at ``path``, and one without a map among them."""
+    """Returns the tables of the file at ``path``, and one table without a map among them."""
     checksums = write_id_maps(path, maps)
     with_maps = [
         spec(name, IdRule("map", entries=len(one), sha256=checksums[name]))
@@ -168,7 +169,8 @@ def test_a_file_is_not_written_over(maps: dict[str, IdMap], path: Path) -> None:
 
 
 def test_opening_reads_no_entry(path: Path) -> None:
-    # 16 GiB that were never written take no memory and no disk, unless they are read and copied.
+    # The file has 16 GiB that were never written. They take memory and disk only if they are read
+    # or copied.
     tables = (spec("huge", IdRule("map", entries=2**30)),)
     tensors = tensors_of({"huge": 2**30})
     header = encode_header(tensors)

@@ -1,4 +1,4 @@
-"""Strings stand for the same ids for good."""
+"""Tests of the hashes of strings, which must never change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from embedserve_store.ids.string_hashes import hash_strings
 
 
 def test_hashes_of_strings_are_xxh3_for_good() -> None:
-    # Stored versions hold them. The first is XXH3's value of no bytes, 0x2d06800538d394c2.
+    # Stored versions contain these hashes. The first is XXH3's hash of no bytes,
+    # 0x2d06800538d394c2.
     hashes = hash_strings(["", "a", "tt0114709", "Zürich"])
     assert hashes.dtype == np.int64
     assert hashes[0] == 0x2D06800538D394C2

@@ -1,4 +1,5 @@
-"""Ids of a batch become rows: each feature by its rule, as one id alone would."""
+"""Tests of translation: the ids of a batch become rows, each feature by its rule, as single ids
+would."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def built_maps() -> dict[str, IdMap]:
 
 @pytest.fixture(scope="module")
 def translators(tmp_path_factory: pytest.TempPathFactory) -> tuple[IdTranslator, IdTranslator]:
-    """With maps each by itself, as at publish, and with those of a file, as served."""
+    """Returns two translators: one with maps in memory, as at publish, and one with maps of a file,
+    as served."""
     path = tmp_path_factory.mktemp("maps") / "ids.safetensors"
     write_id_maps(path, built_maps())
     return IdTranslator(MANIFEST, built_maps()), IdTranslator(MANIFEST, IdMaps.open(path, TABLES))
@@ -132,7 +134,8 @@ def test_only_row_numbers_that_are_refused_when_unknown_need_no_translation(
 
 
 def test_a_row_of_a_map_that_its_table_lacks_is_unknown() -> None:
-    # A map in a damaged file, which opening does not read, must not send a kernel out of bounds.
+    # Opening does not read the maps, so one in a damaged file must not make a kernel read out of
+    # bounds.
     tables = (table("movie", 4, IdRule("map", entries=2)),)
     maps = {"movie": IdMap.build(np.array([7, 8]), np.array([3, 4]), "movie")}
     translation = IdTranslator(Manifest("m", 1, tables, False), maps).translate(

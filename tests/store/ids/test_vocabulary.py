@@ -1,4 +1,5 @@
-"""Vocabularies: each format read to the same entries, and what is wrong named with its place."""
+"""Tests of vocabularies: each format is read to the same entries, and errors name the line or
+entry."""
 
 from __future__ import annotations
 
@@ -177,7 +178,7 @@ def test_what_is_wrong_with_strings_is_named(
 
 
 def test_strings_with_one_hash_are_refused_by_name(tmp_path: Path) -> None:
-    # Made by running XXH3 backwards.
+    # XXH3, run backwards, found these strings.
     path = write(tmp_path / "v.txt", "yixsixcr\ndog\nLaGdmnP\n")
     with pytest.raises(InvalidModelError, match="line 3: 'LaGdmnP' has the 64-bit hash of 'yixs"):
         read(path, "string")

@@ -1,4 +1,4 @@
-"""Available memory: the host's, or what the limit of the nearest cgroup leaves."""
+"""Tests of available memory: the host's, or the rest under the limit of the nearest cgroup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """A host with 8 GiB available, in no cgroup yet."""
+    """Returns the /proc of a host with 8 GiB available and without a cgroup."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     meminfo = f"MemTotal: {16 << 20} kB\nMemAvailable:   {8 << 20} kB\nHugePages_Total: 0\n"
     (tmp_path / "proc" / "meminfo").write_text(meminfo)

@@ -1,4 +1,4 @@
-"""Tables are brought into memory, and let go."""
+"""Tests of mapped tables: their pages are loaded into memory and released."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def version_of(tables: TablesFile) -> Any:
 
 @pytest.mark.parametrize("start", [0, 16], ids=["by the kernel", "as before Linux 5.14"])
 def test_pages_are_mapped(tmp_path: Path, start: int) -> None:
-    """The kernel refuses what starts within a page, as an older one refuses all."""
+    """The kernel rejects a start within a page, as kernels before Linux 5.14 reject every call."""
     tables = map_tables(tmp_path / "rows", SIZE, start)
     assert mapped_kb(tmp_path / "rows") == 0
     populate(version_of(tables), 2 * SIZE)
@@ -41,7 +41,7 @@ def test_pages_are_mapped(tmp_path: Path, start: int) -> None:
 
 @pytest.mark.parametrize("start", [0, 16], ids=["by the kernel", "as before Linux 5.14"])
 def test_a_truncated_file_is_an_error_and_ends_no_process(tmp_path: Path, start: int) -> None:
-    """Reads in a process of its own, which a read behind the end of the file would kill."""
+    """Runs in another process, because a read beyond the end of the file would kill it."""
     code = f"""
 import os
 from types import SimpleNamespace
@@ -94,7 +94,7 @@ def test_of_some_rows_the_pages_are_let_go_that_no_others_are_in(tmp_path: Path)
 
 
 def test_a_copy_is_kept(tmp_path: Path) -> None:
-    """Let go, it would be zeros."""
+    """If its pages were released, it would become zeros."""
     memory = mmap.mmap(-1, SIZE)
     memory[:1] = b"1"
     data = np.frombuffer(memory, np.uint8)

@@ -1,4 +1,5 @@
-"""Resident tables are the mapped ones, byte for byte and place for place, in memory."""
+"""Tests of resident tables: copies of the mapped tables in memory, byte for byte, at the same
+offsets."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_they_are_not_the_file(version: ModelVersion) -> None:
         mapping[-1] ^= 1
     assert not np.array_equal(version.tables.data, before)
     assert np.array_equal(resident.tables.data, before)
-    verify(resident)  # what is verified is what is served
+    verify(resident)  # verification reads the served copy
     with pytest.raises(StoreError, match="changed since it was published"):
         verify(version)
 
@@ -100,4 +101,4 @@ def test_huge_pages_are_counted_where_the_host_gives_them(version: ModelVersion)
         assert huge_page_bytes([resident]) == 0
     else:
         assert huge_page_bytes([resident]) % HUGE_PAGE_BYTES == 0
-    assert huge_page_bytes([version]) == 0  # a mapping of a file
+    assert huge_page_bytes([version]) == 0  # the mapping of a file has none

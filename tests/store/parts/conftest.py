@@ -1,4 +1,4 @@
-"""Versions that are published for several hosts."""
+"""Fixtures: versions that are published for several hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DTYPES = {"single": "float32", "halves": "float16", "bytes": "int8", "nibbles": 
 
 
 def collection(*, is_weighted: bool = False) -> EmbeddingBagCollection:
-    """A table for each dtype: a shared feature, means and sums, and widths that are padded."""
+    """Returns a collection with a table for each dtype: a shared feature, means and sums, and
+    padded widths."""
     torch.manual_seed(3)
     described: list[tuple[str, int, int, list[str], str]] = [
         ("single", 301, 6, ["single", "shared"], "mean"),
@@ -41,7 +42,8 @@ def collection(*, is_weighted: bool = False) -> EmbeddingBagCollection:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Version 1 of "m" in PARTS parts, with vocabularies; not to be changed."""
+    """Returns a store with version 1 of "m" in PARTS parts, with vocabularies; not to be
+    changed."""
     store = tmp_path_factory.mktemp("hosts") / "store"
     publish_hosts(store)
     return store

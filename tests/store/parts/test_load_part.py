@@ -1,4 +1,4 @@
-"""A part is a version of its own, whose rows are those of the whole; no other rows are read."""
+"""Tests of a loaded part: a version whose rows are those of the whole; no other rows are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def hosts_of(version: ModelVersion) -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture
 def own_store(store: Path, tmp_path: Path) -> Path:
-    """A copy of ``store`` that a test may damage."""
+    """Returns a copy of ``store`` that a test may damage."""
     return writable(shutil.copytree(store, tmp_path / "store"))
 
 

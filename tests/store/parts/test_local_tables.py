@@ -1,4 +1,5 @@
-"""A router holds the smallest tables that are whole on one part, and no other rows."""
+"""Tests of local tables: a router holds the smallest tables that are whole on one part, and no
+other rows."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ ANY = LocalTables(1 << 40)
 
 
 def spec(name: str, rows: int, *features: str) -> TableSpec:
-    """A table of 16 bytes a row."""
+    """Returns a table of 16 bytes a row."""
     return TableSpec(name, rows, 4, features or (name,), "sum", "float32")
 
 
@@ -44,12 +45,12 @@ HOSTS = HostPlan(
     [
         (0, ""),
         (239, ""),
-        (240, "b c"),  # they share a feature, so they count as one table
+        (240, "b c"),  # the two share a feature, so they count as one table
         (559, "b c"),
         (560, "b c a"),
         (1359, "b c a"),
         (1360, "large b c a"),
-        (1 << 40, "large b c a"),  # never the divided one, although it is the smallest
+        (1 << 40, "large b c a"),  # never the divided table, although it is the smallest
     ],
 )
 def test_the_smallest_whole_tables_are_local(bytes_max: int, names: str) -> None:
@@ -71,7 +72,8 @@ def test_local_tables_take_no_more_than_is_given(bytes_max: int) -> None:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store whose tables "halves" and "nibbles" are whole on one part; not to be changed."""
+    """Returns a store whose tables "halves" and "nibbles" are whole on one part; not to be
+    changed."""
     store = tmp_path_factory.mktemp("local") / "store"
     whole = TableConstraints(sharding_types=("table_wise",))
     publish_hosts(store, constraints={"halves": whole, "nibbles": whole})
@@ -100,7 +102,7 @@ def test_the_local_part_has_the_rows_of_the_whole(published: Path) -> None:
 
 @pytest.mark.parametrize("holds", [LocalTables(0), LocalTables(10), ANY])
 def test_without_local_tables_there_is_no_local_part(store: Path, holds: LocalTables) -> None:
-    """All tables of this store are divided."""
+    """In this store every table is divided."""
     version = ModelStore(store, holds=holds).load("m")
     assert version.tables.nbytes == 0
     assert version.local_version() is None

@@ -1,4 +1,4 @@
-"""Memory of a part: only its own rows are populated, released and made resident."""
+"""Tests of the memory of a part: only its own rows are populated, released and made resident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of parts."""
+"""Tests of the names of parts."""
 
 from __future__ import annotations
 

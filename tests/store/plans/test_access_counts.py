@@ -1,4 +1,5 @@
-"""What ranks read under another plan, by what was read under the one before."""
+"""Tests of access counts: the reads of each rank under another plan, estimated from those under the
+old one."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from embedserve_store.plans.access_counts import (
 from embedserve_store.plans.plan import Plan, Shard, TablePlan
 
 TABLE = TableSpec("t", 100, 8, ("f",), "sum", "int8")
-"""Its rows have 8 codes, and a scale and bias of 4 bytes."""
+"""Table whose rows have 8 codes, and a scale and bias of 4 bytes."""
 
 
 def by_rows(*counts: int) -> TablePlan:

@@ -1,4 +1,5 @@
-"""Plans by what was read: balanced, of what the counts foretell, within memory and constraints."""
+"""Tests of plans from access counts: balanced as far as the counts predict, within memory and
+constraints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints are torchrec's, but for what serving cannot honour."""
+"""Tests of constraints: torchrec's, except for those that serving cannot satisfy."""
 
 from __future__ import annotations
 

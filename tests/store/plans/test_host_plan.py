@@ -1,4 +1,5 @@
-"""Parts cover every row of every table once, evenly, and tables of a feature are cut alike."""
+"""Tests of the plan of hosts: parts cover every row once, evenly, and divide the tables of a
+feature alike."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ HOSTS = HostPlan(2, {"a": (0, 50, 100), "b": (0, 4, 10), "c": (0, 4, 7)})
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[tuple[TableSpec, ...], Plan, int]:
-    """Tables that share features or not, with constraints or not, and a number of parts."""
+    """Draws tables that may share features, a plan that may have constraints, and a number of
+    parts."""
     tables = tuple(
         spec(
             f"t{i}",

@@ -1,4 +1,5 @@
-"""The plan of a part follows that of the whole, and is valid for the rows of the part."""
+"""Tests of the plan of a part: it follows the plan of the whole, and is valid for the part's
+rows."""
 
 from __future__ import annotations
 
@@ -89,4 +90,4 @@ def test_the_largest_part_bounds_what_a_host_maps_and_copies() -> None:
     assert PLAN.hosts is not None
     stored, copied = largest_part_bytes(PLAN, TABLES)
     assert stored == max(PLAN.hosts.bytes_per_part(TABLES))
-    assert copied == PLAN.column_shard_bytes(TABLES) // 3  # two of six rows on each part
+    assert copied == PLAN.column_shard_bytes(TABLES) // 3  # each part has two of the six rows

@@ -1,4 +1,4 @@
-"""A stored plan covers every table exactly once, or is refused."""
+"""Tests of stored plans: a plan covers every table exactly once, or is rejected."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_table_that_may_be_divided_by_columns_on_other_ranks_stays_as_it_is() 
 def test_a_group_has_its_rows_on_the_same_ranks(
     names: tuple[str, ...], expected: tuple[str, ...]
 ) -> None:
-    """Also on another number of ranks: the constraints leave no other type."""
+    """Includes another number of ranks: the constraints allow no other type."""
     tables = {table.name: table for table in TABLES}
     tables["more"] = replace(tables["rows"], name="more")
     stored = with_table("more", "row_wise", *PLAN.tables["rows"].shards)

@@ -1,4 +1,5 @@
-"""Plans hold whatever the ranks' real memory holds, and only what can be served."""
+"""Tests of the planner: a plan fits into the ranks' real memory, and has only what can be
+served."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *memory_bytes: int) -> None:
 
 
 def test_gpu_memory_is_measured_against_stored_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = (table("t", 1000, "int4"),)  # 68 bytes a row, 80 on a GPU, 512 in float32
+    tables = (table("t", 1000, "int4"),)  # bytes a row: 68 stored, 80 on a GPU, 512 in float32
     gpus(monkeypatch, 40_000, 40_000)
     plan = make_plan(tables, sharding="row_wise", world_size=2, device_type="cuda")
     assert plan.bytes_per_rank(tables, "cuda") == [40_000, 40_000]
@@ -172,7 +173,8 @@ def test_a_plan_that_fits_nowhere_can_be_looked_at() -> None:
 
 
 def test_tables_are_packed_by_bytes_where_the_cheapest_plan_does_not_fit() -> None:
-    """Away from the busy table, c fills rank 0 to 7 of 8: then the last small one fits nowhere."""
+    """On the rank without the busy table, c fills 7 of 8 units. The last table of two units then
+    fits nowhere."""
     sizes = {"a": 4, "b": 3, "c": 3, "d": 2, "e": 2, "f": 2}
     tables = tuple(table(name, rows * 1000) for name, rows in sizes.items())
     unit = tables[0].nbytes // 4
@@ -207,7 +209,7 @@ def test_only_cuda_gets_column_wise_by_itself_and_only_where_it_divides(
 
 
 def test_the_same_question_has_the_same_answer_in_every_process() -> None:
-    """This one and another, in which sets and dicts of strings have another order."""
+    """Compares this process with another, which orders sets and dicts of strings differently."""
     code = (
         "from embedserve_store.format.table_spec import TableSpec\n"
         "from embedserve_store.plans.planner import make_plan\n"
@@ -222,7 +224,7 @@ def test_the_same_question_has_the_same_answer_in_every_process() -> None:
 
 
 def test_busy_features_are_spread() -> None:
-    """Four tables of one size: the two whose bags are long come to lie apart."""
+    """All tables have one size. The two tables with long bags must be on different ranks."""
     tables = tuple(table(name, 1000) for name in "abcd")
     long = {"pooling_factors": [500.0]}
     plan = make_plan(
@@ -250,7 +252,8 @@ def test_a_whole_plan_is_checked_and_taken() -> None:
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "table_wise"])
 def test_a_table_of_one_shard_is_looked_up_whole(device_type: str, kind: str) -> None:
-    """Without adding up what ranks have, for which FBGEMM asks NVML how GPUs are linked."""
+    """A whole table needs no reduction over ranks, for which FBGEMM asks NVML how the GPUs are
+    linked."""
     tables = (table("t", 100),)
     plan = make_plan(tables, sharding=kind, world_size=1, device_type=device_type)
     given = to_torchrec(plan, device_type)

@@ -1,4 +1,5 @@
-"""What is asked of the planner is understood in every form, or refused by name."""
+"""Tests of requests to the planner: every accepted type is understood, and errors name what is
+wrong."""
 
 from __future__ import annotations
 
