@@ -286,7 +286,7 @@ class RestFake:
 
 @contextmanager
 def rest_server(model: FakeModel | None = None, port: int = 0) -> Iterator[RestFake]:
-    """Serves the fake over REST on a loopback port; 0 is any free port."""
+    """Serves the fake over REST on a loopback port. Port 0 is any free port."""
     fake = RestFake("", model or FakeModel())
     app = rest_app(lambda: fake.model)
     config = uvicorn.Config(
@@ -313,7 +313,7 @@ def rest_server(model: FakeModel | None = None, port: int = 0) -> Iterator[RestF
 
 @contextmanager
 def grpc_server(model: FakeModel, port: int = 0) -> Iterator[str]:
-    """Serves the fake over gRPC on a loopback port, 0 for any free one; yields its target."""
+    """Serves the fake over gRPC on a loopback port; yields its target. Port 0 is any free port."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         server = grpc.server(pool)
         pb_grpc.add_EmbeddingServiceServicer_to_server(Servicer(model), server)

@@ -1,4 +1,5 @@
-"""Reads and answers the calls of lookups through shared memory, over REST and gRPC."""
+"""Helpers of the tests of shared memory: read the client's calls and build responses, over REST and
+gRPC."""
 
 from __future__ import annotations
 

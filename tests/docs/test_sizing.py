@@ -1,4 +1,4 @@
-"""Tests that the memory figures of the pages' examples are what the code computes."""
+"""Tests of the memory figures of the pages' examples, against the code that computes them."""
 
 from __future__ import annotations
 

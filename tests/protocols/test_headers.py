@@ -1,4 +1,4 @@
-"""Tests of HTTP headers over every protocol, including those that proxies add."""
+"""Tests of HTTP headers over every protocol, including the headers that proxies add."""
 
 from __future__ import annotations
 

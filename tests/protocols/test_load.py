@@ -37,8 +37,8 @@ def held(driver: Driver) -> Iterator[None]:
 
 
 async def test_requests_in_flight_share_a_batch(servers: Servers, protocol: str) -> None:
-    """Sends them over one connection; over HTTP/1.1 each has its own, because there responses come
-    one at a time. An invalid request is rejected alone."""
+    """Sends them over one connection. Over HTTP/1.1 each has its own, because responses come one at
+    a time there. An invalid request is rejected alone."""
     driver = await servers.driver(protocol, IN_THREAD)
     requests = [SECOND, WRONG, THIRD, SECOND]
     async with driver.connect() as busy, driver.connect() as one, driver.connect() as two:
@@ -182,7 +182,7 @@ async def test_what_was_accepted_is_answered_in_a_drain(servers: Servers, protoc
 async def test_a_failed_lookup_is_reported_in_general_terms(
     servers: Servers, protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has the error in full, at a limited rate, so each test has its own server."""
+    """The log has the error in full. It is limited in rate, so each test has its own server."""
     async with servers.own(protocol, IN_THREAD) as driver:
         driver.engine.failure = ZeroDivisionError("secret of the server")
         response = await driver.ask(FIRST)

@@ -1,5 +1,5 @@
-"""Tests of rejections over every protocol. The code or status, field and words are the expected
-ones, the request is counted once, and its connection keeps working."""
+"""Tests of rejections over every protocol: the expected code or status, field and words. The
+request is counted once, and its connection keeps working."""
 
 from __future__ import annotations
 

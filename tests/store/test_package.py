@@ -1,4 +1,5 @@
-"""Tests of the package: it imports no torch, and exports what its names promise."""
+"""Tests of the package: it imports no torch, accepts a str or a Path everywhere, and all its names
+exist."""
 
 from __future__ import annotations
 

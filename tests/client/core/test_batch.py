@@ -225,7 +225,7 @@ class CountedName(str):
 
 
 class FakeTable(dict[str, Any]):
-    """A table whose ``columns`` are its own name objects; those of libraries are copies of another
+    """A table that returns its own name objects as ``columns``. Libraries return copies of another
     type."""
 
     @property

@@ -1,5 +1,5 @@
-"""Tests of the CAs that a REST client trusts: with https:// the configured ones or the system's,
-otherwise none."""
+"""Tests of the CAs that a REST client trusts: the given CAs, otherwise the system's with https://
+and none with http://."""
 
 from __future__ import annotations
 

@@ -178,8 +178,8 @@ def test_a_start_leaves_out_an_alias_that_a_rollback_removed(
     two: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that restarts after the rollback serves the same names as a server that kept
-    running. A name that never was an alias is still an error, and so are aliases that leave nothing
-    of a model to serve."""
+    running. A name that never was an alias is an error, and so is the removed alias if it is the
+    only name or the default model."""
     for version in ("1", "2"):
         run("alias", two, "m", "stable", version)
     run("alias", two, "m", "canary", "2", "--share", "10")

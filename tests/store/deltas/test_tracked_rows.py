@@ -174,7 +174,7 @@ def test_an_embedding_collection_is_tracked() -> None:
 def semi_sync(
     dmp: DistributedModelParallel, monkeypatch: pytest.MonkeyPatch
 ) -> TrainPipelineSemiSync:
-    """Returns TorchRec's pipeline that looks up a batch before the last one's backward pass.
+    """Returns TorchRec's pipeline that looks up the next batch before this batch's backward pass.
 
     The pipeline supports only CUDA streams; on the CPU there is one stream.
     """

@@ -52,7 +52,7 @@ def placed(entries: Mapping[int, int]) -> WantedIds:
 
 
 def done(one: Vocabularies, *wanted: WantedIds) -> dict[int, int]:
-    """Applies the changes for ``wanted``; returns those of table t."""
+    """Applies the changes for ``wanted``; returns the changes of table t."""
     changes = one.find_changes(wanted, {})
     one.advance(changes)
     change = changes.get("t", ChangedIds(TABLE, array([]), array([])))
@@ -145,7 +145,7 @@ def test_changes_that_are_made_again_give_way_to_those_that_are_named() -> None:
 
 
 def test_an_id_that_is_made_again_has_the_row_that_it_had_then() -> None:
-    """It also keeps that row if its rows are now pushed by ids. The id may even be removed before
+    """The id also keeps that row if its rows are now pushed by ids, and it may be removed before
     its first delta."""
     again = {"t": ChangedIds(TABLE, array([1, 2]), array([4, 5]))}
     changes = vocabularies().find_changes([new(1, 7), removed(2)], again)["t"]

@@ -1,4 +1,4 @@
-"""Tests of the bytes of rows, which are those that FBGEMM's kernels read."""
+"""Tests of the bytes of rows: FBGEMM's kernels can read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the checksums of rows: they detect any change, and those of column-wise shards add
+"""Tests of the checksums of rows: any change shows, and the checksums of column-wise shards add
 up."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Tests of the index of ids: it finds what a dict would find, for every int64 and every pattern of
-ids."""
+"""Tests of the index of ids, against a dict: every int64 and every pattern of ids."""
 
 from __future__ import annotations
 
@@ -72,8 +71,8 @@ def test_no_pattern_of_ids_fills_a_bucket(ids: np.ndarray) -> None:
 
 
 def test_ids_of_one_bucket_are_all_found() -> None:
-    # Takes those of three million numbers that an index of a few dozen puts into one bucket. A
-    # lookup there takes many rounds.
+    # Takes the numbers below 3,000,000 that share a bucket in an index of a few dozen ids. A lookup
+    # in that bucket takes many rounds.
     numbers = np.arange(3_000_000)
     in_first = numbers[mixed(numbers) >> np.uint64(64 - 16) == 0]
     assert len(in_first) > 5 * WINDOW

@@ -134,8 +134,7 @@ def test_only_row_numbers_that_are_refused_when_unknown_need_no_translation(
 
 
 def test_a_row_of_a_map_that_its_table_lacks_is_unknown() -> None:
-    # Opening does not read the maps, so one in a damaged file must not make a kernel read out of
-    # bounds.
+    # Opening does not read the maps, so a damaged map must not make a kernel read out of bounds.
     tables = (table("movie", 4, IdRule("map", entries=2)),)
     maps = {"movie": IdMap.build(np.array([7, 8]), np.array([3, 4]), "movie")}
     translation = IdTranslator(Manifest("m", 1, tables, False), maps).translate(

@@ -1,4 +1,5 @@
-"""Tests of a loaded part: a version whose rows are those of the whole; no other rows are read."""
+"""Tests of a loaded part: a version with some of the whole version's rows; no other rows are
+read."""
 
 from __future__ import annotations
 

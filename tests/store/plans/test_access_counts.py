@@ -1,5 +1,5 @@
-"""Tests of access counts: the reads of each rank under another plan, estimated from those under the
-old one."""
+"""Tests of access counts: reads of each rank under a new plan, estimated from reads under the old
+plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of constraints: torchrec's, except for those that serving cannot satisfy."""
+"""Tests of constraints: torchrec's, except for constraints that serving cannot satisfy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the planner: a plan fits into the ranks' real memory, and has only what can be
+"""Tests of the planner: a plan fits into the ranks' real memory, and uses only sharding that can be
 served."""
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def test_the_same_question_has_the_same_answer_in_every_process() -> None:
 
 
 def test_busy_features_are_spread() -> None:
-    """All tables have one size. The two tables with long bags must be on different ranks."""
+    """All tables have the same size. The two tables with long bags must be on different ranks."""
     tables = tuple(table(name, 1000) for name in "abcd")
     long = {"pooling_factors": [500.0]}
     plan = make_plan(

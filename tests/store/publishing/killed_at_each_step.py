@@ -1,4 +1,4 @@
-"""Publishes and moves an alias repeatedly; each run is killed one step later than the one before.
+"""Publishes and moves an alias repeatedly, and kills each run one step later than the last run.
 
     python killed_at_each_step.py FOLDER
 

@@ -15,11 +15,11 @@ XML = {"Content-Type": "application/xml"}
 
 
 class CopyingStore:
-    """Counts the bytes that clients send and that it copies.
+    """Counts the bytes that clients send and the bytes that it copies.
 
     Args:
-        is_wrong: whether it copies wrong bytes. Clients may then send the parts again, which the
-            server behind it would reject.
+        is_wrong: whether copies have wrong bytes. Parts can then be sent again, which the server
+            behind it would reject.
         error: HTTP status and S3 code of the response to every copy, in place of the copy.
         can_abort: whether uploads may be aborted.
 

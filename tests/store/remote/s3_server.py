@@ -15,7 +15,7 @@ START_LINES_MAX = 20
 
 
 def environment(endpoint: str) -> dict[str, str]:
-    """Returns the variables with the endpoint and credentials, and without those of this host."""
+    """Returns environment variables with the endpoint and credentials, and none of this host's."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": KEY,

@@ -80,7 +80,7 @@ def slow(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowStore]:
 def test_a_store_that_reads_what_arrived_is_waited_for(
     new_version: Publish, url: str, monkeypatch: pytest.MonkeyPatch, slow: SlowStore, tmp_path: Path
 ) -> None:
-    """The store reads each part, the object when the upload completes, and again for its size.
+    """The store reads a part, the object when the upload completes, and the object for its size.
 
     The client retries no request meanwhile.
     """

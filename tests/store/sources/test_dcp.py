@@ -98,8 +98,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, message: str) -> None:
-    """Checks that reading KEY fails with an error that names it. The checkpoint opens
-    nevertheless."""
+    """Checks that reading KEY fails with an error that names it, although the folder opens."""
     tensors, _ = open_dcp(folder)
     with pytest.raises(StoreError, match=message) as caught:
         tensors[KEY]

@@ -177,8 +177,7 @@ def test_ranks_save_and_publish_their_shards_together(tmp_path: Path) -> None:
 
 
 def check_expected(folder: Path, tables: list[TableSpec]) -> None:
-    """Checks that the ranks' expected results are those of their checkpoint under its
-    description."""
+    """Checks that the ranks wrote the results of their checkpoint, as its description pools it."""
     options: dict[str, Any] = {"model": "expected", "expected": folder / "expected.safetensors"}
     state = torch.load(folder / "gathered.pt", weights_only=True)
     publish(state, folder / "store", tables=tables, **options)
