@@ -82,12 +82,12 @@ def check(path: Path) -> Iterator[str]:
             yield f"{path}:{line}: {problem}: {text[:60]!r}"
 
 
-def main(folders: list[str]) -> int:
-    """Prints every problem under ``folders``; returns the exit status."""
+def main(given: list[str]) -> int:
+    """Prints every problem in the ``given`` files and folders; returns the exit status."""
     paths = sorted(
         path
-        for folder in folders
-        for path in Path(folder).rglob("*.py")
+        for one in map(Path, given)
+        for path in ([one] if one.is_file() else one.rglob("*.py"))
         if not path.stem.endswith(("_pb2", "_pb2_grpc"))
     )
     found = [line for path in paths for line in check(path)]

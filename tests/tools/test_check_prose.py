@@ -55,5 +55,13 @@ def test_comments_and_docstrings_are_found_with_their_lines(
     assert check_prose.main([str(tmp_path)]) == 0
 
 
+def test_a_single_file_is_checked(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('"""Of one request."""\n')
+    assert check_prose.main([str(module)]) == 1
+    module.write_text('"""A module."""\n')
+    assert check_prose.main([str(module)]) == 0
+
+
 def test_a_folder_without_modules_is_no_success(tmp_path: Path) -> None:
     assert check_prose.main([str(tmp_path)]) == 1
