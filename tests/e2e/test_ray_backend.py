@@ -99,10 +99,12 @@ def wait_until(
 
 
 @contextmanager
-def placed(nodes: RayNodes, folder: Path, *kinds: str, replicas: int = 1) -> Iterator[Placed]:
+def placed(
+    nodes: RayNodes, folder: Path, *kinds: str, replicas: int = 1, name: str = NAME
+) -> Iterator[Placed]:
     """Places shards that serve nothing: one part for each of ``kinds``."""
     settings = {
-        "name": NAME,
+        "name": name,
         "ray_address": nodes.address,
         "path": str(folder / "shards.json"),
         "commands": [["-S", "-c", CHILD, kind, str(folder)] for kind in kinds],
@@ -331,9 +333,14 @@ def test_killed_shards_actors_and_nodes_come_back_and_no_batch_is_lost(
         servers = {label: nodes.servers[shard] for label, (_, shard) in shards.items()}
         wait_until(lambda: not any(is_running(servers[label]) for label in lost), one.log)
 
+        (tmp_path / "small").mkdir()
+        small = stack.enter_context(placed(nodes, tmp_path / "small", "shard", name="small"))
+        wait_until((tmp_path / "small" / "shards.json").exists, small.log)
         os.kill(nodes.gcs, signal.SIGKILL)  # lookups do not need the GCS, and the addresses stay
         for _ in range(100):
             ask()
+        small.process.terminate()  # Ray would wait for the GCS for a minute, and exit with 1
+        assert small.process.wait(WAIT_S_MAX) == 0
         asked.close()  # first, as without the GCS each process that uses Ray takes a core
         one.process.terminate()
         assert one.process.wait(WAIT_S_MAX) == 0

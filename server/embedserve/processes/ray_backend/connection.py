@@ -58,6 +58,18 @@ def check_address(address: str) -> None:
         raise OSError(f"no Ray cluster at {address}: {error}") from error
 
 
+def has_control_plane() -> bool:
+    """Returns whether the control plane (GCS) of the connected Ray cluster accepts connections."""
+    import ray
+
+    try:
+        address = parse_address(ray.get_runtime_context().gcs_address)
+        socket.create_connection(address, CONNECT_S_MAX).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def connected(address: str, *, shows_logs: bool) -> Iterator[None]:
     """Connects to Ray for its block. What this process has created in Ray ends with it.

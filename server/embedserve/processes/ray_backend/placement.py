@@ -18,7 +18,7 @@ from typing import Any
 
 from embedserve.processes import service_manager
 from embedserve.processes.forked import described
-from embedserve.processes.ray_backend.connection import connected
+from embedserve.processes.ray_backend.connection import connected, has_control_plane
 from embedserve.processes.ray_backend.shard_actor import RayShardActor
 from embedserve.processes.ray_backend.shard_watch import ShardName, ShardWatch
 from embedserve_store.terminal.console import say
@@ -140,9 +140,12 @@ class Placement:
         self._stop()
 
     def release(self) -> None:
-        """Ends all actors, and gives back what they reserved."""
+        """Ends all actors, and gives back what they reserved. Without its control plane Ray would
+        wait for it for a minute, and then end this process; the actors end with it."""
         import ray
 
+        if not has_control_plane():
+            return
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         for group in self._groups:
