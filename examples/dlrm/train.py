@@ -35,7 +35,7 @@ def clicks() -> tuple[Clicks, Clicks]:
 
 
 def train(model: DLRM, data: Clicks) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
     order = np.random.default_rng(SEED)
     for _ in range(EPOCHS):
         shuffled = order.permutation(len(data))
