@@ -30,7 +30,7 @@ from hostile.target_server import table
 from long_runs import chosen
 from pictures import Panel, draw
 
-OPEN_MAX = 48
+OPEN_MAX = 96
 WAIT_S = 0.25
 """Seconds until a malformed request without a response is given up. For most of them the server
 waits for more bytes."""
@@ -123,6 +123,7 @@ class Fuzzer:
             self._read()
             if time.monotonic() - sampled_s > SAMPLE_S:
                 self._sample(start_s)
+                self._neighbour.begin()
                 sampled_s = time.monotonic()
         while self._open:
             self._read()
@@ -190,7 +191,6 @@ class Fuzzer:
 
     def _sample(self, start_s: float) -> None:
         seen = self._neighbour.seen()
-        self._neighbour.begin()
         at_s = time.monotonic() - start_s
         sample = Sample(at_s, seen.slowest_s * 1e3, seen.anonymous_kib_max / 1024)
         self.report.samples.append(sample)
