@@ -94,18 +94,38 @@ def test_both_have_one_license() -> None:
     assert (ROOT / "clients/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-@pytest.fixture(scope="module", params=PACKAGES)
-def installed(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
-    """Returns the name of a distribution, and an environment with only it and its dependencies."""
-    prefix = tmp_path_factory.mktemp("env")
-    venv.create(prefix)
+def install(name: str, prefix: Path, folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--python", str(prefix / "bin" / "python"), "install"]
     options = ["--quiet", "--no-compile", "--find-links", str(folder)]
-    name = canonicalize_name(request.param)
     done = subprocess.run([*pip, *options, name], capture_output=True, text=True, timeout=RUN_S_MAX)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def client_prefix(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("env")
+    venv.create(prefix)
+    install("embedserve-client", prefix, folder)
+    return prefix
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def installed(
+    request: pytest.FixtureRequest,
+    folder: Path,
+    client_prefix: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, Path]:
+    """Returns the name of a distribution, and an environment with only it and its dependencies.
+
+    The server's starts as a copy of the client's, since the server requires the client.
+    """
+    name = canonicalize_name(request.param)
+    if name == "embedserve-client":
+        return name, client_prefix
+    prefix = tmp_path_factory.mktemp("env") / "copy"
+    shutil.copytree(client_prefix, prefix, symlinks=True)
+    install(name, prefix, folder)
     return name, prefix
 
 
