@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
 def collecting() -> Iterator[Collector]:
     """Runs a collector until the block ends."""
     with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever)
+        thread = threading.Thread(target=collector.serve_forever, args=(0.05,))
         thread.start()
         try:
             yield collector

@@ -57,7 +57,7 @@ def serve_proxy(handler: type[S3Proxy], endpoint: str) -> Iterator[str]:
     """Yields the URL of a proxy of ``endpoint`` that ``handler`` serves."""
     before = type(handler.__name__, (handler,), {"upstream": urlsplit(endpoint).netloc})
     server = ThreadingHTTPServer(("127.0.0.1", 0), before)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
