@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from code_forker import start_code_forker
 from documents import ROOT
-from server.commands.light_python import light_python
 from server.python import run_python
 
 from embedserve import __main__, __version__
@@ -19,6 +19,10 @@ from embedserve.commands.cli_errors import cli_errors
 from embedserve.commands.installation import INSTALL, check_releases, installed_versions
 
 MAIN = "from embedserve.__main__ import main\nmain()"
+IMPORT_COMMANDS = """
+import embedserve.commands.cli, embedserve.commands.planning.plan
+from typer import _adapters  # imported when arguments are parsed
+"""
 SERVE, DEMO = ["serve", "STORE"], ["demo", "STORE"]
 PUBLISH = ["publish", "model.pt", "tables.yaml", "STORE", "--model", "m"]
 PLAN = ["plan", "tables.yaml", "--world-size", "2", "--sharding", "auto"]
@@ -48,10 +52,19 @@ def run_cold(before: str, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Yields a function like run_cold, with the command line already imported."""
-    with light_python() as light:
-        yield lambda before, *command: light.run(code_of(before, *command))
+    folder = tmp_path_factory.mktemp("output")
+    output = [folder / "stdout", folder / "stderr"]
+
+    def run(before: str, *command: str) -> subprocess.CompletedProcess[str]:
+        for file in output:
+            file.write_text("")
+        status = forker.run(code_of(before, *command), files=[*map(str, output)])
+        return subprocess.CompletedProcess([], status, *[one.read_text() for one in output])
+
+    with start_code_forker(IMPORT_COMMANDS) as forker:
+        yield run
 
 
 def only_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -13,7 +13,7 @@ import pytest
 import s3fs
 import torch
 from botocore_models import cache_models
-from store.remote.forking import Forking, start_forking
+from code_forker import CodeForker, start_code_forker
 from store.remote.s3_server import environment, serve_s3
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
@@ -29,6 +29,21 @@ KINDS = ("folder", "s3", "file")
 
 cache_models()
 
+IMPORT_REMOTE = """
+import botocore.session
+import s3fs
+from botocore_models import cache_models
+
+import embedserve_store.copying.copy_versions
+import embedserve_store.model_store
+import embedserve_store.remote.remote_store
+
+cache_models()
+keys = {"aws_access_key_id": "none", "aws_secret_access_key": "none"}
+botocore.session.get_session().create_client("s3", region_name="us-east-1", **keys)
+"""
+"""Imports that take longer than the code that is killed."""
+
 
 @pytest.fixture(scope="session")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -37,9 +52,9 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def forking() -> Iterator[Forking]:
-    """Yields a process whose forks run code that is killed."""
-    with start_forking() as one:
+def forking() -> Iterator[CodeForker]:
+    """Yields a process whose forks run code that is killed while it copies or pulls."""
+    with start_code_forker(IMPORT_REMOTE) as one:
         yield one
 
 

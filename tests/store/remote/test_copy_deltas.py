@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from code_forker import CodeForker
 from store.listing import everything_under
 from store.remote.conftest import KINDS, Place
-from store.remote.forking import Forking
 from writable import writable
 
 from embedserve_store import (
@@ -228,7 +228,7 @@ copy_versions(sys.argv[1], sys.argv[2], "m")
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_a_killed_copy_leaves_whole_deltas_and_continues(
-    local: Path, place: Place, kind: str, forking: Forking
+    local: Path, place: Place, kind: str, forking: CodeForker
 ) -> None:
     """Each copy writes one file, and is killed before the next."""
     target = place(kind, "target")

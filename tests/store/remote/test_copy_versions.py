@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import s3fs
+from code_forker import CodeForker
 from store.listing import everything_under
 from store.remote.conftest import KINDS, Place
-from store.remote.forking import Forking
 from writable import writable
 
 from embedserve_store.copying import copy_versions as copying
@@ -286,14 +286,14 @@ copy_versions(sys.argv[1], sys.argv[2], "m", progress=progress)
 """
 
 
-def killed_copy(forking: Forking, source: str | Path, target: str | Path, blocks: int) -> None:
+def killed_copy(forking: CodeForker, source: str | Path, target: str | Path, blocks: int) -> None:
     """Copies, and is killed at the ``blocks``-th block of the tables."""
     killed = forking.run(COPY, source, target, blocks, PART_BYTES, BLOCK_BYTES)
     assert killed == -signal.SIGKILL
 
 
 def test_a_killed_copy_to_a_folder_continues(
-    new_version: Publish, tmp_path: Path, forking: Forking
+    new_version: Publish, tmp_path: Path, forking: CodeForker
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
     for blocks in (2, 11, 14):
@@ -308,7 +308,7 @@ def test_a_killed_copy_to_a_folder_continues(
 
 
 def test_what_a_killed_copy_left_is_not_trusted(
-    new_version: Publish, tmp_path: Path, forking: Forking
+    new_version: Publish, tmp_path: Path, forking: CodeForker
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
     killed_copy(forking, source, target, 12)
@@ -327,7 +327,7 @@ def test_a_killed_copy_to_s3_continues(
     objects: s3fs.S3FileSystem,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    forking: Forking,
+    forking: CodeForker,
 ) -> None:
     source = new_version(1.0, ROWS).parent.parent
     killed_copy(forking, source, url, 13)
@@ -353,7 +353,7 @@ def test_parts_of_other_bytes_are_not_used(
     url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    forking: Forking,
+    forking: CodeForker,
 ) -> None:
     source = new_version(1.0, ROWS).parent.parent
     killed_copy(forking, source, url, 13)
@@ -367,7 +367,7 @@ def test_parts_of_other_bytes_are_not_used(
 
 
 def test_an_old_copy_that_nobody_continued_is_removed(
-    new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking: Forking
+    new_version: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking: CodeForker
 ) -> None:
     source, target = new_version(1.0, ROWS).parent.parent, tmp_path / "t"
     killed_copy(forking, source, target, 12)

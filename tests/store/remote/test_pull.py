@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import s3fs
-from store.remote.forking import Forking
+from code_forker import CodeForker
 
 import embedserve_store
 from embedserve_store.errors import StoreError, UnreachableError
@@ -65,7 +65,7 @@ def files(cache: Path) -> list[str]:
 
 
 def test_a_killed_pull_leaves_nothing_visible_and_continues(
-    url: str, uploaded: Path, tmp_path: Path, forking: Forking
+    url: str, uploaded: Path, tmp_path: Path, forking: CodeForker
 ) -> None:
     cache = tmp_path / "cache"
     assert forking.run(PULL, url, cache, "die") == -signal.SIGKILL

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import s3fs
 import torch
+from code_forker import CodeForker
 from store.remote.conftest import Place
-from store.remote.forking import Forking
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from writable import writable
 
@@ -197,7 +197,7 @@ def test_another_number_of_parts_is_rejected(source: Path, tmp_path: Path, numbe
     assert files(tmp_path / "cache") == []
 
 
-def killed_pull(forking: Forking, url: str, cache: Path, share: float) -> Path:
+def killed_pull(forking: CodeForker, url: str, cache: Path, share: float) -> Path:
     """Pulls the part, killed once ``share`` of its rows has arrived; returns the file of rows."""
     assert forking.run(PULL, url, cache, share) == -signal.SIGKILL
     (path,) = cache.rglob(TABLES)
@@ -211,7 +211,7 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
     tmp_path: Path,
     read_bytes: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
-    forking: Forking,
+    forking: CodeForker,
     share: float,
 ) -> None:
     monkeypatch.setattr(sparse_file, "MARGIN_BYTES", MARGIN_BYTES)
@@ -241,7 +241,7 @@ def test_a_killed_pull_leaves_nothing_visible_and_continues(
 
 
 def test_what_a_killed_pull_left_is_not_trusted(
-    published: Path, url: str, tmp_path: Path, read_bytes: dict[str, int], forking: Forking
+    published: Path, url: str, tmp_path: Path, read_bytes: dict[str, int], forking: CodeForker
 ) -> None:
     upload_version(published / "m" / "1", url)
     cache = tmp_path / "cache"
@@ -277,7 +277,7 @@ def test_a_pull_that_lost_the_store_or_was_interrupted_continues(
 
 
 def test_a_pull_of_another_version_removes_what_a_killed_one_left(
-    published: Path, url: str, tmp_path: Path, forking: Forking
+    published: Path, url: str, tmp_path: Path, forking: CodeForker
 ) -> None:
     upload_version(published / "m" / "1", url)
     cache = tmp_path / "cache"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store.remote.forking import Forking
+from code_forker import CodeForker
 
 from embedserve_store.errors import NoRoomError
 from embedserve_store.local_store import LocalStore
@@ -167,7 +167,7 @@ def test_while_names_are_not_known_nothing_goes(
 
 
 def test_who_is_killed_as_it_removes_leaves_nothing_to_be_read(
-    five: str, cache: Path, forking: Forking
+    five: str, cache: Path, forking: CodeForker
 ) -> None:
     store = ModelStore(five, cache)
     path = store.load("m", 1).path
