@@ -63,8 +63,7 @@ def has_control_plane() -> bool:
     import ray
 
     try:
-        address = parse_address(ray.get_runtime_context().gcs_address)
-        socket.create_connection(address, CONNECT_S_MAX).close()
+        check_address(ray.get_runtime_context().gcs_address)
     except OSError:
         return False
     return True
