@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from embedserve.call_trace import CallTrace
-from embedserve.deltas.live_rows import View
+from embedserve.deltas.rows_reader import BatchView
 from embedserve.errors import EmbedServeError
 from embedserve.model_info import ModelInfo
 
@@ -160,11 +160,24 @@ class Batch:
     ids_per_feature: np.ndarray = field(init=False)
     unknown_counts: np.ndarray | None = None
     skipped: np.ndarray | None = None
-    view: View | None = None
+    view: BatchView | None = None
     failures: Sequence[tuple[np.ndarray, EmbedServeError]] = ()
     missing_counts: np.ndarray | None = None
     missing_parts: Sequence[int] = ()
     calls: CallTrace | None = None
+
+    def newest_rows(self) -> np.ndarray:
+        """Returns ``ids`` as the numbers of the newest rows in ``view``.
+
+        Raises:
+            StoreError: as RowsReader.newest.
+        """
+        if self.view is None:
+            return self.ids
+        counts = self.ids_per_feature
+        if self.unknown_counts is not None:  # skipped ids may be gone
+            counts = self.lengths.reshape(len(counts), -1).sum(axis=1)
+        return self.view.newest(self.ids, counts)
 
     @property
     def is_whole(self) -> bool:

@@ -24,12 +24,11 @@ from running_servers import Running, running
 from torchrec import PoolingType
 
 from embedserve.batching.join import join
-from embedserve.batching.lookup_engine import begin_view, end_view, id_overrides, newest_rows
 from embedserve.deltas.applier_process import PROCESS_NAME
 from embedserve.deltas.bounded_line import BoundedLine
 from embedserve.deltas.follower import DeltaFollower
 from embedserve.deltas.live_rows import LiveRows
-from embedserve.deltas.rows_reader import RowsReader
+from embedserve.deltas.rows_reader import BatchView, RowsReader
 from embedserve.deltas.status import FOLLOWING, DeltaStatus, SharedDeltaState
 from embedserve.lookup_types import LookupRequest
 from embedserve.model_info import ModelInfo
@@ -190,16 +189,15 @@ class Served:
         """Looks up all ids, compares their values, and returns the seq."""
         lengths = np.ones(2 * IDS, np.int32)
         request = LookupRequest("m", self.info.features, self._ids, lengths, None, IDS)
-        view = begin_view(self.engine)
-        assert view is not None
+        assert self.engine.rows_reader is not None
+        view = BatchView(self.engine.rows_reader)
         try:
-            batch = join([request], self.info, id_overrides(self.engine, view))
+            batch = join([request], self.info, view.id_overrides())
             assert batch is not None
             batch.view = view
-            newest = newest_rows(self.engine, batch)
-            values = self.engine.lookup(newest, batch.lengths, batch.weights)
+            values = self.engine.lookup(batch.newest_rows(), batch.lengths, batch.weights)
         finally:
-            end_view(self.engine, view)
+            view.end()
         self.training.check(values, view.seq)
         return view.seq
 

@@ -16,18 +16,13 @@ from time import perf_counter
 import numpy as np
 
 from embedserve.batching.join import join_valid
-from embedserve.batching.lookup_engine import (
-    LookupEngine,
-    begin_view,
-    end_view,
-    id_overrides,
-)
+from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.lookup_executor import FAILED, Joined, LookedUp, LookupExecutor
 from embedserve.batching.pending_request import PendingRequest
 from embedserve.batching.request_queue import RequestQueue
 from embedserve.batching.shadow import Shadow, ShadowExecutor
 from embedserve.batching.split import errors_by_request
-from embedserve.deltas.live_rows import View
+from embedserve.deltas.rows_reader import BatchView
 from embedserve.errors import DeadlineExceededError, EmbedServeError, EngineError
 from embedserve.lookup_types import Batch, LookupResult
 from embedserve.metrics.model_metrics import ModelMetrics
@@ -76,12 +71,14 @@ class BatchRunner:
             self.on_batch_done()
             return
         engine = self._lookups.engine
-        view = begin_view(engine)
+        view = BatchView(rows) if (rows := engine.rows_reader) is not None else None
         try:
             requests = [pending.request for pending in taken]
-            batch, errors = join_valid(requests, self._model, id_overrides(engine, view))
+            change = None if view is None else view.id_overrides()
+            batch, errors = join_valid(requests, self._model, change)
         except Exception:
-            end_view(engine, view)
+            if view is not None:
+                view.end()
             self._lookups.log_failure(f"joining {len(taken)} requests")
             self._fail(taken, EngineError(FAILED))
             return
@@ -89,7 +86,8 @@ class BatchRunner:
             self._reject(taken, errors)
             taken = [pending for i, pending in enumerate(taken) if i not in errors]
         if batch is None:
-            end_view(engine, view)
+            if view is not None:
+                view.end()
             self.on_batch_done()
             return
         batch.view = view  # ends with the lookup
@@ -107,12 +105,13 @@ class BatchRunner:
         features, or some of them, in any order."""
         queue.begin_batch()
         engine = self._lookups.engine
-        view = begin_view(engine)
+        view = BatchView(rows) if (rows := engine.rows_reader) is not None else None
         try:
             requests = [pending.request for pending in taken]
             joining = self._lookups.join_in_thread(loop, requests, view)
         except Exception:  # the executor has been shut down
-            end_view(engine, view)
+            if view is not None:
+                view.end()
             self._drop(loop, queue, taken, "joining")
         else:
             joining.add_done_callback(partial(self._on_joined, loop, queue, taken, view))
@@ -122,16 +121,16 @@ class BatchRunner:
         loop: asyncio.AbstractEventLoop,
         queue: RequestQueue,
         taken: list[PendingRequest],
-        view: View | None,
+        view: BatchView | None,
         joining: asyncio.Future[Joined],
     ) -> None:
         """Rejects the invalid requests of a large batch, and looks the others up if one of them
         still waits."""
-        engine = self._lookups.engine
         try:
             batch, requests, errors, pieces = joining.result()
         except Exception:
-            end_view(engine, view)
+            if view is not None:
+                view.end()
             self._drop(loop, queue, taken, "joining")
             return
         self._reject(taken, errors)
@@ -140,7 +139,8 @@ class BatchRunner:
         valid = [taken[i] for i in requests]
         now_s = perf_counter()
         if batch is None or not any(one.is_waiting and now_s < one.deadline_s for one in valid):
-            end_view(engine, view)
+            if view is not None:
+                view.end()
             queue.end_batch()
             late = DeadlineExceededError("the deadline passed while its batch was joined")
             self._fail(valid, late.of(self._model))

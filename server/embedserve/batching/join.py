@@ -124,24 +124,23 @@ def join(
         change: writes the rows of ids that have changed since publishing, as in
             IdTranslator.translate.
     """
-    lengths = _concatenate([request.lengths for request in requests])
-    ids = _concatenate([request.ids for request in requests])
-    shape = _shape(tuple([request.batch_size for request in requests]), len(model.features))
-    bag_ends = lengths.cumsum(dtype=np.int64)
-    if lengths.min() < 0 or not _lengths_add_up(bag_ends[shape.last_bags], requests):
-        return None
-    weights = None
-    if any(request.weights is not None for request in requests):
-        weights = _concatenate([_weights_or_ones(request) for request in requests])
-        if not np.isfinite(weights).all():
+    if len(requests) == 1:
+        only = requests[0]
+        batch = Batch(only.ids, only.lengths, only.weights, [only.batch_size], only.batch_size)
+        if only.lengths.min() < 0 or only.lengths.sum(dtype=np.int64) != only.ids.size:
             return None
-    batch = Batch(ids, lengths, weights, shape.sizes, shape.batch_size)
-    if len(requests) > 1:
-        _make_feature_major(batch, shape.bag_order, bag_ends)
+    elif (joined := _join_several(requests, len(model.features))) is not None:
+        batch = joined
+    else:
+        return None
+    if batch.weights is not None and not np.isfinite(batch.weights).all():
+        return None
     batch.ids_per_feature = batch.lengths.reshape(len(model.features), -1).sum(axis=1)
-    if model.translator.is_identity:
-        return batch if _ids_are_rows(batch, model) else None
-    return batch if translate(batch, model, change) else None
+    if not model.translator.is_identity:
+        return batch if translate(batch, model, change) else None
+    limits = np.repeat(model.translator.limits, batch.ids_per_feature)
+    # A negative id exceeds every limit when its bits are read as unsigned.
+    return None if (batch.ids.view(np.uint64) >= limits).any() else batch
 
 
 def join_valid(
@@ -226,28 +225,25 @@ def _shape(sizes: tuple[int, ...], features: int) -> _Shape:
     return _cached_shape(sizes, features) if bags <= CACHED_BAGS_MAX else _Shape(sizes, features)
 
 
-def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _lengths_add_up(ends: np.ndarray, requests: Sequence[LookupRequest]) -> bool:
-    """Whether the lengths of each request add up to its ids; ``ends`` are cumulative lengths."""
-    expected = list(accumulate([request.ids.size for request in requests]))
-    return bool(ends.tolist() == expected)
-
-
-def _make_feature_major(batch: Batch, bag_order: np.ndarray, bag_ends: np.ndarray) -> None:
-    id_order = bags_to_ids(batch.lengths, bag_order, bag_ends)
-    batch.lengths = batch.lengths[bag_order]
-    batch.ids = batch.ids[id_order]
-    if batch.weights is not None:
-        batch.weights = batch.weights[id_order]
-
-
-def _ids_are_rows(batch: Batch, model: ModelInfo) -> bool:
-    limits = np.repeat(model.translator.limits, batch.ids_per_feature)
-    # A negative id exceeds every limit when its bits are read as unsigned.
-    return not (batch.ids.view(np.uint64) >= limits).any()
+def _join_several(requests: Sequence[LookupRequest], features: int) -> Batch | None:
+    """Returns ``requests`` as one feature-major batch; None if the lengths of one do not add up."""
+    shape = _shape(tuple([request.batch_size for request in requests]), features)
+    lengths = np.concatenate([request.lengths for request in requests])
+    bag_ends = lengths.cumsum(dtype=np.int64)
+    ends = list(accumulate([request.ids.size for request in requests]))
+    if lengths.min() < 0 or bag_ends[shape.last_bags].tolist() != ends:
+        return None
+    order = bags_to_ids(lengths, shape.bag_order, bag_ends)
+    weights = None
+    if any(request.weights is not None for request in requests):
+        weights = np.concatenate([_weights_or_ones(request) for request in requests])[order]
+    return Batch(
+        np.concatenate([request.ids for request in requests])[order],
+        lengths[shape.bag_order],
+        weights,
+        shape.sizes,
+        shape.batch_size,
+    )
 
 
 def _weights_or_ones(request: LookupRequest) -> np.ndarray:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 
-from embedserve.deltas.live_rows import View
 from embedserve.deltas.rows_reader import RowsReader
 from embedserve.errors import EmbedServeError
 from embedserve.lookup_types import Batch
-from embedserve_store.ids.translate import ChangeRows
 
 
 class RemoteLookups(Protocol):
@@ -75,40 +72,3 @@ class LookupEngine(Protocol):
     def to_float16(self, values: np.ndarray) -> np.ndarray: ...
 
     def check(self) -> None: ...
-
-
-def begin_view(engine: LookupEngine) -> View | None:
-    """Returns the newest view of the rows, in which a batch is joined and looked up; None where no
-    row ever changes. ``end_view`` must be called with it."""
-    return None if engine.rows_reader is None else engine.rows_reader.begin()
-
-
-def end_view(engine: LookupEngine, view: View | None) -> None:
-    """Ends the use of a view; does nothing for None."""
-    if engine.rows_reader is not None and view is not None:
-        engine.rows_reader.end(view.number)
-
-
-def id_overrides(engine: LookupEngine, view: View | None) -> ChangeRows | None:
-    """Returns the function that writes the rows that ids have in ``view``, for ``join``; None if no
-    id ever changes."""
-    reader = engine.rows_reader
-    if reader is None or view is None or not reader.has_ids:
-        return None
-    return partial(reader.with_changed_ids, view.number)
-
-
-def newest_rows(engine: LookupEngine, batch: Batch) -> np.ndarray:
-    """Returns the ids of ``batch``, row numbers, as those of the newest rows in its view.
-
-    Raises:
-        StoreError: as RowsReader.newest.
-    """
-    reader = engine.rows_reader
-    if reader is None:
-        return batch.ids
-    assert batch.view is not None
-    counts = batch.ids_per_feature
-    if batch.unknown_counts is not None:  # skipped ids may be gone
-        counts = batch.lengths.reshape(len(counts), -1).sum(axis=1)
-    return reader.newest(batch.ids, counts, batch.view.number)

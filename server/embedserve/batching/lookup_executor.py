@@ -17,19 +17,14 @@ from typing import NamedTuple
 import numpy as np
 
 from embedserve.batching.join import adapt_and_join
-from embedserve.batching.lookup_engine import (
-    LookupEngine,
-    end_view,
-    id_overrides,
-    newest_rows,
-)
+from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.split import (
     in_request_order,
     select_output_keys,
     split,
     split_by_examples,
 )
-from embedserve.deltas.live_rows import View
+from embedserve.deltas.rows_reader import BatchView
 from embedserve.errors import EmbedServeError, EngineError, InvalidRequestError
 from embedserve.lookup_types import Batch, LookupRequest, LookupResult
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
@@ -86,34 +81,31 @@ class LookupExecutor:
         self._pieces = threads if is_split else 1
         self._log = RateLimitedLogger(logger)
 
-    def run(self, batch: Batch) -> LookedUp:
-        """Looks ``batch`` up on the calling thread, and ends its view."""
-        start_s = perf_counter()
-        try:
-            batch.ids = newest_rows(self.engine, batch)
-            return self._look_up(batch)
-        except Exception:
-            self.log_failure(f"finding the rows of {batch.ids.size} ids")
-            return EngineError(FAILED), perf_counter() - start_s
-        finally:
-            end_view(self.engine, batch.view)
+    def run(self, batch: Batch, as_float16: bool = False) -> LookedUp:
+        """Looks ``batch`` up on the calling thread, and ends its view.
 
-    def _look_up(self, batch: Batch, as_float16: bool = False) -> LookedUp:
-        """Looks up ``batch``, whose ids are the newest rows of its view, on the calling thread.
         Returns values in request order, float16 ones if the engine can and ``as_float16`` allows
-        it, or the error of a failure that it has logged."""
-        start_s = perf_counter()
+        it, or the error of a failure that it has logged.
+        """
+        start_s, view = perf_counter(), batch.view
         values: np.ndarray | EmbedServeError
         try:
-            values = self.engine.lookup(batch.ids, batch.lengths, batch.weights, as_float16)
+            ids = batch.ids if view is None else batch.newest_rows()
+            values = self.engine.lookup(ids, batch.lengths, batch.weights, as_float16)
             values = in_request_order(values, batch, self._model)
         except Exception:
             self.log_failure(f"lookup of {batch.ids.size} ids in {batch.batch_size} examples")
             values = EngineError(FAILED)
+        finally:
+            if view is not None:
+                view.end()
         return values, perf_counter() - start_s
 
     def join_in_thread(
-        self, loop: asyncio.AbstractEventLoop, requests: Sequence[LookupRequest], view: View | None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        requests: Sequence[LookupRequest],
+        view: BatchView | None,
     ) -> asyncio.Future[Joined]:
         """Joins ``requests``, in any order of features, for a lookup in ``view``.
 
@@ -122,8 +114,8 @@ class LookupExecutor:
         """
         return loop.run_in_executor(self._executor, self._join, requests, view)
 
-    def _join(self, requests: Sequence[LookupRequest], view: View | None) -> Joined:
-        change = id_overrides(self.engine, view)
+    def _join(self, requests: Sequence[LookupRequest], view: BatchView | None) -> Joined:
+        change = None if view is None else view.id_overrides()
         batch, valid, errors = adapt_and_join(requests, self._model, change)
         if batch is None:
             return Joined(None, valid, errors, [])
@@ -131,11 +123,11 @@ class LookupExecutor:
         return Joined(batch, valid, errors, self._divide(batch))
 
     def _divide(self, batch: Batch) -> list[Batch]:
-        """Returns the pieces of ``batch``, with the newest rows in its view.
+        """Returns the pieces of ``batch``, without a view: their ids are the newest rows in its.
 
         The batch itself keeps the published rows, as metrics count those.
         """
-        newest = replace(batch, ids=newest_rows(self.engine, batch))
+        newest = replace(batch, ids=batch.newest_rows(), view=None)
         return split_by_examples(newest, len(self._model.features), self._pieces)
 
     def submit(
@@ -168,18 +160,20 @@ class LookupExecutor:
             return
 
         def end(done: asyncio.Future[list[LookedUp]]) -> None:
-            end_view(self.engine, batch.view)
+            if batch.view is not None:
+                batch.view.end()
             finish(done.result())
 
         try:
             looking_up = asyncio.gather(
                 *(
-                    loop.run_in_executor(self._executor, self._look_up, piece, as_float16)
+                    loop.run_in_executor(self._executor, self.run, piece, as_float16)
                     for piece in pieces or self._divide(batch)
                 )
             )
         except Exception:
-            end_view(self.engine, batch.view)
+            if batch.view is not None:
+                batch.view.end()
             raise
         looking_up.add_done_callback(end)
 

@@ -17,14 +17,9 @@ from random import random
 import numpy as np
 
 from embedserve.batching.join import adapt_and_join
-from embedserve.batching.lookup_engine import (
-    LookupEngine,
-    begin_view,
-    end_view,
-    id_overrides,
-    newest_rows,
-)
+from embedserve.batching.lookup_engine import LookupEngine
 from embedserve.batching.split import in_request_order
+from embedserve.deltas.rows_reader import BatchView
 from embedserve.lookup_types import LookupRequest
 from embedserve.metrics.rate_limited_logger import RateLimitedLogger
 from embedserve.metrics.shadow_metrics import KEY_SUMS, Differences, ShadowMetrics
@@ -165,15 +160,16 @@ def compare(
                 f"key {key!r} has {width} columns, and {widths[key]} in the version that answers: "
                 "only versions of one layout are compared"
             )
-    view = begin_view(engine)
+    view = BatchView(rows) if (rows := engine.rows_reader) is not None else None
     try:
-        change = id_overrides(engine, view)
+        change = None if view is None else view.id_overrides()
         batch, requested, _ = adapt_and_join(requests, model, change, is_lenient=True)
         if batch is not None:
             batch.view = view
-            ours = engine.lookup(newest_rows(engine, batch), batch.lengths, batch.weights)
+            ours = engine.lookup(batch.newest_rows(), batch.lengths, batch.weights)
     finally:
-        end_view(engine, view)
+        if view is not None:
+            view.end()
     sums = np.zeros((len(KEY_SUMS), len(keys)))
     if batch is not None:
         ours = in_request_order(ours, batch, model)

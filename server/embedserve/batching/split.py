@@ -69,12 +69,16 @@ def split(
     Args:
         pieces: the engine's values; several chunks where a pooled batch was split by examples.
     """
+    results: list[LookupResult] = []
     if not model.is_pooled:
         results = _split_unpooled(pieces[0], requests, model)
-    elif len(pieces) == 1:
-        results = _split_pooled(pieces[0], requests, model)
-    else:
+    elif len(pieces) > 1:
         results = _split_pieces(pieces, requests, model)
+    else:
+        start, values = 0, pieces[0]
+        for size in batch.sizes:
+            results.append(LookupResult(model, values[start : start + size]))
+            start += size
     if batch.view is not None:
         for result in results:
             result.seq = batch.view.seq
@@ -132,18 +136,6 @@ def select_output_keys(result: LookupResult, output: OutputOptions) -> None:
 
 def _columns(values: np.ndarray, part: ModelInfo) -> np.ndarray:
     return np.concatenate([values[:, columns] for columns in part.columns], axis=1)
-
-
-def _split_pooled(
-    values: np.ndarray, requests: Sequence[LookupRequest], model: ModelInfo
-) -> list[LookupResult]:
-    results = []
-    start = 0
-    for request in requests:
-        end = start + request.batch_size
-        results.append(LookupResult(model, values[start:end]))
-        start = end
-    return results
 
 
 def _split_pieces(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from embedserve.deltas.live_rows import LiveRows, SpareRows, View
 from embedserve_store.errors import StoreError
 from embedserve_store.format.changed_ids import AS_PUBLISHED
 from embedserve_store.format.table_spec import TableSpec
+from embedserve_store.ids.translate import ChangeRows
 from embedserve_store.plans.plan import Plan
 
 STEPS_MAX = 100_000
@@ -206,6 +208,36 @@ class RowsReader:
             spares[late] = live.before[spares[late]]
             late = late[live.views[spares[late]] > view]
         raise StoreError(f"more than {STEPS_MAX} deltas were applied during one lookup")
+
+
+class BatchView:
+    """The view that one batch is joined and looked up in. ``end`` must be called once.
+
+    Attributes:
+        seq: last delta in the view.
+    """
+
+    __slots__ = ("_number", "_reader", "seq")
+
+    def __init__(self, reader: RowsReader) -> None:
+        self._reader = reader
+        self._number, self.seq = reader.begin()
+
+    def id_overrides(self) -> ChangeRows | None:
+        """Returns the function that writes the rows that changed ids have in the view; None if no
+        id ever changes."""
+        reader = self._reader
+        return partial(reader.with_changed_ids, self._number) if reader.has_ids else None
+
+    def newest(
+        self, ids: NDArray[np.int64], ids_per_feature: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Returns the row numbers of the newest rows; see RowsReader.newest."""
+        return self._reader.newest(ids, ids_per_feature, self._number)
+
+    def end(self) -> None:
+        """Allows the rows of the view to be overwritten."""
+        self._reader.end(self._number)
 
 
 def _blocks(plan: Plan, spare: SpareRows) -> tuple[int, int]:
