@@ -28,6 +28,7 @@ from embedserve.wire.http2.frames import (
     RUN_FRAME_BYTES_MIN,
     SETTINGS,
     STREAM_MASK,
+    WINDOW_UPDATE,
     ErrorCode,
     ProtocolViolation,
     StreamError,
@@ -119,12 +120,10 @@ class Http2Connection:
         self.is_over = self.has_more = False
         self.on_output = on_output
         self.blocks: HeaderBlocks[ResolvedRoute | str] = HeaderBlocks(resolve_route)
-        self._left, self._preface_left = b"", PREFACE
-        self.next_id = 1
+        self._left, self._preface_left, self._turn_left = b"", PREFACE, 0
+        self.next_id, self.streams_max = 1, STREAMS_MAX
         self.closed_streams = ClosedStreams(self.frame_writer.out)
         self.required_frame_type: int | None = SETTINGS
-        self._turn_left = 0
-        self.streams_max = STREAMS_MAX
         self._resets, self.abuse_budget = TokenBucket(), TokenBucket()
         self.shutdown = GracefulShutdown(self)
         self._control = ControlFrames(self)
@@ -206,6 +205,8 @@ class Http2Connection:
                     self._requests.on_data(stream_id, flags, payload)
                 elif kind == HEADERS:
                     self._requests.on_headers(stream_id, flags, payload)
+                elif kind == WINDOW_UPDATE:
+                    self._control.on_window_update(stream_id, payload)
                 elif kind == CONTINUATION:
                     self._requests.on_continuation(stream_id, flags, payload)
                 else:
@@ -309,15 +310,14 @@ class Http2Connection:
     def response_queued(self, stream: Stream) -> None:
         """Ends ``stream`` after its complete response was written; a faster ``sent``."""
         has_window = stream.held_bytes or stream.granted_bytes
+        stream.is_sent = True
         if stream.is_received and self.streams_max and not has_window:
             # Most streams end here: nothing else refers to them.
-            stream.is_sent = True
             stream.handler = NULL_HANDLER
             del self.streams[stream.id]
             if self.frame_writer.out:
                 self.on_output()
         else:
-            stream.is_sent = True
             self.sent(stream)
 
     def cancel(self, stream: Stream, code: ErrorCode) -> None:

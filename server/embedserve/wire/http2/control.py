@@ -15,7 +15,6 @@ from embedserve.wire.http2.frames import (
     RST_STREAM,
     SETTINGS,
     STREAM_MASK,
-    WINDOW_UPDATE,
     ErrorCode,
     ProtocolViolation,
     StreamError,
@@ -34,6 +33,8 @@ HEADER_LIST_BYTES_MAX = 16 << 10
 UPDATES_PER_FRAME = 4
 """WINDOW_UPDATE frames accepted per DATA frame, or other last frame of a response. A reader sends
 two: one for the stream and one for the connection. gRPC's clients send one with each call."""
+UPDATES_MAX = 1000
+"""WINDOW_UPDATE frames accepted at once for the DATA frames of a connection that has sent many."""
 
 
 class ControlFrames:
@@ -42,8 +43,8 @@ class ControlFrames:
     def __init__(self, connection: Http2Connection) -> None:
         self._connection = connection
         self._frame_writer = connection.frame_writer
-        self._updates = TokenBucket()
-        self._answer_frames_seen = 0
+        self._updates = TokenBucket()  # of those that no frame of a response explains
+        self._updates_left = self._answer_frames_seen = 0
         self._on_frame = {
             PRIORITY: self._on_priority,
             RST_STREAM: self._on_rst_stream,
@@ -51,7 +52,6 @@ class ControlFrames:
             PUSH_PROMISE: self._on_push_promise,
             PING: self._on_ping,
             GOAWAY: self._on_goaway,
-            WINDOW_UPDATE: self._on_window_update,
         }
 
     def send_settings(self) -> None:
@@ -65,13 +65,13 @@ class ControlFrames:
         )
 
     def receive(self, kind: int, stream_id: int, flags: int, payload: bytes) -> None:
-        """Processes a frame; frames of unknown types are ignored.
+        """Processes a frame other than WINDOW_UPDATE; frames of unknown types are ignored.
 
         Raises:
             ProtocolViolation: a connection error.
             StreamError: a stream error.
         """
-        if kind != WINDOW_UPDATE and kind != RST_STREAM:
+        if kind != RST_STREAM:
             # A SETTINGS frame may hold many settings; the payload of other frames is not parsed.
             nbytes = len(payload) if kind == SETTINGS else 0
             self._connection.spend(self._connection.abuse_budget, "frames that ask nothing", nbytes)
@@ -143,19 +143,27 @@ class ControlFrames:
         if len(payload) < 8:
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY of under 8 bytes")
 
-    def _on_window_update(self, stream_id: int, flags: int, payload: bytes) -> None:
+    def on_window_update(self, stream_id: int, payload: bytes) -> None:
+        """Processes a WINDOW_UPDATE frame.
+
+        Raises:
+            ProtocolViolation: a connection error.
+            StreamError: a stream error.
+        """
         if len(payload) != 4:
             raise ProtocolViolation(ErrorCode.FRAME_SIZE_ERROR, "WINDOW_UPDATE is 4 bytes")
-        if stream_id and not self._connection.was_opened(stream_id):
+        stream = self._connection.streams.get(stream_id) if stream_id else None
+        if stream_id and stream is None and not self._connection.was_opened(stream_id):
             raise violation(f"WINDOW_UPDATE of stream {stream_id}, which was not opened")
-        if not self._updates.try_take():
-            self._updates.refill(
-                UPDATES_PER_FRAME * (self._frame_writer.answer_frames - self._answer_frames_seen)
-            )
-            self._answer_frames_seen = self._frame_writer.answer_frames
+        if not self._updates_left:
+            frames_sent = self._frame_writer.answer_frames - self._answer_frames_seen
+            self._answer_frames_seen += frames_sent
+            self._updates_left = min(UPDATES_MAX, UPDATES_PER_FRAME * frames_sent)
+        if self._updates_left:
+            self._updates_left -= 1
+        else:
             self._connection.spend(self._updates, "updates of windows")
         increment = int.from_bytes(payload, "big") & STREAM_MASK
-        stream = self._connection.streams.get(stream_id) if stream_id else None
         if increment == 0:
             if not stream_id:
                 raise violation("WINDOW_UPDATE of 0")

@@ -29,7 +29,3 @@ class TokenBucket:
         self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_second)
         self._at_s = now_s
         return self._left >= 0
-
-    def refill(self, count: int) -> None:
-        """Adds ``count`` tokens, up to the burst size, for frames that belong to requests."""
-        self._left = min(self._most, self._left + count)

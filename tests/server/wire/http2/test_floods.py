@@ -26,6 +26,7 @@ from server.wire.http2.peer import (
     update,
 )
 
+from embedserve.wire.http2.control import UPDATES_MAX
 from embedserve.wire.http2.frames import ErrorCode
 from embedserve.wire.http2.header_blocks import encode
 from embedserve.wire.http2.request_headers import ResolvedRoute
@@ -102,6 +103,19 @@ def test_a_reader_of_many_answers_may_send_windows_for_each() -> None:
         answer(peer, 2 * i + 1, b"x")
         peer.send(update(0, 1), update(0, 1))
     assert not peer.connection.is_over
+
+
+def test_window_updates_for_past_responses_are_bounded() -> None:
+    peer = Peer()
+    for i in range(IDLE_WORK_MAX):
+        peer.open(2 * i + 1)
+        answer(peer, 2 * i + 1, b"x")
+    sent = 0
+    while not peer.connection.is_over:
+        peer.send(*[update(0, 1)] * 100)
+        sent += 100
+        assert sent < UPDATES_MAX + 2 * IDLE_WORK_MAX
+    assert sent >= UPDATES_MAX
 
 
 def test_a_client_whose_calls_are_rejected_may_send_windows_for_each() -> None:
