@@ -20,8 +20,8 @@ EncodedResponse = tuple[ResponseChunks, int]
 """(chunks of an encoded response, their total bytes)."""
 
 
-def with_size(parts: ResponseChunks) -> EncodedResponse:
-    return parts, sum(memoryview(part).nbytes for part in parts)
+def with_size(chunks: ResponseChunks) -> EncodedResponse:
+    return chunks, sum(memoryview(chunk).nbytes for chunk in chunks)
 
 
 @dataclass(frozen=True, slots=True)

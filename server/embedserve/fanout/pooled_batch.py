@@ -134,17 +134,18 @@ class PooledBatch:
         self._divided = divided
         self._examples = divided.lengths.shape[2]
         parts, features, examples = divided.lengths.shape
-        # A bag is one (part, feature, example) that has an id; a cell is one (part, feature).
+        # A bag is one (part, feature, example) that has an id.
         flat = divided.lengths.reshape(-1)
         bags = np.flatnonzero(flat)
         self._bag_lengths = flat[bags]
-        self._cells = cells = bags // examples
-        self._bag_examples = bags - cells * examples
-        self._bag_parts = cells // features
-        counts = np.bincount(cells, minlength=parts * features)
+        # Index of the bag's part and feature: part * features + feature.
+        self._part_features = part_features = bags // examples
+        self._bag_examples = bags - part_features * examples
+        self._bag_parts = part_features // features
+        counts = np.bincount(part_features, minlength=parts * features)
         self._sizes = counts.reshape(parts, features).max(axis=1)  # examples of each part's lookup
         # Position of each bag in its feature, on its part.
-        self._bag_positions = np.arange(cells.size) - (counts.cumsum() - counts)[cells]
+        self._bag_positions = np.arange(bags.size) - (counts.cumsum() - counts)[part_features]
 
     def lookups(self) -> list[PartLookup]:
         """Returns the lookups of the parts that have ids of the batch."""
@@ -152,7 +153,7 @@ class PooledBatch:
         ends = (sizes * partition.feature_counts).cumsum()
         spans = [0, *ends.tolist()]
         lengths = np.zeros(spans[-1], np.int32)
-        indices = partition.feature_index.reshape(-1)[self._cells]
+        indices = partition.feature_index.reshape(-1)[self._part_features]
         starts = (ends - sizes * partition.feature_counts)[self._bag_parts]
         lengths[starts + indices * sizes[self._bag_parts] + self._bag_positions] = self._bag_lengths
         return [
@@ -172,7 +173,7 @@ class PooledBatch:
         firsts = counts.cumsum() - counts
         sources = firsts[parts] + self._bag_positions * columns.part_chunks[parts]
         targets = self._bag_examples * columns.whole.chunks
-        counts, starts = columns.counts[self._cells], columns.starts[self._cells]
+        counts, starts = columns.counts[self._part_features], columns.starts[self._part_features]
         if (counts == 1).all():
             pairs = starts
         else:  # several chunks in a vector, or several tables of a feature

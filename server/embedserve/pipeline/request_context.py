@@ -145,7 +145,7 @@ class RequestContext(PendingRequest):
         except Exception:
             self.fail()
 
-    def write(self, result: LookupResult, parts: ResponseChunks, nbytes: int) -> None:
+    def write(self, result: LookupResult, chunks: ResponseChunks, nbytes: int) -> None:
         """Writes the response that ``result`` was encoded to, and counts the request as
         answered."""
         self.is_waiting = False
@@ -155,7 +155,7 @@ class RequestContext(PendingRequest):
         headers_of = options.response_codec.response_headers
         headers = None if headers_of is None else headers_of(result)
         if seconds >= telemetry.watched_s or nbytes > LARGE_RESPONSE_BYTES:
-            self._write_observed(parts, nbytes, encoded_s, headers or [])
+            self._write_observed(chunks, nbytes, encoded_s, headers or [])
         else:
             quota = self.quota
             if quota is not None:
@@ -164,20 +164,20 @@ class RequestContext(PendingRequest):
                 self.quota = None
             if options.has_id:
                 headers = [*(headers or ()), *telemetry.request_id_headers(self)]
-            self.writer.write_response(parts, nbytes, headers)
+            self.writer.write_response(chunks, nbytes, headers)
         options.metrics.count_answered(seconds, nbytes)
         assert self.ticket is not None
         self.ticket.observe_latency(seconds)
 
     def _write_observed(
-        self, parts: ResponseChunks, nbytes: int, encoded_s: float, headers: HeaderList
+        self, chunks: ResponseChunks, nbytes: int, encoded_s: float, headers: HeaderList
     ) -> None:
         """Writes a response that is large, or whose request may have to be logged or traced, or
         needs timing headers. Slow path of `write`."""
         telemetry, quota = self.pipeline.telemetry, self.quota
         self._leave("OK")
         headers = [*headers, *telemetry.response_headers(self, encoded_s)]
-        self.writer.write_response(parts, nbytes, headers)
+        self.writer.write_response(chunks, nbytes, headers)
         if nbytes > LARGE_RESPONSE_BYTES:
             self.pipeline.record_large_response(nbytes)
         end_s = perf_counter()

@@ -227,11 +227,11 @@ def _check_deadline(context: RequestContext) -> None:
 
 def _encode(context: RequestContext, result: LookupResult) -> EncodedResponse:
     """Encodes ``result`` in the codec thread. Stops early once ``context`` no longer waits."""
-    parts: list[bytes | memoryview] = []
-    for part in context.options.response_codec.encode(result):
-        if parts:
+    chunks: list[bytes | memoryview] = []
+    for chunk in context.options.response_codec.encode(result):
+        if chunks:
             time.sleep(CHUNK_YIELD_S)
-        parts.append(part)
+        chunks.append(chunk)
         if not context.is_waiting:
             break
-    return with_size(parts)
+    return with_size(chunks)

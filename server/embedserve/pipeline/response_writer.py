@@ -55,7 +55,7 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
         """Writes the encoded response of ``nbytes`` bytes, and the telemetry ``headers`` if any."""
 

@@ -83,10 +83,10 @@ class GrpcioWriter(ResponseWriter):
         return _header(self._metadata, name)
 
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
         self.trailers = headers or []
-        self._end(b"".join(parts))
+        self._end(b"".join(chunks))
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         self.trailers = headers

@@ -122,7 +122,7 @@ class HttpStream(Protocol):
         """Whether a rejection may be delayed without a cost to others on the connection."""
 
     def respond(
-        self, status: int, headers: Headers, parts: Sequence[bytes | memoryview], nbytes: int
+        self, status: int, headers: Headers, chunks: Sequence[bytes | memoryview], nbytes: int
     ) -> None:
         """Sends a whole response; the content-length is added to ``headers``."""
 
@@ -132,7 +132,7 @@ class HttpStream(Protocol):
     def start_response(self, status: int, headers: Headers, *, is_end: bool = False) -> None:
         """Sends the status and the headers; with ``is_end`` they are the whole response."""
 
-    def send_body(self, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
+    def send_body(self, chunks: Sequence[bytes | memoryview], nbytes: int) -> None:
         """Sends chunks of the response's body, ``nbytes`` in total."""
 
     def end(self) -> None:

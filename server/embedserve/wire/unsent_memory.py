@@ -11,17 +11,17 @@ from typing import Any
 from weakref import ref
 
 
-def owners_of(parts: Iterable[bytes | memoryview]) -> dict[int, int]:
-    """Returns the bytes of the objects that ``parts`` keep alive, by their id().
+def owners_of(chunks: Iterable[bytes | memoryview]) -> dict[int, int]:
+    """Returns the bytes of the objects that ``chunks`` keep alive, by their id().
 
     A slice keeps the values of its whole batch.
     """
-    return {id(owner): _size(owner) for owner in _owners(parts)}
+    return {id(owner): _size(owner) for owner in _owners(chunks)}
 
 
-def _owners(parts: Iterable[bytes | memoryview]) -> Iterator[Any]:
-    for part in parts:
-        owner: Any = part.obj if isinstance(part, memoryview) else part
+def _owners(chunks: Iterable[bytes | memoryview]) -> Iterator[Any]:
+    for chunk in chunks:
+        owner: Any = chunk.obj if isinstance(chunk, memoryview) else chunk
         while (base := getattr(owner, "base", None)) is not None and hasattr(base, "nbytes"):
             owner = base
         yield owner
@@ -43,8 +43,8 @@ class UnsentMemory:
 
     __slots__ = ("_batches", "own_bytes")
 
-    def __init__(self, parts: Iterable[bytes | memoryview]) -> None:
-        owners = list(_owners(parts))
+    def __init__(self, chunks: Iterable[bytes | memoryview]) -> None:
+        owners = list(_owners(chunks))
         self.own_bytes = sum(len(one) for one in owners if isinstance(one, bytes))
         self._batches = [ref(one) for one in owners if not isinstance(one, bytes)]
 

@@ -42,8 +42,8 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
         return with_size([*_encode(result, options)]) if is_quick(result, options) else None
     if result.values.size > INLINE_VALUES_MAX or result.extra_chunks:
         return None
-    parts = [*_encode(result, options)]
-    return with_size(parts if head_bytes(parts) else [b"".join(parts)])
+    chunks = [*_encode(result, options)]
+    return with_size(chunks if head_bytes(chunks) else [b"".join(chunks)])
 
 
 def encode_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
@@ -159,14 +159,14 @@ def _values(tensor: OutputTensor, result: LookupResult) -> Iterator[bytes]:
     yield b"]" if before == b"," else before + b"]"
 
 
-def head_bytes(parts: ResponseChunks) -> int:
+def head_bytes(chunks: ResponseChunks) -> int:
     """Returns the bytes of the JSON of a response with binary values behind it; 0 for any other
     response.
 
     If there are several chunks, only a complete JSON makes the first end with a brace.
     """
-    first = parts[0]
-    return len(first) if len(parts) > 1 and first[-1:] == b"}" else 0
+    first = chunks[0]
+    return len(first) if len(chunks) > 1 and first[-1:] == b"}" else 0
 
 
 def encode_error(error: EmbedServeError) -> bytes:

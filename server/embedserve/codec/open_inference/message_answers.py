@@ -49,16 +49,16 @@ def try_encode_inline(result: LookupResult) -> EncodedResponse | None:
     is_one = result.lengths is None and len(values) == 1 and not result.extra_chunks
     if is_one and not output.has_all and options.places is None:
         # The most common response: the vectors of a key are contiguous, and are not copied twice.
-        parts: list[bytes | memoryview] = [_head(result, options)]
+        chunks: list[bytes | memoryview] = [_head(result, options)]
         described, starts, _ = _described_once(result, options, output)
-        parts.append(described)
+        chunks.append(described)
         octets, end, itemsize = memoryview(values.data).cast("B"), 0, values.itemsize
         for start, dim in zip(starts, result.model.length_per_key, strict=True):
             begin, end = end, end + dim * itemsize
-            parts += start, octets[begin:end]
+            chunks += start, octets[begin:end]
     else:
-        parts = [*encode_pieces(result)]
-    pieces, nbytes = with_size(parts)
+        chunks = [*encode_pieces(result)]
+    pieces, nbytes = with_size(chunks)
     return ((b"".join(pieces),) if nbytes <= JOIN_BYTES_MAX else pieces), nbytes
 
 
@@ -149,15 +149,15 @@ def try_encode_streamed_inline(result: LookupResult) -> EncodedResponse | None:
     encoded = try_encode_inline(result)
     if encoded is None:
         return None
-    parts, nbytes = encoded
+    chunks, nbytes = encoded
     start = STREAMED_TAG + varint(nbytes)
-    return (start, *parts), nbytes + len(start)
+    return (start, *chunks), nbytes + len(start)
 
 
 def encode_streamed_pieces(result: LookupResult) -> Iterator[bytes | memoryview]:
-    parts, nbytes = with_size([*encode_pieces(result)])
+    chunks, nbytes = with_size([*encode_pieces(result)])
     yield STREAMED_TAG + varint(nbytes)
-    yield from parts
+    yield from chunks
 
 
 def encode_stream_error(error: EmbedServeError) -> bytes:

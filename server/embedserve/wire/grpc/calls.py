@@ -119,14 +119,14 @@ class GrpcEmbedCall(CallWriter[Stream]):
         context.reject_with(error.code, error.message, write)
 
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
         self._context = None
         prefix, stream = b"\0" + nbytes.to_bytes(4, "big"), self._stream
         end = OK_BLOCK if headers is None else OK_BLOCK + encode(headers)
         # Stream.answer without its call, as this runs for every request.
         stream.connection.frame_writer.write_response(
-            stream, HEAD_BLOCK, (prefix, *parts), nbytes + PREFIX_BYTES, end
+            stream, HEAD_BLOCK, (prefix, *chunks), nbytes + PREFIX_BYTES, end
         )
 
     def end(self, error: EmbedServeError, headers: HeaderList) -> None:
@@ -315,13 +315,13 @@ class BidiCall:
         """Processes a message that must be decompressed off the event loop."""
         raise AssertionError("a subclass with a larger limit takes such messages")
 
-    def write(self, parts: ResponseChunks, nbytes: int) -> None:
+    def write(self, chunks: ResponseChunks, nbytes: int) -> None:
         """Sends one response message."""
         if not self._has_started:
             self._has_started = True
             self._stream.send_head(HEAD_BLOCK)
         prefix = b"\0" + nbytes.to_bytes(4, "big")
-        self._stream.send_body((prefix, *parts), nbytes + PREFIX_BYTES)
+        self._stream.send_body((prefix, *chunks), nbytes + PREFIX_BYTES)
 
     def finish(self, trailers: Headers) -> None:
         """Ends the call with ``trailers``; does nothing if it has ended."""

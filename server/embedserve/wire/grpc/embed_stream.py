@@ -36,17 +36,17 @@ class StreamedResponse(ResponseWriter):
 
     Attributes:
         context: the request; None once its response is encoded.
-        parts: chunks of the encoded response.
-        nbytes: total bytes of ``parts``.
+        chunks: chunks of the encoded response.
+        nbytes: total bytes of ``chunks``.
         reserved_bytes: bytes reserved for the response in the stream's response budget.
     """
 
-    __slots__ = ("_options", "_stream", "context", "nbytes", "parts", "reserved_bytes")
+    __slots__ = ("_options", "_stream", "chunks", "context", "nbytes", "reserved_bytes")
 
     def __init__(self, options: RequestOptions, stream: EmbedStream) -> None:
         self._options = options
         self._stream = stream
-        self.parts: ResponseChunks = ()
+        self.chunks: ResponseChunks = ()
         self.nbytes = 0
         self.reserved_bytes = 0
         self.context: RequestContext | None = RequestContext(
@@ -78,9 +78,9 @@ class StreamedResponse(ResponseWriter):
         self._stream.take_messages()
 
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
-        self._end(parts, nbytes)
+        self._end(chunks, nbytes)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         if isinstance(error, WireError):  # found when the message was decompressed
@@ -90,12 +90,12 @@ class StreamedResponse(ResponseWriter):
         body = self._options.response_codec.encode_streamed_error(error)
         self._end((body,), len(body))
 
-    def _end(self, parts: ResponseChunks, nbytes: int) -> None:
+    def _end(self, chunks: ResponseChunks, nbytes: int) -> None:
         self.context = None
-        self.parts = parts
+        self.chunks = chunks
         self.nbytes = nbytes
         if not self._stream.write_those_done(self):
-            self.parts = (b"".join(parts),)  # a copy: it waits for earlier responses
+            self.chunks = (b"".join(chunks),)  # a copy: it waits for earlier responses
 
 
 class EmbedStream(BidiCall):
@@ -181,7 +181,7 @@ class EmbedStream(BidiCall):
         while responses and responses[0].context is None:
             first = responses.popleft()
             self._answer_bytes -= first.reserved_bytes
-            self.write(first.parts, first.nbytes)
+            self.write(first.chunks, first.nbytes)
         self.take_messages()
         return True
 

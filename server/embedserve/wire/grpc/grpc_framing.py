@@ -56,10 +56,10 @@ class WireError(EmbedServeError):
         self.code = code
 
 
-def framed(*parts: bytes | memoryview) -> bytes:
-    """Returns ``parts`` joined into one uncompressed message with its prefix."""
-    size = sum([memoryview(part).nbytes for part in parts])
-    return b"".join((b"\0", size.to_bytes(4, "big"), *parts))
+def framed(*chunks: bytes | memoryview) -> bytes:
+    """Returns ``chunks`` joined into one uncompressed message with its prefix."""
+    size = sum([memoryview(chunk).nbytes for chunk in chunks])
+    return b"".join((b"\0", size.to_bytes(4, "big"), *chunks))
 
 
 def parse_timeout(value: bytes) -> float:

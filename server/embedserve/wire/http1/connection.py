@@ -228,15 +228,15 @@ class Http1Connection(asyncio.Protocol):
         else:
             self._advance()
 
-    def write(self, head: bytes, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
+    def write(self, head: bytes, chunks: Sequence[bytes | memoryview], nbytes: int) -> None:
         """Writes ``head``, then the chunks of a body, ``nbytes`` in total."""
         transport = self.transport
         if nbytes <= COPY_BYTES_MAX:
-            transport.write(b"".join((head, *parts)))
+            transport.write(b"".join((head, *chunks)))
         else:
-            transport.writelines([head, *parts])
+            transport.writelines([head, *chunks])
             # uvloop keeps all chunks alive until the last is sent.
-            self._unread = UnsentMemory(parts) if transport.get_write_buffer_size() else None
+            self._unread = UnsentMemory(chunks) if transport.get_write_buffer_size() else None
 
     # Ends
 

@@ -143,15 +143,15 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         return None if self._template is None else self._template.header(self._head, name)
 
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
         assert self._context is not None
         codec = self._context.options.response_codec
         content_type, more = codec.content_type, b"" if headers is None else lines_of(headers)
         if codec.head_bytes is not None:
-            (_, content_type), *others = answer_headers(codec, parts)
+            (_, content_type), *others = answer_headers(codec, chunks)
             more += lines_of(others)
-        self._write(STATUS_LINES[200], content_type, more, parts, nbytes)
+        self._write(STATUS_LINES[200], content_type, more, chunks, nbytes)
 
     def write_error(self, error: EmbedServeError, headers: HeaderList) -> None:
         assert self._context is not None
@@ -161,7 +161,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         self._write(line, content_type, lines_of(more), (body,), len(body))
 
     def _write(
-        self, line: bytes, content_type: bytes, more: bytes, parts: ResponseChunks, nbytes: int
+        self, line: bytes, content_type: bytes, more: bytes, chunks: ResponseChunks, nbytes: int
     ) -> None:
         """Writes the response to the current request, then continues with the next.
 
@@ -169,8 +169,8 @@ class FastPathConnection(Http1Connection, ResponseWriter):
             line: status line.
             content_type: value of the content-type header.
             more: lines of further headers.
-            parts: chunks of the body.
-            nbytes: total bytes of ``parts``.
+            chunks: chunks of the body.
+            nbytes: total bytes of ``chunks``.
         """
         is_last = self.is_last or (self._is_draining and not self._held)
         if is_last:
@@ -184,7 +184,7 @@ class FastPathConnection(Http1Connection, ResponseWriter):
         self._context = None
         if self.transport.is_closing():
             return
-        self.write(head, parts, nbytes)
+        self.write(head, chunks, nbytes)
         self._idle_since_s = perf_counter()
         if is_last:
             self.linger()

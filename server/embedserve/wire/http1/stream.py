@@ -134,7 +134,7 @@ class Http1Stream:
         return self.connection.unread_bytes if self.connection.is_write_paused else 0
 
     def respond(
-        self, status: int, headers: Headers, parts: Sequence[bytes | memoryview], nbytes: int
+        self, status: int, headers: Headers, chunks: Sequence[bytes | memoryview], nbytes: int
     ) -> None:
         if self.is_sent:
             return
@@ -145,7 +145,7 @@ class Http1Stream:
             nbytes,
             close,
         )
-        self.connection.write(head, parts, nbytes)
+        self.connection.write(head, chunks, nbytes)
         self._finish()
 
     def send_continue(self) -> None:
@@ -168,14 +168,14 @@ class Http1Stream:
         if is_end:
             self.end()
 
-    def send_body(self, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
+    def send_body(self, chunks: Sequence[bytes | memoryview], nbytes: int) -> None:
         if self.is_sent:
             return
         head, self._head = self._head, b""
         if self._is_chunked:
             head += b"%x\r\n" % nbytes
-            parts = (*parts, b"\r\n")
-        self.connection.write(head, parts, nbytes)
+            chunks = (*chunks, b"\r\n")
+        self.connection.write(head, chunks, nbytes)
 
     def end(self) -> None:
         if self.is_sent:

@@ -92,7 +92,7 @@ class FrameWriter:
         self,
         stream: Stream,
         head: bytes,
-        parts: Sequence[bytes | memoryview],
+        chunks: Sequence[bytes | memoryview],
         nbytes: int,
         tail: bytes,
     ) -> None:
@@ -106,7 +106,7 @@ class FrameWriter:
             or stream.tail is not None
         ):
             self.write_headers(stream, head, False)
-            self.write_body(stream, parts, nbytes)
+            self.write_body(stream, chunks, nbytes)
             self.end(stream, tail)
             return
         self.window -= nbytes
@@ -116,10 +116,10 @@ class FrameWriter:
         if tail:
             body_head = pack(0, nbytes, DATA, 0, number)
             tail_head = pack(0, len(tail), HEADERS, END_HEADERS_AND_STREAM, number)
-            pieces = (head_head, head, body_head, *parts, tail_head, tail)
+            pieces = (head_head, head, body_head, *chunks, tail_head, tail)
         else:
             body_head = pack(0, nbytes, DATA, END_STREAM, number)
-            pieces = (head_head, head, body_head, *parts)
+            pieces = (head_head, head, body_head, *chunks)
         connection = stream.connection
         # With other streams open the response waits for the flush: more responses of the same
         # batch may be written together with it.
@@ -152,13 +152,13 @@ class FrameWriter:
             first, rest = rest[:FRAME_BYTES_MAX], rest[FRAME_BYTES_MAX:]
         self.out += (frames.head(len(first), kind, flags, stream_id), first)
 
-    def write_body(self, stream: Stream, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
+    def write_body(self, stream: Stream, chunks: Sequence[bytes | memoryview], nbytes: int) -> None:
         if stream.is_sent or stream.tail is not None or not nbytes:
             return
         if stream.unsent is None:
             stream.unsent = deque()
         was_empty = not stream.unsent
-        stream.unsent.extend([memoryview(part).cast("B") for part in parts if len(part)])
+        stream.unsent.extend([memoryview(chunk).cast("B") for chunk in chunks if len(chunk)])
         stream.unsent_bytes += nbytes
         self.unsent_bytes += nbytes
         self.fresh.append(stream)
@@ -222,12 +222,12 @@ class FrameWriter:
         assert unsent is not None
         turn = left = min(bytes_max, stream.send_window, self.window)
         while left > 0 and unsent:
-            part = unsent.popleft()
-            if len(part) > left:
-                unsent.appendleft(part[left:])
-                part = part[:left]
-            left -= len(part)
-            self._frame_part(stream, part, END_STREAM if stream.tail == b"" and not unsent else 0)
+            chunk = unsent.popleft()
+            if len(chunk) > left:
+                unsent.appendleft(chunk[left:])
+                chunk = chunk[:left]
+            left -= len(chunk)
+            self._frame_part(stream, chunk, END_STREAM if stream.tail == b"" and not unsent else 0)
         sent = turn - left
         stream.send_window -= sent
         self.window -= sent
@@ -239,17 +239,17 @@ class FrameWriter:
                 stream.parked_s = 0.0
         return sent
 
-    def _frame_part(self, stream: Stream, part: memoryview, flags: int) -> None:
+    def _frame_part(self, stream: Stream, chunk: memoryview, flags: int) -> None:
         """Frames ``part`` as DATA; ``flags`` are set on its last frame."""
         out, size = self.out, self.frame_bytes_max
         start = 0
-        if len(part) > size:
+        if len(chunk) > size:
             head = frames.head(size, DATA, 0, stream.id)
-            for start in range(size, len(part), size):
+            for start in range(size, len(chunk), size):
                 out.append(head)
-                out.append(part[start - size : start])
-        out.append(frames.head(len(part) - start, DATA, flags, stream.id))
-        out.append(part[start:])
+                out.append(chunk[start - size : start])
+        out.append(frames.head(len(chunk) - start, DATA, flags, stream.id))
+        out.append(chunk[start:])
         self.answer_frames += 1 + start // size
 
     def _has_sent(self, stream: Stream) -> None:

@@ -79,29 +79,29 @@ class Stream:
         self.parked_s = 0.0
 
     def answer(
-        self, head: bytes, parts: Sequence[bytes | memoryview], nbytes: int, tail: bytes
+        self, head: bytes, chunks: Sequence[bytes | memoryview], nbytes: int, tail: bytes
     ) -> None:
         """Sends a complete response: header block, body, and header block of trailers (or b"")."""
-        self.connection.frame_writer.write_response(self, head, parts, nbytes, tail)
+        self.connection.frame_writer.write_response(self, head, chunks, nbytes, tail)
 
     def send_head(self, block: bytes, *, is_end: bool = False) -> None:
         """Sends a header block; with ``is_end`` it ends the response."""
         self.connection.frame_writer.write_headers(self, block, is_end)
 
-    def send_body(self, parts: Sequence[bytes | memoryview], nbytes: int) -> None:
+    def send_body(self, chunks: Sequence[bytes | memoryview], nbytes: int) -> None:
         """Queues body chunks of ``nbytes`` in total; they are sent as the windows allow."""
-        self.connection.frame_writer.write_body(self, parts, nbytes)
+        self.connection.frame_writer.write_body(self, chunks, nbytes)
 
     def end(self, tail: bytes = b"") -> None:
         """Ends the response after its body is sent, with the header block of trailers or b""."""
         self.connection.frame_writer.end(self, tail)
 
     def respond(
-        self, status: int, headers: Headers, parts: Sequence[bytes | memoryview], nbytes: int
+        self, status: int, headers: Headers, chunks: Sequence[bytes | memoryview], nbytes: int
     ) -> None:
         length = (b"content-length", b"%d" % nbytes)
         head = encode([(b":status", b"%d" % status), *headers, length])
-        self.answer(head, parts, nbytes, b"")
+        self.answer(head, chunks, nbytes, b"")
 
     def start_response(self, status: int, headers: Headers, *, is_end: bool = False) -> None:
         self.send_head(encode([(b":status", b"%d" % status), *headers]), is_end=is_end)

@@ -83,11 +83,11 @@ class RestCall(CallWriter[HttpStream]):
         stream.expect(left if stream.missing_bytes is None else stream.missing_bytes)
 
     def write_response(
-        self, parts: ResponseChunks, nbytes: int, headers: HeaderList | None = None
+        self, chunks: ResponseChunks, nbytes: int, headers: HeaderList | None = None
     ) -> None:
         self._context = None
-        fixed = answer_headers(self._options.response_codec, parts)
-        self._stream.respond(200, [*fixed, *(headers or ())], parts, nbytes)
+        fixed = answer_headers(self._options.response_codec, chunks)
+        self._stream.respond(200, [*fixed, *(headers or ())], chunks, nbytes)
 
     def end(self, error: EmbedServeError, headers: HeaderList) -> None:
         encode = self._options.response_codec.encode_error

@@ -194,9 +194,9 @@ def headers_too_large(count: int, of: str, limit: int) -> HeadersTooLargeError:
     return HeadersTooLargeError(f"the headers have {count} {of}, the limit is {limit}")
 
 
-def answer_headers(codec: Codec, parts: ResponseChunks) -> Headers:
+def answer_headers(codec: Codec, chunks: ResponseChunks) -> Headers:
     """Returns the headers of a response encoded by ``codec``, without content-length."""
-    json_bytes = 0 if codec.head_bytes is None else codec.head_bytes(parts)
+    json_bytes = 0 if codec.head_bytes is None else codec.head_bytes(chunks)
     if not json_bytes:
         return [(b"content-type", codec.content_type)]
     return [(b"content-type", BINARY), (JSON_LENGTH, b"%d" % json_bytes)]

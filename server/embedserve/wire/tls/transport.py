@@ -123,19 +123,19 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def _decrypt(self) -> tuple[bytes, ssl.SSLError | None]:
         """Returns (decrypted bytes, the error or end of the TLS stream, or None)."""
-        parts: list[bytes] = []
+        chunks: list[bytes] = []
         problem = None
         try:
             is_on = True
             while is_on:
-                is_on = self._decrypt_piece(parts)
+                is_on = self._decrypt_piece(chunks)
         except ssl.SSLError as error:
             problem = error
             self._has_left, self._encrypted = False, b""
-        return parts[0] if len(parts) == 1 else b"".join(parts), problem
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks), problem
 
-    def _decrypt_piece(self, parts: list[bytes]) -> bool:
-        """Decrypts up to PIECE_BYTES of input into ``parts``.
+    def _decrypt_piece(self, chunks: list[bytes]) -> bool:
+        """Decrypts up to PIECE_BYTES of input into ``chunks``.
 
         Returns whether to continue: False if no input is left or other connections come first.
 
@@ -150,20 +150,20 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         has_plain = False
         try:
             while True:
-                part = self._tls.read(RECORD_BYTES)
-                if not part:
+                chunk = self._tls.read(RECORD_BYTES)
+                if not chunk:
                     raise ssl.SSLZeroReturnError
-                parts.append(part)
+                chunks.append(chunk)
                 has_plain = True
                 if not incoming.pending:  # another read would only raise
                     break
-                if len(parts) >= READ_RECORDS:
+                if len(chunks) >= READ_RECORDS:
                     self._has_left = True
                     return False
         except ssl.SSLWantReadError:
             pass
         self._has_left = False
-        return has_plain and bool(self._encrypted) and len(parts) < READ_RECORDS
+        return has_plain and bool(self._encrypted) and len(chunks) < READ_RECORDS
 
     def pause_reading(self) -> None:
         self._is_reading = False
@@ -202,11 +202,11 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     def writelines(self, list_of_data: Iterable[Data]) -> None:
         if self._is_closing or self._has_eof:
             return
-        parts = list(list_of_data)
-        if sum(memoryview(part).nbytes for part in parts) <= JOINED_BYTES_MAX:
-            parts = [b"".join(parts)]
-        for part in parts:
-            self._append(part)
+        chunks = list(list_of_data)
+        if sum(memoryview(chunk).nbytes for chunk in chunks) <= JOINED_BYTES_MAX:
+            chunks = [b"".join(chunks)]
+        for chunk in chunks:
+            self._append(chunk)
         self._pump()
 
     def _append(self, data: Data) -> None:
